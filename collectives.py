@@ -1,0 +1,702 @@
+"""Every collective of the lecture, built from send and receive alone.
+
+The names and arguments are those of `torch.distributed`, so `import collectives as dist` works:
+
+    broadcast  reduce  gather  scatter          one root, binomial tree: log2(N) rounds
+    reduce_scatter_tensor                       ring: N-1 steps, each rank sends (N-1)/N of the tensor
+    all_gather_into_tensor                      ring: the same again
+    all_reduce                                  one after the other: 2(N-1)/N of the tensor
+    all_to_all_single                           pairwise exchange: N-1 steps
+    barrier                                     dissemination: log2(N) rounds
+
+The file has three parts. `Link` is one process group seen as messages: the only place that calls isend and irecv, that knows
+gloo (CPU) from NCCL (GPU), and that counts bytes. The algorithms are written on a `Link` and know nothing else. The public
+functions at the end choose where an algorithm runs: at once, or beside the caller's computation (`async_op=True`).
+
+    torchrun --nproc_per_node 4 collectives.py        walks through all of them
+
+Letters: N ranks in the group, r this rank, K elements in the tensor.
+Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import (  # noqa: F401  re-exported, so that this module can stand in for torch.distributed
+    P2POp, ReduceOp, batch_isend_irecv, destroy_process_group, get_global_rank, get_rank, get_world_size,
+    init_process_group, irecv, is_initialized, isend, new_group)
+
+# A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
+# wire; but every message costs a wake-up or a kernel launch, so pieces are large.
+PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
+# Gloo sends nothing before the receiver has said that its receive is posted, so receives are posted this many messages early:
+# 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
+RECEIVES_AHEAD = 4
+# Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) rounds with an Nth.
+# Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
+DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 20}
+
+
+# ------------------------------------------------------------------------------------------------------------ traffic log
+
+@dataclass
+class Traffic:
+    """What this rank has done under one operation's name: calls, messages sent, bytes sent."""
+    calls: int = 0
+    messages: int = 0
+    bytes: int = 0
+
+
+_traffic = defaultdict(Traffic)
+
+
+def traffic():
+    """The log so far: operation name -> Traffic. Counted at the send itself, so it is what went out, not a formula."""
+    return {name: Traffic(t.calls, t.messages, t.bytes) for name, t in _traffic.items() if t.calls}
+
+
+def reset_traffic():
+    """Start the log again from zero."""
+    _traffic.clear()
+
+
+# ------------------------------------------------------------------------------------------------- a group seen as messages
+
+class Link:
+    """One process group as the algorithms see it: `rank`, `size`, and messages to the other ranks of the group.
+
+    A message is a flat tensor; it travels as bytes, so every dtype does. Receivers know the sizes, so empty messages are not
+    sent at all. Messages between two ranks of one group arrive in the order they were sent; that is all the algorithms rely on.
+    """
+
+    def __init__(self, group):
+        self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
+        self.backend = torch_dist.get_backend(group)
+        self.library = False  # True: torch.distributed's own collectives serve this group
+        self.name, self.log = None, Traffic()  # the operation under way
+        self.watch = lambda t: None  # called after each ring step: the demo below draws them
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._jobs = self._last = self._stream = None
+        if self.backend not in PIECE_BYTES:
+            raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
+
+    def post(self, sends=(), receives=()):
+        """Start messages, all at once. `sends` and `receives` list (flat tensor, peer rank); returns handles for `wait`."""
+        ops = [(irecv, t, peer) for t, peer in receives if t.numel()] + [(isend, t, peer) for t, peer in sends if t.numel()]
+        for op, t, _ in ops:
+            if op is isend:
+                self.log.messages += 1
+                self.log.bytes += t.numel() * t.element_size()
+        ops = [(op, t.view(torch.uint8), peer) for op, t, peer in ops]
+        if self.backend == "nccl" and ops:  # one batch: NCCL runs sends and receives of a batch at the same time, else in turn
+            return batch_isend_irecv([P2POp(op, t, group=self.group, group_peer=peer) for op, t, peer in ops])
+        return [op(t, group=self.group, **{"group_dst" if op is isend else "group_src": peer}) for op, t, peer in ops]
+
+    def wait(self, handles):
+        """Wait for each handle once. On NCCL the current stream waits, not the CPU."""
+        for handle in handles:
+            try:
+                handle.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {torch_dist.get_rank()}: {self.name} failed in a group of {self.size}: {error}") from None
+
+    def exchange(self, sends=(), receives=()):
+        self.wait(self.post(sends, receives))
+
+    def scratch(self, like, count):
+        """`count` elements of `like`'s dtype and device, not initialised, good until this operation ends.
+
+        On the CPU a fresh buffer costs a page fault every 4 KiB, so one is kept; CUDA's allocator does that by itself, and
+        keeps buffers of different streams apart.
+        """
+        if like.is_cuda:
+            return like.new_empty(count)
+        if self._scratch.numel() < count * like.element_size():
+            self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
+        return self._scratch[:count * like.element_size()].view(like.dtype)
+
+    def run(self, name, body, tensors, async_op):
+        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`."""
+        def logged():
+            self.name, self.log = name, _traffic[name]
+            self.log.calls += 1
+            with torch.no_grad():
+                body()
+
+        if self.backend == "nccl":
+            return self._run_cuda(logged, tensors) if async_op else logged()
+        if async_op or (self._last and not self._last.is_completed()):  # first in, first out: every rank in the same order
+            self._last = self._enqueue(logged)
+            return self._last if async_op else self._last.wait()
+        return logged()
+
+    def _run_cuda(self, body, tensors):
+        # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            body()
+            done = self._stream.record_event()
+        for t in tensors:
+            t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
+        return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+
+    def _enqueue(self, body):
+        # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}").start()
+        future = Future()
+        self._jobs.put((future, body))
+        return Handle(future.result, future.done)
+
+    def _work(self):
+        while True:
+            future, body = self._jobs.get()
+            try:
+                future.set_result(body())
+            except BaseException as error:  # the caller's thread raises it, in wait()
+                future.set_exception(error)
+
+
+class Handle:
+    """An operation under way. `wait()` returns when its result may be used, and raises what went wrong."""
+
+    def __init__(self, wait, is_completed):
+        self.wait, self.is_completed = wait, is_completed
+
+
+_links = {}
+
+
+def _link(group):
+    group = group or torch_dist.group.WORLD
+    link = _links.get(group.group_name)
+    if link is None or link.group is not group:
+        link = _links[group.group_name] = Link(group)
+    return link
+
+
+def use_library(group, library=True):
+    """Let torch.distributed's own collectives serve this group from now on (`--comm torch`), or ours again with False."""
+    _link(group).library = library
+
+
+# -------------------------------------------------------------------------------------------------------- reduction and cuts
+
+COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum,
+           ReduceOp.PRODUCT: torch.mul}
+
+
+def _average(op, tensor, size):
+    """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does)."""
+    if op == ReduceOp.AVG:
+        tensor.div_(size) if tensor.is_floating_point() or tensor.is_complex() else tensor.div_(size, rounding_mode="trunc")
+
+
+def _flat(tensor):
+    """(K,) view of the tensor, or of a contiguous copy where its strides leave no choice (then `_unflatten` copies back)."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.as_strided((1,), (1,)) if len(flat) == 1 else flat  # a lone element counts as contiguous whatever its stride
+
+
+def _unflatten(flat, tensor):
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+# ------------------------------------------------------------------------------------------------------------ ring algorithms
+#
+# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s of N-1 moves one chunk a rank:
+#
+#     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add my own to it; after the last step chunk r is complete
+#     all-gather       send chunk r-s, receive chunk r-s-1 as it is
+#
+# Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either, 2(N-1)/N x K for the two in a row, however many ranks.
+
+def _ring(link, outgoing, incoming, in_flight, ahead, arrived=lambda t: None):
+    """Send outgoing[t] right and receive incoming[t] from the left, for every t; call arrived(t) when t is through both ways.
+
+    Send t + in_flight is posted after arrived(t), so it may send what arrived(t) computed; with two in flight, one piece is
+    summed while the next is on the wire. Receives are posted `ahead` messages early.
+    """
+    right, left, total = (link.rank + 1) % link.size, (link.rank - 1) % link.size, len(outgoing)
+    handles = [[] for _ in range(total)]
+    for t in range(-ahead, total):
+        if t >= 0:
+            link.wait(handles[t])
+            arrived(t)
+            link.watch(t)
+        s, q = t + in_flight, t + ahead
+        send, receive = ([(tensors[i], peer)] if 0 <= i < total else []
+                         for tensors, i, peer in ((outgoing, s, right), (incoming, q, left)))
+        if s == q:  # NCCL: the send and the receive of a step in one batch
+            handles[s:s + 1] = [link.post(send, receive)]
+            continue
+        if receive:
+            handles[q] += link.post(receives=receive)
+        if send:
+            handles[s] += link.post(sends=send)
+
+
+def _pieces(link, chunks):
+    """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
+    largest = max(chunk.numel() * chunk.element_size() for chunk in chunks)
+    count = max(1, -(-largest // PIECE_BYTES[link.backend]))
+    in_flight = min(2, count)
+    return [chunk.tensor_split(count) for chunk in chunks], in_flight, in_flight if link.backend == "nccl" else RECEIVES_AHEAD
+
+
+def _ring_reduce_scatter(link, chunks, results, op):
+    """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves what it summed; the last one is the answer."""
+    if link.size == 1:
+        return
+    pieces, in_flight, ahead = _pieces(link, chunks)
+    results = [result.tensor_split(len(pieces[0])) for result in results]
+    outgoing, own, sums = list(pieces[(link.rank - 1) % link.size]), [], []
+    for s in range(link.size - 1):
+        own += pieces[(link.rank - 2 - s) % link.size]
+        sums += results[s]
+    outgoing += sums[:len(own) - len(outgoing)]  # what step s summed is what step s+1 sends
+    width = max(piece.numel() for piece in own)
+    slots = link.scratch(chunks[0], width * ahead)
+    incoming = [slots[t % ahead * width:][:piece.numel()] for t, piece in enumerate(own)]
+    _ring(link, outgoing, incoming, in_flight, ahead, lambda t: COMBINE[op](incoming[t], own[t], out=sums[t]))
+
+
+def _ring_all_gather(link, chunks):
+    """Rank c holds chunk c; afterwards every rank holds all."""
+    pieces, in_flight, ahead = _pieces(link, chunks)
+    order = [piece for s in range(link.size) for piece in pieces[(link.rank - s) % link.size]]
+    count = len(pieces[0])
+    _ring(link, order[:-count], order[count:], in_flight, ahead)  # what step s received is what step s+1 sends
+
+
+def _reduce_scatter_tensor(link, output, input, op):
+    flat, result = _flat(input), _flat(output)
+    if flat.numel() != result.numel() * link.size or flat.dtype != result.dtype:
+        raise ValueError(f"reduce_scatter_tensor: input {tuple(input.shape)} {input.dtype} must hold {link.size} times the "
+                         f"elements of output {tuple(output.shape)} {output.dtype}")
+    chunks = flat.view(link.size, -1).unbind()
+    if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+        result = torch.empty_like(result)  # partial sums pass through the result: it may not lie over the input
+    if link.size == 1:
+        result.copy_(flat)
+    else:
+        _ring_reduce_scatter(link, chunks, [result] * (link.size - 1), op)
+    _average(op, result, link.size)
+    output.copy_(result.view(output.shape)) if result.data_ptr() != output.data_ptr() else None
+
+
+def _all_gather_into_tensor(link, output_tensor, input_tensor):
+    flat = _flat(output_tensor)
+    if flat.numel() != input_tensor.numel() * link.size or flat.dtype != input_tensor.dtype:
+        raise ValueError(f"all_gather_into_tensor: output {tuple(output_tensor.shape)} {output_tensor.dtype} must hold "
+                         f"{link.size} times the elements of input {tuple(input_tensor.shape)} {input_tensor.dtype}")
+    chunks = flat.view(link.size, -1).unbind()
+    own = _flat(input_tensor)
+    if chunks[link.rank].data_ptr() != own.data_ptr():  # in place: the input may already lie where it belongs
+        chunks[link.rank].copy_(own)
+    _ring_all_gather(link, chunks)
+    _unflatten(flat, output_tensor)
+
+
+def _all_reduce(link, tensor, op):
+    flat = _flat(tensor)
+    if flat.numel() * flat.element_size() <= DOUBLING_BYTES[link.backend]:
+        _recursive_doubling(link, flat, op)
+    else:
+        chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
+        _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
+        _average(op, chunks[link.rank], link.size)
+        _ring_all_gather(link, chunks)
+    _unflatten(flat, tensor)
+
+
+def _recursive_doubling(link, flat, op):
+    """All-reduce in log2(N) rounds: in round i the ranks that differ in bit i swap the whole tensor and both add.
+
+    Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a swap add
+    the same two numbers, so every rank ends with the same bits.
+    """
+    if link.size == 1:
+        return
+    core = 1 << (link.size.bit_length() - 1)
+    theirs = link.scratch(flat, flat.numel())
+    if link.rank >= core:
+        link.exchange(sends=[(flat, link.rank - core)])
+        link.exchange(receives=[(flat, link.rank - core)])
+        return
+    if link.rank + core < link.size:
+        link.exchange(receives=[(theirs, link.rank + core)])
+        COMBINE[op](flat, theirs, out=flat)
+    distance = 1
+    while distance < core:
+        link.exchange([(flat, link.rank ^ distance)], [(theirs, link.rank ^ distance)])
+        COMBINE[op](flat, theirs, out=flat)
+        distance *= 2
+    _average(op, flat, link.size)
+    if link.rank + core < link.size:
+        link.exchange(sends=[(flat, link.rank + core)])
+
+
+# ------------------------------------------------------------------------------------------------------------ tree algorithms
+#
+# A binomial tree over v = (r - root) mod N. v's parent is v with its lowest set bit cleared; its children are v + 1, v + 2,
+# v + 4, ... below that bit, and child v + m heads the m ranks v+m .. v+2m-1:
+#
+#     0 ─┬─ 1                 log2(N) rounds instead of N-1: in each one, all who have the data pass it on.
+#        ├─ 2 ─── 3
+#        └─ 4 ─┬─ 5
+#              └─ 6 ─── 7
+
+def _tree(link, root):
+    """(v, parent, [(child, v of child, ranks under child)], nearest child first); parent and child as ranks of the group."""
+    v, children, m = (link.rank - root) % link.size, [], 1
+    while m < link.size and not v & m:
+        if v + m < link.size:
+            children.append(((v + m + root) % link.size, v + m, min(m, link.size - v - m)))
+        m *= 2
+    return v, (v - m + root) % link.size if v else None, children
+
+
+def _broadcast(link, tensor, group_src):
+    _, parent, children = _tree(link, group_src)
+    flat = _flat(tensor)
+    if parent is not None:
+        link.exchange(receives=[(flat, parent)])
+        _unflatten(flat, tensor)
+    link.exchange(sends=[(flat, child) for child, _, _ in reversed(children)])  # the largest subtree first: it takes longest
+
+
+def _reduce(link, tensor, group_dst, op):
+    _, parent, children = _tree(link, group_dst)
+    flat = _flat(tensor)
+    if parent is not None and children:
+        flat = flat.clone()  # only the root's tensor changes
+    theirs = link.scratch(flat, flat.numel()) if children else None
+    for child, _, _ in children:
+        link.exchange(receives=[(theirs, child)])
+        COMBINE[op](flat, theirs, out=flat)
+    if parent is not None:
+        link.exchange(sends=[(flat, parent)])
+    else:
+        _average(op, flat, link.size)
+        _unflatten(flat, tensor)
+
+
+def _gather(link, tensor, gather_list, group_dst):
+    v, parent, children = _tree(link, group_dst)
+    _check_list("gather_list", gather_list, parent is None, link.size, tensor)
+    below = 1 + sum(count for _, _, count in children)
+    rows = tensor.new_empty(below, tensor.numel())  # mine, then those of the ranks v+1, v+2, ... under me
+    rows[0] = _flat(tensor)
+    link.exchange(receives=[(rows[cv - v:cv - v + count].view(-1), child) for child, cv, count in children])
+    if parent is not None:
+        link.exchange(sends=[(rows.view(-1), parent)])
+    else:
+        for i, row in enumerate(rows):
+            gather_list[(i + group_dst) % link.size].copy_(row.view(tensor.shape))
+
+
+def _scatter(link, tensor, scatter_list, group_src):
+    v, parent, children = _tree(link, group_src)
+    _check_list("scatter_list", scatter_list, parent is None, link.size, tensor)
+    below = 1 + sum(count for _, _, count in children)
+    rows = tensor.new_empty(below, tensor.numel())
+    if parent is None:
+        for i in range(link.size):
+            rows[i] = _flat(scatter_list[(i + group_src) % link.size])
+    else:
+        link.exchange(receives=[(rows.view(-1), parent)])
+    link.exchange(sends=[(rows[cv - v:cv - v + count].view(-1), child) for child, cv, count in reversed(children)])
+    tensor.copy_(rows[0].view(tensor.shape))
+
+
+def _check_list(name, tensors, is_root, size, tensor):
+    if not is_root:
+        if tensors:
+            raise ValueError(f"{name} belongs to the root alone: leave it out on the other ranks")
+    elif not tensors or len(tensors) != size or any(t.shape != tensor.shape or t.dtype != tensor.dtype for t in tensors):
+        raise ValueError(f"{name} on the root must hold {size} tensors of shape {tuple(tensor.shape)} and {tensor.dtype}")
+
+
+# ------------------------------------------------------------------------------------------------------- pairwise, dissemination
+
+def _all_to_all_single(link, output, input, output_split_sizes, input_split_sizes):
+    def blocks(tensor, sizes, name):
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not sizes:
+            if rows % link.size:
+                raise ValueError(f"all_to_all_single: {name} has {rows} rows, not a multiple of the {link.size} ranks: "
+                                 f"give {name}_split_sizes")
+            sizes = [rows // link.size] * link.size
+        if len(sizes) != link.size or sum(sizes) != rows:
+            raise ValueError(f"all_to_all_single: {name}_split_sizes {sizes} must be {link.size} numbers that add up to {rows}")
+        row = tensor.numel() // rows if rows else 0
+        return flat.split([row * n for n in sizes])
+    flat = _flat(input)
+    sends = blocks(input, input_split_sizes, "input")
+    result = flat = _flat(output)
+    receives = blocks(output, output_split_sizes, "output")
+    receives[link.rank].copy_(sends[link.rank])
+    for s in range(1, link.size):  # step s: everybody sends s ranks to the right, so no receiver has two senders at a time
+        to, source = (link.rank + s) % link.size, (link.rank - s) % link.size
+        link.exchange([(sends[to], to)], [(receives[source], source)])
+    _unflatten(result, output)
+
+
+def _barrier(link):
+    """Round i: tell rank r + 2^i, hear from rank r - 2^i. After log2(N) rounds everybody has heard, indirectly, from all."""
+    token = torch.zeros(2, dtype=torch.uint8, device="cuda" if link.backend == "nccl" else "cpu")
+    distance = 1
+    while distance < link.size:
+        link.exchange([(token[:1], (link.rank + distance) % link.size)], [(token[1:], (link.rank - distance) % link.size)])
+        distance *= 2
+    if link.backend == "nccl":
+        torch.cuda.current_stream().synchronize()  # no stream, however early it ran, may let the CPU pass
+
+
+# ------------------------------------------------------------------------------------------------------------ public functions
+
+def _start(algorithm, group, async_op, **arguments):
+    if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
+        return None  # as torch.distributed: a rank outside the group has nothing to do
+    link, name = _link(group), algorithm.__name__[1:]
+    if arguments.get("op", ReduceOp.SUM) not in COMBINE:
+        raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+    if link.library:
+        return getattr(torch_dist, name)(**arguments, group=group, async_op=async_op)
+    tensors = [t for value in arguments.values() for t in (value if isinstance(value, list) else [value])
+               if isinstance(t, torch.Tensor)]
+    if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
+        raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
+                         f"not {tensors[0].device}")
+    return link.run(name, lambda: algorithm(link, **arguments), tensors, async_op)
+
+
+def _root(group, rank, group_rank):
+    """The root as a rank of the group; callers may name it by global rank (`src`, `dst`) or by `group_src`, `group_dst`."""
+    if rank is not None and group_rank is not None:
+        raise ValueError("give the root once: by global rank or by rank in the group")
+    if group_rank is None:
+        group_rank = torch_dist.get_group_rank(group or torch_dist.group.WORLD, rank or 0)
+    return group_rank
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """Copy `tensor` of global rank `src` into `tensor` of every rank (in place, any shape and dtype).
+
+    Binomial tree: log2(N) rounds; the root sends up to log2(N) copies, N-1 in all. With `async_op`, returns a handle.
+    """
+    return _start(_broadcast, group, async_op, tensor=tensor, group_src=_root(group, src, group_src))
+
+
+def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
+    """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree, N-1 messages."""
+    return _start(_reduce, group, async_op, tensor=tensor, group_dst=_root(group, dst, group_dst), op=op)
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Collect `tensor` of every rank into `gather_list` (N tensors of its shape) on rank `dst`. Binomial tree."""
+    return _start(_gather, group, async_op, tensor=tensor, gather_list=gather_list, group_dst=_root(group, dst, group_dst))
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """Hand `scatter_list[i]` of rank `src` to `tensor` of rank i: gather backwards. Binomial tree."""
+    return _start(_scatter, group, async_op, tensor=tensor, scatter_list=scatter_list, group_src=_root(group, src, group_src))
+
+
+def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+    """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank.
+
+    Ring: each rank sends (N-1)/N x K elements. `input_tensor` may be this rank's slice of `output_tensor`.
+    """
+    return _start(_all_gather_into_tensor, group, async_op, output_tensor=output_tensor, input_tensor=input_tensor)
+
+
+def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
+    """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r.
+
+    Ring: each rank sends (N-1)/N x K elements. `output` may be this rank's slice of `input`.
+    """
+    return _start(_reduce_scatter_tensor, group, async_op, output=output, input=input, op=op)
+
+
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
+    """Combine `tensor` of all ranks in place; every rank ends with the same bits.
+
+    Ring reduce-scatter, then ring all-gather: each rank sends 2(N-1)/N x K elements, nearly independent of N. Up to
+    DOUBLING_BYTES, recursive doubling: log2(N) messages of K elements.
+    """
+    return _start(_all_reduce, group, async_op, tensor=tensor, op=op)
+
+
+def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+    """Send block i of `input`'s rows to rank i, and put what rank i sent into block i of `output`: a transpose over ranks.
+
+    Blocks are equal unless the split sizes (rows per rank) say otherwise. Each rank sends all but its own block, once.
+    """
+    return _start(_all_to_all_single, group, async_op, output=output, input=input,
+                  output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
+
+
+def barrier(group=None, async_op=False):
+    """Return when every rank of the group has called it."""
+    return _start(_barrier, group, async_op)
+
+
+# ------------------------------------------------------------------------------------------------- starting processes, and a demo
+
+def start_again(processes):
+    """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place; exits with it."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _die_with_torchrun()
+    for name in list(os.environ):  # what an outer torchrun said of a world of one
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
+                ("GROUP_", "ROLE_", "TORCHELASTIC_")):
+            del os.environ[name]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    try:
+        run.run(run.parse_args(["--standalone", "--nproc_per_node", str(processes), *sys.argv]))
+    except ChildFailedError as error:  # the rank itself has said what happened
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
+    except (SignalException, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _die_with_torchrun():
+    """Whoever started this rank may die without a word, by SIGKILL: then go too, and leave no orphan behind."""
+    if sys.platform == "linux" and "RANK" in os.environ:
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def initialize(device_type, timeout=600):
+    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
+
+    device_type "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
+    """
+    _die_with_torchrun()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a page of traceback
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    world = {} if "RANK" in os.environ else dict(store=torch_dist.HashStore(), rank=0, world_size=1)
+    init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
+                       device_id=device if device_type == "cuda" else None, **world)
+    return device
+
+
+def print_in_order(text, group=None):
+    """Print one text of each rank, in rank order, on rank 0."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    link = _link(group)
+    device = "cuda" if link.backend == "nccl" else "cpu"
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(link.size)] if link.rank == 0 else None
+    length = torch.tensor([len(data)], device=device)
+    gather(length, lengths, group_dst=0, group=group)
+    all_reduce(length, ReduceOp.MAX, group)
+    padded = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    padded[:len(data)] = data.to(device)
+    texts = [torch.empty_like(padded) for _ in range(link.size)] if link.rank == 0 else None
+    gather(padded, texts, group_dst=0, group=group)
+    for n, t in zip(lengths or [], texts or []):
+        print(bytes(t[:int(n)].tolist()).decode(), flush=True)
+
+
+def _demo(device):
+    rank, size = get_rank(), get_world_size()
+
+    def show(title, call, **tensors):
+        def values():
+            return "  ".join(f"{name} {t.tolist() if isinstance(t, torch.Tensor) else [x.tolist() for x in t]}"
+                             for name, t in tensors.items() if t is not None)
+        before = values()
+        call()
+        if rank == 0:
+            print(f"\n{title}")
+        print_in_order(f"  rank {rank}   {before}   ->   {values()}")
+
+    def row(*numbers):
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    t = row(1, 2, 3) if rank == 0 else row(0, 0, 0)
+    show("broadcast: one to all", lambda: broadcast(t, src=0), t=t)
+    t, parts = row(0), [row(10 * i) for i in range(size)] if rank == 0 else None
+    show("scatter: one hands each its part", lambda: scatter(t, parts, src=0), parts=parts, t=t)
+    t, parts = row(10 + rank), [row(0) for i in range(size)] if rank == 0 else None
+    show("gather: scatter backwards", lambda: gather(t, parts, dst=0), t=t, parts=parts)
+    t = row(rank, 10 * rank)
+    show("reduce: gather, combining on the way", lambda: reduce(t, dst=0), t=t)
+    out, t = row(*[0] * size), row(10 + rank)
+    show("all-gather: gather, for everybody", lambda: all_gather_into_tensor(out, t), input=t, output=out)
+    out, t = row(0), torch.arange(size, device=device) + 10 * rank
+    show("reduce-scatter: each gets its slice of the sum", lambda: reduce_scatter_tensor(out, t), input=t, output=out)
+    t = torch.arange(size, device=device) + 10 * rank
+    show("all-reduce = reduce-scatter + all-gather", lambda: all_reduce(t), t=t)
+    out, t = row(*[0] * size), torch.arange(size, device=device) + 10 * rank
+    show("all-to-all: a transpose over ranks", lambda: all_to_all_single(out, t), input=t, output=out)
+
+    if rank == 0:
+        print("\nbarrier: rank r arrives after r/5 s, all leave with the last")
+    start = time.perf_counter()
+    time.sleep(rank / 5)
+    barrier()
+    print_in_order(f"  rank {rank}   left after {time.perf_counter() - start:.2f} s")
+
+    # The ring, drawn from what the real one does: chunk c of rank r starts as the bit of r, so a sum tells whose data is in it.
+    link, whose = _link(None), "abcdefghijklmnopqrstuvwxyz"
+    t = torch.full((size,), 1 << rank, device=device)
+    steps = [t.tolist()]
+    link.watch = lambda step: steps.append(t.tolist())
+    chunks = t.tensor_split(size)
+    _ring_reduce_scatter(link, chunks, [chunks[(rank - 2 - s) % size] for s in range(size - 1)], ReduceOp.SUM)
+    _ring_all_gather(link, chunks)
+    link.watch = lambda step: None
+    for s, state in enumerate(steps):
+        if rank == 0:
+            print("\nring all-reduce, a row a rank, a column a chunk, a letter for each rank whose data the chunk holds:\n  start"
+                  if s == 0 else f"  reduce-scatter step {s}: chunk r-{s} goes right and is added" if s < size else
+                  f"  all-gather step {s - size + 1}: a complete chunk goes right")
+        cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
+        print_in_order(f"    rank {rank}   " + "  ".join(cell.ljust(size, "·") for cell in cells))
+
+    if rank == 0:
+        print(f"\nbytes sent by rank 0, K = {size} MiB, N = {size}:  counted | formula")
+    t, slice_ = torch.ones(size << 18, device=device), torch.ones(1 << 18, device=device)
+    k, n = t.nbytes, size
+    for name, call, formula, text in [
+            ("all_reduce", lambda: all_reduce(t), 2 * (n - 1) * k // n, "2(N-1)/N K"),
+            ("reduce_scatter_tensor", lambda: reduce_scatter_tensor(slice_, t), (n - 1) * k // n, "(N-1)/N K"),
+            ("all_gather_into_tensor", lambda: all_gather_into_tensor(t, slice_), (n - 1) * k // n, "(N-1)/N K"),
+            ("broadcast", lambda: broadcast(t, src=0), (n - 1).bit_length() * k, "ceil(log2 N) K at the root"),
+            ("barrier", lambda: barrier(), (n - 1).bit_length(), "ceil(log2 N)")]:
+        reset_traffic()
+        call()
+        if rank == 0:
+            print(f"  {name:24}{traffic()[name].bytes:>12,} | {formula:>12,}   {text}")
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        start_again(4)
+    _demo(initialize("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+                     else "cpu"))
+    destroy_process_group()

@@ -1,0 +1,364 @@
+"""GPT-2 as one device would run it. Nothing here knows that there is more than one.
+
+The model is a list of pieces, embedding, blocks, head, and `forward` folds over it: that is what lets a pipeline cut it
+anywhere, and ZeRO-3 gather it piece by piece. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"), so Hugging Face
+folders load and save as they are. Initial weights depend on the seed and the parameter's name, on nothing else.
+
+    python model.py            parameters, FLOPs and training bytes of every preset
+
+Letters: B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head, V vocabulary, L layers.
+Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
+"""
+
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "elu": F.elu}
+
+
+# ------------------------------------------------------------------------------------------------------------------- sizes
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """All sizes of a model, and what follows from them. `inner` is the width of the MLP, 4C where left out."""
+    vocab_size: int = 256
+    seq_len: int = 256
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    inner: int = 0
+    activation: str = "gelu"   # "gelu" (the tanh form, GPT-2's) or "elu"
+    tied: bool = True          # the head is the transposed embedding
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation '{self.activation}' is not one of {', '.join(ACTIVATIONS)}")
+        object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    def parameters(self):
+        """How many parameters; a tied head counts once."""
+        c, v = self.n_embd, self.vocab_size
+        attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
+        mlp = 2 * c * self.inner + c + self.inner
+        blocks = self.n_layer * (attention + mlp + 4 * c)      # two layer norms of 2C each
+        return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
+
+    def flops_per_token(self):
+        """FLOPs to train on one token: 6N + 12 L H D T, backward twice forward.
+
+        6 a parameter that is multiplied (position embeddings are only added), and Q K^T and P V over T positions. PaLM,
+        appendix B; attention counted in full, though a causal kernel skips half.
+        """
+        return 6 * (self.parameters() - self.seq_len * self.n_embd) + 12 * self.n_layer * self.n_embd * self.seq_len
+
+    def training_bytes(self):
+        """Bytes of weights, gradients and AdamW's two moments in float32: 4 + 4 + 8 a parameter. Activations come on top."""
+        return 16 * self.parameters()
+
+
+PRESETS = {
+    "tiny": GPTConfig(),  # bytes, a minute or two on a laptop
+    "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),
+    "gpt2": GPTConfig(50257, 1024, 12, 12, 768),
+    "gpt2-medium": GPTConfig(50257, 1024, 24, 16, 1024),
+    "gpt2-large": GPTConfig(50257, 1024, 36, 20, 1280),
+    "gpt2-xl": GPTConfig(50257, 1024, 48, 25, 1600),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------------- layers
+
+class Attention(nn.Module):
+    """Causal self-attention. The number of heads is read off the activations, so a slice of the heads runs through unchanged."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v: three thirds, each H heads of D
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):                                                                     # (B, T, C)
+        B, T, _ = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)      # 3 x (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)                           # (B, H, T, D)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))                               # (B, T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.inner)
+        self.c_proj = nn.Linear(config.inner, config.n_embd)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x):
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm: the residual stream passes untouched from the embedding to the head, each sublayer adds to it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, config.norm_eps)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2. `GPT(config)(tokens)` takes int64 (B, T) and returns logits (B, T, V).
+
+    pieces: which of the L+2 pieces (0 the embedding, 1..L the blocks, L+1 the head) to build, a range; all where left out.
+    seed: the initial weights'; None leaves the parameters on the meta device, shapes without memory, for `materialize`.
+    """
+
+    def __init__(self, config, seed=0, pieces=None):
+        super().__init__()
+        pieces = range(config.n_layer + 2) if pieces is None else pieces
+        self.config, first, last = config, 0 in pieces, config.n_layer + 1 in pieces
+        with torch.device("meta"):
+            if first:
+                self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+                self.wpe = nn.Embedding(config.seq_len, config.n_embd)
+            self.h = nn.ModuleDict({str(i - 1): Block(config) for i in pieces if 1 <= i <= config.n_layer})
+            if last:
+                self.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
+                self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            if first and last and config.tied:
+                self.lm_head.weight = self.wte.weight
+        self.pieces = [self.embed] * first + list(self.h.values()) + [self.head] * last
+        if seed is not None:
+            materialize(self, lambda name: initial_weight(config, name, seed))
+
+    def embed(self, tokens):                                            # (B, T)
+        T = tokens.shape[1]
+        if T > self.config.seq_len:
+            raise ValueError(f"{T} tokens are more than the {self.config.seq_len} positions this model has")
+        return self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))      # (B, T, C)
+
+    def head(self, x):
+        return self.lm_head(self.ln_f(x))                               # (B, T, V)
+
+    def forward(self, x):
+        for piece in self.pieces:
+            x = piece(x)
+        return x
+
+    @torch.no_grad()
+    def generate(self, tokens, n, temperature=1.0, top_k=None, seed=None):
+        """Continue tokens (B, T) by n sampled ones: (B, T + n). temperature 0 takes the likeliest; top_k keeps the k likeliest.
+
+        Every token runs the whole context again: no cache, T times the work of one, and ten lines instead of fifty.
+        """
+        generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
+        for _ in range(n):
+            logits = self(tokens[:, -self.config.seq_len:])[:, -1].float()             # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            if temperature:
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                token = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, token], 1)
+        return tokens
+
+    @classmethod
+    def from_hf(cls, folder):
+        """The model in a Hugging Face GPT-2 folder: config.json with model.safetensors or pytorch_model.bin. float32, CPU.
+
+        Raises ValueError naming the file where it is not a GPT-2, a name or a shape is wrong, or the file is cut short.
+        """
+        config, source = open_hf(folder)
+        model = cls(config, seed=None)
+        materialize(model, source)
+        return model
+
+    def save_hf(self, folder):
+        """Write the model as such a folder, readable by transformers' GPT2LMHeadModel.from_pretrained."""
+        state = dict(self.named_parameters())
+        write_hf(folder, self.config, state.__getitem__)
+
+
+# ------------------------------------------------------------------------------------------------------------------ weights
+
+def initial_weight(config, name, seed):
+    """GPT-2's initial value of one parameter, float32 on the CPU: the same for this seed and name in every layout.
+
+    Matrices from N(0, 0.02), those that write into the residual stream from N(0, 0.02 / sqrt(2L)): 2L of them add up there.
+    """
+    name = "wte.weight" if config.tied and name == "lm_head.weight" else name
+    shape = shapes(config)[name]
+    if len(shape) == 1:
+        return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+    std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+def shapes(config):
+    """Name -> shape of every parameter of the whole model."""
+    return {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
+
+
+def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda param, value: value):
+    """Replace every parameter, one at a time, by place(param, source(name)) on `device`; tied ones stay tied.
+
+    At no time does more than one whole parameter exist beside what stays here; `place` may keep a part of it.
+    """
+    made = {}
+    for prefix, owner in module.named_modules():
+        for leaf, old in list(owner.named_parameters(recurse=False)):
+            if old not in made:
+                value = place(old, source(f"{prefix}.{leaf}" if prefix else leaf))
+                made[old] = nn.Parameter(value.to(device, dtype, copy=True).contiguous(), old.requires_grad)
+                made[old].__dict__.update(old.__dict__)
+            setattr(owner, leaf, made[old])
+
+
+# ------------------------------------------------------------------------------------------------------ Hugging Face's folders
+#
+# A .safetensors file is 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, then raw bytes.
+
+HF_FIXED = {  # what our model is; a config.json that says otherwise is another model
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    "add_cross_attention": False}
+HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+                      "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
+
+
+def open_hf(folder):
+    """(config, source) of a Hugging Face GPT-2 folder; source(name) reads one parameter. ValueError names a faulty file."""
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path) as file:
+            hf = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(hf, dict) or hf.get("model_type", "gpt2") != "gpt2":
+        raise ValueError(f"{path}: not the config of a GPT-2 (model_type is not 'gpt2')")
+    for key, value in HF_FIXED.items():
+        if hf.get(key, value) != value:
+            raise ValueError(f"{path}: {key} is {hf[key]}, only {value} is supported")
+    if hf.get("activation_function", "gelu_new") not in HF_ACTIVATIONS:
+        raise ValueError(f"{path}: activation_function is '{hf['activation_function']}', not one of {', '.join(HF_ACTIVATIONS)}")
+    try:
+        config = GPTConfig(
+            hf.get("vocab_size", 50257), hf.get("n_positions", 1024), hf.get("n_layer", 12), hf.get("n_head", 12),
+            hf.get("n_embd", 768), hf.get("n_inner") or 0, HF_ACTIVATIONS[hf.get("activation_function", "gelu_new")],
+            hf.get("tie_word_embeddings", True), hf.get("layer_norm_epsilon", 1e-5))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+    tensors, path = {}, os.path.join(folder, "model.safetensors")
+    files = sorted(f for f in os.listdir(folder) if f.startswith("model") and f.endswith(".safetensors"))
+    if files:
+        for file in files:
+            tensors.update(read_safetensors(os.path.join(folder, file)))
+    else:
+        path = os.path.join(folder, "pytorch_model.bin")
+        if not os.path.exists(path):
+            raise ValueError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
+        try:
+            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # whatever a damaged or hostile file makes the unpickler say
+            raise ValueError(f"{path}: not a file of tensors ({type(error).__name__}: {str(error).splitlines()[0]})") from None
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    if config.tied:
+        tensors["lm_head.weight"] = tensors.get("wte.weight")
+    for name, shape in shapes(config).items():
+        shape = shape[::-1] if name.endswith(TRANSPOSED) else shape
+        if tensors.get(name) is None:
+            raise ValueError(f"{path}: has no {name}")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{path}: {name} is {tuple(tensors[name].shape)}, config.json makes it {shape}")
+    return config, lambda name: tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
+
+
+def read_safetensors(path):
+    """{name: tensor} of a .safetensors file, mapped into memory and read when used. ValueError where it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        start = 8 + struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:start].decode())
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            dtype, (begin, end) = SAFETENSORS_DTYPES[entry["dtype"]], entry["data_offsets"]
+            count = math.prod(entry["shape"])
+            if end - begin != count * dtype.itemsize or begin < 0 or start + end > len(data):
+                raise ValueError(f"{name} lies outside the file: it is cut short or damaged")
+            tensors[name] = (torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin) if count
+                             else torch.empty(0, dtype=dtype)).view(entry["shape"])
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
+
+
+def write_hf(folder, config, get):
+    """Write config.json and model.safetensors (float32), calling get(name) for one whole parameter after the other."""
+    os.makedirs(folder, exist_ok=True)
+    hf = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
+          "n_positions": config.seq_len, "n_embd": config.n_embd, "n_layer": config.n_layer, "n_head": config.n_head,
+          "n_inner": config.inner, "activation_function": {v: k for k, v in reversed(HF_ACTIVATIONS.items())}[config.activation],
+          "layer_norm_epsilon": config.norm_eps, "tie_word_embeddings": config.tied, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+          "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None, "dtype": "float32", **HF_FIXED}
+    header, offset = {}, 0
+    for name, shape in shapes(config).items():
+        size = 4 * math.prod(shape)
+        header[name if name == "lm_head.weight" else f"transformer.{name}"] = {
+            "dtype": "F32", "shape": shape[::-1] if name.endswith(TRANSPOSED) else shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    path = os.path.join(folder, "model.safetensors")
+    with open(path + ".part", "wb") as file:  # the file has its name only when it is whole
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in shapes(config):
+            tensor = get(name).detach().to("cpu", torch.float32)
+            file.write((tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous().numpy().data)
+    os.replace(path + ".part", path)
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        json.dump(hf, file, indent=2)
+
+
+def main():
+    print(f"{'preset':12} {'layers':>6} {'heads':>5} {'width':>5} {'vocab':>6} {'context':>7} {'parameters':>13} "
+          f"{'FLOPs/token':>12} {'training bytes':>15}")
+    for name, c in PRESETS.items():
+        print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
+              f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**30:11.2f} GiB")
+    print("\nFLOPs/token: 6 N + 12 L C T, forward and backward. Training bytes: float32 weights 4, gradients 4, AdamW 8 a parameter;\n"
+          "activations come on top.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,444 @@
+"""Train a GPT, on one process or many:
+
+    python train.py                                          one process
+    torchrun --nproc_per_node 4 train.py --dp 2 --tp 2       four: two replicas, each cut in two
+    python train.py --dp 2 --tp 2                            the same: it starts itself again under torchrun
+
+With no flags it trains a 1M-parameter model on the source of Python's standard library, on the CPU, in a minute or two.
+Every layout sees the same tokens and logs the same loss: a batch is a function of (seed, step, sample), initial weights of
+(seed, name). `python train.py --help` lists the flags.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import collectives as dist
+import parallel
+from model import ACTIVATIONS, GPT, PRESETS, materialize, open_hf, shapes, write_hf
+
+
+# ---------------------------------------------------------------------------------------------------------------- settings
+
+def flag(default, help, **more):
+    return field(default=default, metadata=dict(help=help, **more))
+
+
+@dataclass
+class Settings:
+    """Every flag of the command line, --with-dashes."""
+    data: str = flag("", "a text file, a folder of text, or a .bin of tokens (uint16, or llm.c's with its header); "
+                         "left out, the source of Python's standard library as bytes. The last 10 %% are held out")
+    model: str = flag("tiny", "preset", choices=list(PRESETS))
+    n_layer: int = flag(None, "blocks, instead of the preset's")
+    n_head: int = flag(None, "attention heads, instead of the preset's")
+    n_embd: int = flag(None, "width, instead of the preset's")
+    seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
+    vocab_size: int = flag(None, "vocabulary, instead of the preset's")
+    activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
+    init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder (its sizes count, not --model's)")
+    steps: int = flag(300, "optimizer steps")
+    batch_size: int = flag(16, "sequences a step, over all ranks")
+    micro_batches: int = flag(1, "parts in which each rank's share of a step is computed, gradients adding up")
+    lr: float = flag(3e-3, "peak learning rate")
+    min_lr: float = flag(3e-4, "learning rate at the end of the cosine")
+    warmup_steps: int = flag(20, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "AdamW's, on matrices only")
+    clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
+    seed: int = flag(0, "of weights, batches and sampling")
+    dp: int = flag(None, "data-parallel replicas; left out, what --tp leaves")
+    tp: int = flag(1, "ranks each layer is cut over")
+    dtype: str = flag("fp32", "of weights and arithmetic", choices=["fp32", "fp64"])
+    device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
+    comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
+    eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
+    log_every: int = flag(10, "steps between log lines; 0: never")
+    sample: int = flag(200, "tokens to generate at the end; 0: none")
+    prompt: str = flag("def ", "what the sample continues (data of bytes)")
+    out: str = flag("", "a new folder for log.jsonl and, at the end, the model as a Hugging Face folder")
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
+                                     description="Train a GPT on one process or many.")
+    kinds = {"int | None": int}
+    for f in dataclasses.fields(Settings):
+        parser.add_argument("--" + f.name.replace("_", "-"), type=kinds.get(f.type, f.type), default=f.default, **f.metadata)
+    return Settings(**vars(parser.parse_args(arguments)))
+
+
+class BadInput(Exception):
+    """One line for the user: the flag or the file, what is wrong, a value that would work."""
+
+
+def check_numbers(s):
+    """Numbers that make no sense on their own."""
+    for name, least, value in [("steps", 0, 300), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 3e-3),
+                               ("min_lr", 0, 3e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
+                               ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("eval_every", 0, 100), ("log_every", 0, 10),
+                               ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
+                               ("seq_len", 1, 256), ("vocab_size", 1, 256)]:
+        given = getattr(s, name)
+        if given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
+            raise BadInput(f"--{name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
+    if s.lr < s.min_lr:
+        raise BadInput(f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
+
+
+def model_config(s):
+    """(GPTConfig, source of weights or None) the settings ask for."""
+    if s.init_from:
+        try:
+            config, source = open_hf(s.init_from)
+        except (ValueError, OSError) as error:
+            raise BadInput(f"--init-from {s.init_from}: {error}") from None
+    else:
+        config, source = PRESETS[s.model], None
+    given = {name: getattr(s, name) for name in ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "activation")
+             if getattr(s, name) is not None}
+    if source:
+        for name, value in given.items():
+            if value != getattr(config, name):
+                raise BadInput(f"--{name.replace('_', '-')} {value}: the model in --init-from has {getattr(config, name)}; "
+                               f"leave the flag out")
+    n_head, n_embd = given.get("n_head", config.n_head), given.get("n_embd", config.n_embd)
+    if n_embd % n_head:
+        raise BadInput(f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd {-(-n_embd // n_head) * n_head}")
+    if not source:
+        config = dataclasses.replace(config, inner=0, **given)
+    return config, source
+
+
+def check_layout(s, config, world, local_world):
+    """Everything that must divide, and enough GPUs. Fills in s.dp and s.device; returns the number of processes needed."""
+    if s.dp is None:
+        s.dp = max(1, world // s.tp)
+    processes = s.dp * s.tp
+    if world > 1 and world != processes:
+        raise BadInput(f"--dp {s.dp} x --tp {s.tp} needs {processes} processes, {world} were started: give "
+                       + (f"--dp {world // s.tp}" if world % s.tp == 0 else f"--tp {math.gcd(world, s.tp)} and leave --dp out"))
+    if config.n_head % s.tp:
+        raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp {math.gcd(s.tp, config.n_head)}")
+    if config.inner < s.tp or config.vocab_size < s.tp:
+        raise BadInput(f"--tp {s.tp} is more than the MLP ({config.inner}) or the vocabulary ({config.vocab_size}) is wide: "
+                       f"give a smaller --tp")
+    if s.batch_size % (s.dp * s.micro_batches):
+        unit = s.dp * s.micro_batches
+        raise BadInput(f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: "
+                       f"give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if s.device == "auto":
+        s.device = "cuda" if gpus else "cpu"
+    local = local_world if world > 1 else processes
+    if s.device == "cuda" and local > gpus:
+        raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "
+                       f"give --device cpu" + (f", or a layout of {gpus}" if gpus else ""))
+    return processes
+
+
+# -------------------------------------------------------------------------------------------------------------------- data
+
+def load_data(s, vocab_size):
+    """(training tokens, held-out tokens, whether they are bytes): numpy arrays, mapped from the file where it is a .bin."""
+    where = f"--data {s.data}"
+    if not s.data:  # the one text that is on every reader's machine
+        where, root = "the standard library", pathlib.Path(sysconfig.get_paths()["stdlib"])
+        tokens = read_texts(f for f in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(f.parts))
+    elif os.path.isdir(s.data):
+        tokens = read_texts(f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith("."))
+    elif not os.path.isfile(s.data):
+        raise BadInput(f"{where}: no such file or folder; leave the flag out for the standard library's source")
+    elif s.data.endswith(".bin"):
+        tokens = read_tokens(s.data, where)
+    else:
+        tokens = read_texts([pathlib.Path(s.data)])
+    if not len(tokens):
+        raise BadInput(f"{where} is empty: give text, or leave the flag out for the standard library's source")
+    train, held_out = np.split(tokens, [len(tokens) - len(tokens) // 10])
+    return train, held_out, tokens.dtype == np.uint8
+
+
+def check_data(s, config, train, held_out):
+    shortest = min(len(train), len(held_out) if s.eval_every else len(train))
+    if shortest <= config.seq_len:
+        raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one sequence needs "
+                       f"{config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
+    for part in (train, held_out):
+        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte at most: `batch` checks the rest as it comes
+            check_tokens(part[start:start + (1 << 24)], config.vocab_size)
+
+
+def check_tokens(tokens, vocab_size):
+    largest = int(tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise BadInput(f"--data holds token {largest}, the vocabulary ends at {vocab_size - 1}: give --vocab-size {largest + 1}")
+
+
+def read_texts(files):
+    """All files' bytes in the order of their names; files that are not text (with a zero byte in them) are left out."""
+    texts = []
+    for file in sorted(files):
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise BadInput(f"--data: {error}") from None
+        if b"\0" not in text:
+            texts.append(text)
+    return np.frombuffer(b"\n".join(texts), np.uint8)
+
+
+def read_tokens(path, where):
+    """Tokens of a .bin file: llm.c's has 256 int32 first (20240520, version, number of tokens), nanoGPT's is nothing but uint16."""
+    size = os.path.getsize(path)
+    header = np.fromfile(path, np.int32, min(256, size // 4))
+    if len(header) == 256 and header[0] == 20240520:
+        if header[1] != 1 or size != 1024 + 2 * int(header[2]):
+            raise BadInput(f"{where}: the header speaks of version {header[1]} and {header[2]} tokens, the file holds "
+                           f"{(size - 1024) // 2}: give a whole file of version 1")
+        return np.memmap(path, np.uint16, "r", offset=1024)
+    if size % 2:
+        raise BadInput(f"{where}: {size} bytes are not uint16 tokens; a text must not be named .bin")
+    return np.memmap(path, np.uint16, "r") if size else np.empty(0, np.uint16)
+
+
+def batch(tokens, seed, step, batch_size, seq_len, vocab_size, samples):
+    """Inputs and targets (n, T) of some samples (a slice) of a step's batch: the same whoever asks, in every layout."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - seq_len, batch_size)[samples]
+    rows = np.stack([tokens[i:i + seq_len + 1] for i in starts]).astype(np.int64)
+    check_tokens(rows, vocab_size)
+    rows = torch.from_numpy(rows)
+    return rows[:, :-1], rows[:, 1:]
+
+
+# ---------------------------------------------------------------------------------------------------------------- training
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362, "L4": 121,
+               "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}  # dense 16-bit, by the maker's datasheet
+
+
+def peak_flops(device):
+    """FLOP/s of this GPU by its datasheet, or None: MFU of an unknown GPU would be a guess."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * value for key, value in PEAK_TFLOPS.items() if key in name.replace("-", " ").split() or
+                 (" " in key and key in name)), None)
+
+
+def learning_rate(s, step):
+    """Linear warm-up, then half a cosine from lr to min_lr at the last step."""
+    if step < s.warmup_steps:
+        return s.lr * (step + 1) / s.warmup_steps
+    progress = (step - s.warmup_steps) / max(1, s.steps - 1 - s.warmup_steps)
+    return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
+
+
+def make_optimizer(model, s, device):
+    """AdamW, with weight decay on matrices only: biases and norms have nothing to decay toward."""
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": s.weight_decay},
+              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+class Trainer:
+    """What a run holds: model, optimizer, data and its place in the mesh."""
+
+    def __init__(self, s, config, source, data, device):
+        self.s, self.config, self.device = s, config, device
+        self.train_data, self.held_out, self.bytes = data
+        self.mesh = parallel.make_mesh(device.type, dp=s.dp, tp=s.tp)
+        self.tp, self.dp = self.mesh["tp"].get_group(), self.mesh["dp"].get_group()
+        if s.comm == "torch":
+            for group in (self.tp, self.dp, None):
+                dist.use_library(group)
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[s.dtype]
+        self.model = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed)
+        self.optimizer = make_optimizer(self.model, s, device)
+
+    def micro_batches(self, tokens, seed, step, count):
+        """This rank's share of a step, cut into `count` micro-batches. Tensor-parallel peers get the same one."""
+        each = self.s.batch_size // (self.s.dp * count)
+        first = dist.get_rank(self.dp) * count * each
+        for i in range(count):
+            samples = slice(first + i * each, first + (i + 1) * each)
+            x, y = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.config.vocab_size, samples)
+            yield x.to(self.device), y.to(self.device)
+
+    def loss(self, x, y):
+        return parallel.cross_entropy(self.model(x), y, self.config.vocab_size, self.tp)
+
+    def step(self, step):
+        """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping), on the device."""
+        s, total = self.s, 0
+        self.optimizer.zero_grad()
+        for i, (x, y) in enumerate(self.micro_batches(self.train_data, s.seed, step, s.micro_batches)):
+            last = i == s.micro_batches - 1
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                loss = self.loss(x, y) / s.micro_batches  # divided once, here: micro-batches add up, ranks are averaged
+                loss.backward()
+            total = total + loss.detach()
+        self.model.finish_grad_sync()
+        norm = parallel.clip_grad_norm_(self.model.parameters(), s.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(s, step)
+        self.optimizer.step()
+        return total, norm
+
+    def mean_over_ranks(self, loss):
+        loss = loss.clone()
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.dp)
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, batches=8):
+        """Mean loss over the same held-out batches every time, in every layout."""
+        total = torch.zeros((), dtype=self.dtype, device=self.device)
+        for i in range(batches):
+            for x, y in self.micro_batches(self.held_out, self.s.seed, i, self.s.micro_batches):
+                total += self.loss(x, y) / (batches * self.s.micro_batches)
+        return self.mean_over_ranks(total)
+
+    def whole_parameters(self):
+        """get(name) of the model one process would hold. All ranks must ask, in the same order."""
+        params, whole = dict(self.model.module.named_parameters()), shapes(self.config)
+        return lambda name: parallel.whole_parameter(params[name], whole[name])
+
+    def sample(self, n):
+        """Text (or token numbers) the model goes on with, on rank 0; the other ranks help to gather the weights."""
+        get = self.whole_parameters()
+        rank = dist.get_rank()
+        whole = GPT(self.config, seed=None)
+        materialize(whole, get, self.device if rank == 0 else "meta", self.dtype)
+        if rank != 0:
+            return None
+        prompt = list(self.s.prompt.encode()) if self.bytes else [int(self.held_out[0])]
+        tokens = torch.tensor([prompt or [10]], device=self.device)
+        tokens = whole.generate(tokens, n, temperature=0.8, top_k=40, seed=self.s.seed)[0].tolist()
+        return bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
+
+
+def describe(trainer, say):
+    s, c, mesh = trainer.s, trainer.config, trainer.mesh
+    each = s.batch_size // s.dp // s.micro_batches
+    held = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    say(f"model    {s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
+        f"{c.parameters():,} parameters, {s.dtype}")
+    say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
+        f"to train on, {len(trainer.held_out):,} held out")
+    say(f"layout   dp {s.dp} x tp {s.tp} = {mesh.size()} processes, {trainer.device.type} "
+        f"({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), collectives: {s.comm}")
+    say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
+        f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
+    say(f"memory   a rank: parameters {size(held)}, gradients {size(held)}, AdamW {size(2 * held)}, and activations")
+
+
+def size(n):
+    return next(f"{n / 2**k:.1f} {unit}" for k, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if n >= 2**k or k == 10)
+
+
+def train(s, config, source, data, device):
+    rank = dist.get_rank()
+    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
+    trainer = Trainer(s, config, source, data, device)
+    describe(trainer, say)
+    log = open(os.path.join(s.out, "log.jsonl"), "x") if s.out and rank == 0 else None
+    peak, tokens = peak_flops(device), s.batch_size * config.seq_len
+    if device.type == "cuda" and peak is None:
+        say(f"speed    unknown GPU {torch.cuda.get_device_name(device)}, no MFU")
+    val_loss, since, last = None, time.perf_counter(), 0
+    for step in range(s.steps):
+        dist.reset_traffic()
+        loss, norm = trainer.step(step)
+        done = step + 1
+        sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
+        if s.log_every and (done % s.log_every == 0 or done == s.steps or done == 1):
+            loss, norm = trainer.mean_over_ranks(loss), norm.item()  # .item() waits for the device: only here, not every step
+            now = time.perf_counter()
+            speed = (done - last) * tokens / (now - since)
+            flops = speed * config.flops_per_token()
+            left = (s.steps - done) * tokens / speed
+            entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, step), tokens_per_s=speed, comm_bytes=sent)
+            if peak:
+                entry["mfu"] = flops / peak / trainer.mesh.size()
+            say(f"step {done:>{len(str(s.steps))}}/{s.steps}  loss {loss:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  "
+                f"{speed / 1e3:.1f}k tokens/s{'  MFU %.1f %%' % (100 * entry['mfu']) if peak else ''}  "
+                f"left {int(left) // 60}:{int(left) % 60:02}")
+            if log:
+                log.write(json.dumps(entry) + "\n")
+                log.flush()
+            since, last = now, done
+        if s.eval_every and (done % s.eval_every == 0 or done == s.steps):
+            started = time.perf_counter()
+            val_loss = trainer.evaluate()
+            say(f"step {done:>{len(str(s.steps))}}/{s.steps}  validation loss {val_loss:.4f}"
+                + (f" nats a byte, {val_loss / math.log(2):.2f} bits" if trainer.bytes else ""))
+            if log:
+                log.write(json.dumps(dict(step=done, val_loss=val_loss)) + "\n")
+                log.flush()
+            since += time.perf_counter() - started
+    if s.sample:
+        text = trainer.sample(s.sample)
+        say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
+    if s.out:
+        save(trainer, os.path.join(s.out, "model"))
+        say(f"saved    {s.out}: log.jsonl, model/ (Hugging Face GPT-2)")
+
+
+def save(trainer, folder):
+    get = trainer.whole_parameters()
+    if dist.get_rank() == 0:
+        write_hf(folder, trainer.config, get)
+    else:
+        for name in shapes(trainer.config):
+            get(name)
+
+
+def main():
+    s, rank = parse(sys.argv[1:]), int(os.environ.get("RANK", 0))
+    world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    try:
+        check_numbers(s)
+        config, source = model_config(s)
+        processes = check_layout(s, config, world, local_world)
+        data = load_data(s, config.vocab_size)
+        check_data(s, config, *data[:2])
+        if s.out and rank == 0:
+            open_out(s.out)
+    except BadInput as problem:
+        if rank == 0:
+            print(f"train.py: {problem}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
+        sys.exit(2)
+    if processes != world:
+        dist.start_again(processes)
+    device = dist.initialize(s.device)
+    train(s, config, source, data, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def open_out(folder):
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.path.exists(os.path.join(folder, "log.jsonl")):
+            raise BadInput(f"--out {folder} already holds a run's log.jsonl: name a new folder, e.g. --out {folder.rstrip('/')}-2")
+        with open(os.path.join(folder, ".writable"), "w"):
+            pass
+        os.remove(os.path.join(folder, ".writable"))
+    except OSError as error:
+        raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
+
+
+if __name__ == "__main__":
+    main()
