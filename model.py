@@ -32,7 +32,7 @@ ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "elu": F.elu}
 class GPTConfig:
     """All sizes of a model, and what follows from them. `inner` is the width of the MLP, 4C where left out."""
     vocab_size: int = 256
-    seq_len: int = 256
+    seq_len: int = 128
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 128
@@ -78,7 +78,7 @@ class GPTConfig:
 
 PRESETS = {
     "tiny": GPTConfig(),  # bytes, a minute or two on a laptop
-    "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),
+    "small": GPTConfig(seq_len=256, n_layer=6, n_head=6, n_embd=384),
     "gpt2": GPTConfig(50257, 1024, 12, 12, 768),
     "gpt2-medium": GPTConfig(50257, 1024, 24, 16, 1024),
     "gpt2-large": GPTConfig(50257, 1024, 36, 20, 1280),

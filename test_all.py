@@ -8,6 +8,7 @@ be able to fail: each strategy runs again with its collective taken out, and mus
 Processes come from a pool, started once for each world size. With GPUs, the same tests run again on NCCL.
 """
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -381,3 +382,416 @@ def library_serves_the_group():
 
 def test_library_can_serve_a_group(pool):
     assert pool(3).run(library_serves_the_group) == [2.0] * 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------- model
+
+def test_sizes_are_the_model_s():
+    for config in model.PRESETS.values():
+        assert sum(math.prod(shape) for shape in model.shapes(config).values()) == config.parameters()
+    assert model.PRESETS["gpt2"].parameters() == 124_439_808  # as published
+    assert 0.5e6 < model.PRESETS["tiny"].parameters() < 2e6
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    config = GPTConfig(37, 10, 3, 4, 16)
+    whole, part = GPT(config, seed=5), GPT(config, seed=5, pieces=range(2, 5))
+    for name, p in part.named_parameters():
+        assert torch.equal(p, whole.get_parameter(name)), name
+    assert "wte.weight" not in dict(part.named_parameters()) and part.lm_head.weight.equal(whole.wte.weight)
+    assert not GPT(config, seed=6).wte.weight.equal(whole.wte.weight)
+    assert whole.get_parameter("h.0.mlp.c_proj.weight").std() < 0.6 * whole.get_parameter("h.0.mlp.c_fc.weight").std()
+
+
+def test_pieces_in_a_row_are_the_model():
+    config, tokens = GPTConfig(37, 10, 3, 4, 16, tied=False), torch.arange(20).view(2, 10)
+    x = tokens
+    for pieces in (range(0, 2), range(2, 3), range(3, 5)):
+        x = GPT(config, pieces=pieces)(x)
+    assert torch.equal(x, GPT(config)(tokens))
+
+
+def test_generate():
+    net = GPT(GPTConfig(37, 10, 1, 2, 8)).double()
+    start = torch.tensor([[1, 2], [3, 4]])
+    out = net.generate(start, 15, seed=1)  # longer than the context
+    assert out.shape == (2, 17) and out[:, :2].equal(start) and out.max() < 37
+    assert out.equal(net.generate(start, 15, seed=1)) and not out.equal(net.generate(start, 15, seed=2))
+    greedy = net.generate(start, 5, temperature=0)
+    assert greedy.equal(net.generate(start, 5, top_k=1)) and greedy[:, 2].equal(net(start)[:, -1].argmax(-1))
+    with pytest.raises(ValueError, match="11 tokens are more than the 10 positions"):
+        net(torch.zeros(1, 11, dtype=torch.int64))
+
+
+def test_causal():
+    net, tokens = GPT(GPTConfig(37, 10, 2, 2, 8)).double(), torch.arange(10).view(1, 10)
+    other = tokens.clone()
+    other[0, 6:] += 9
+    assert net(tokens)[:, :6].equal(net(other)[:, :6]) and not net(tokens)[:, 6:].equal(net(other)[:, 6:])
+
+
+@pytest.mark.parametrize("change", [dict(), dict(tied=False), dict(inner=24), dict(activation="elu")])
+def test_hugging_face_folder_round_trip(tmp_path, change):
+    net, tokens = GPT(GPTConfig(37, 10, 2, 4, 16, **change), seed=3), torch.arange(20).view(2, 10)
+    net.save_hf(tmp_path)
+    again = GPT.from_hf(tmp_path)
+    assert again.config == net.config and again(tokens).equal(net(tokens))
+    state = {("" if n == "lm_head.weight" else "transformer.") + n: p.detach().t().contiguous() if n.endswith(model.TRANSPOSED)
+             else p.detach() for n, p in net.named_parameters()}
+    os.remove(tmp_path / "model.safetensors")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert GPT.from_hf(tmp_path)(tokens).equal(net(tokens))
+
+
+def test_transformers_reads_and_writes_the_same_folder(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=131, n_positions=37, n_embd=36, n_layer=3, n_head=3)).eval()
+    for p in hf.parameters():
+        nn.init.normal_(p, 0, 0.3)
+    hf.save_pretrained(tmp_path / "theirs")
+    net, tokens = GPT.from_hf(tmp_path / "theirs"), torch.arange(58).view(2, 29) % 131
+    with torch.no_grad():
+        assert (hf(tokens).logits - net(tokens)).abs().max() < 1e-5
+        net.save_hf(tmp_path / "ours")
+        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
+        assert (again(tokens).logits - net(tokens)).abs().max() < 1e-5
+
+
+class Malice:
+    def __reduce__(self):
+        return os.system, ("touch hacked",)
+
+
+def damage(folder, how):
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    data = weights.read_bytes()
+    edit = json.loads(config.read_text())
+    if how == "cut short":
+        weights.write_bytes(data[:-100])
+    elif how == "no header":
+        weights.write_bytes(b"\xff" * 100)
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "empty":
+        weights.write_bytes(b"")
+    elif how == "wrong shape":
+        config.write_text(json.dumps({**edit, "n_positions": 11}))
+    elif how == "too many layers":
+        config.write_text(json.dumps({**edit, "n_layer": 3}))
+    elif how == "not json":
+        config.write_text("{")
+    elif how == "another model":
+        config.write_text(json.dumps({**edit, "model_type": "llama"}))
+    elif how == "another activation":
+        config.write_text(json.dumps({**edit, "activation_function": "relu"}))
+    elif how == "pickled code":
+        weights.unlink()
+        torch.save({"wte.weight": Malice()}, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("how,says", [
+    ("cut short", "model.safetensors.*cut short"), ("no header", "model.safetensors"), ("no weights", "holds neither"),
+    ("empty", "model.safetensors"), ("wrong shape", r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
+    ("too many layers", "has no h.2."), ("not json", "config.json"), ("another model", "not the config of a GPT-2"),
+    ("another activation", "'relu'"), ("pickled code", "pytorch_model.bin: not a file of tensors")])
+def test_damaged_folder_is_named(tmp_path, monkeypatch, how, says):
+    monkeypatch.chdir(tmp_path)
+    GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
+    damage(tmp_path, how)
+    with pytest.raises(ValueError, match=says):
+        GPT.from_hf(tmp_path)
+    assert not os.path.exists("hacked")
+
+
+# -------------------------------------------------------------------------------------------- every layout equals one process
+
+SMALL = GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # the vocabulary divides by nothing
+BATCH = 8
+
+
+def tokens_of(step):
+    """Inputs and targets (BATCH, T) of a step, the same on every rank."""
+    rows = torch.from_numpy(np.random.default_rng(step).integers(0, SMALL.vocab_size, (BATCH, SMALL.seq_len + 1)))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def optimizer_of(name, params):
+    return torch.optim.SGD(params, 0.5) if name == "sgd" else torch.optim.AdamW(params, 1e-2, weight_decay=0.1)
+
+
+CLIP = {"sgd": 0.3, "adamw": 0.3}  # fires: the norms are 0.5 and more
+
+
+def one_process(optimizer, change):
+    """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
+    config = dataclasses.replace(SMALL, **change)
+    net = GPT(config).double()
+    opt, losses, norms, grads = optimizer_of(optimizer, net.parameters()), [], [], None
+    for step in range(3):
+        x, y = tokens_of(step)
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        grads = grads or {n: p.grad.clone() for n, p in net.named_parameters()}
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP[optimizer])))
+        losses.append(loss.item())
+        opt.step()
+    assert min(norms) > CLIP[optimizer]
+    return losses, norms, grads, {n: p.detach() for n, p in net.named_parameters()}
+
+
+def without_collective(where):
+    """Take the collectives out of one function of parallel.py: calls from its code return at once, having done nothing."""
+    target = parallel
+    for part in where.split("."):
+        target = getattr(target, part)
+    code = target.__code__
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        def call(*args, _real=getattr(dist, name), **kwargs):
+            if sys._getframe(1).f_code is code:
+                return dist.Handle(lambda: None, lambda: True)
+            return _real(*args, **kwargs)
+        setattr(parallel.dist, name, call)
+
+
+def in_layout(layout, optimizer, micro_batches, change, sabotage=None):
+    """The same three steps laid out over the processes; whole gradients and weights, gathered."""
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
+    if sabotage:
+        without_collective(sabotage)
+    try:
+        config = dataclasses.replace(SMALL, **change)
+        device = torch.get_default_device()
+        mesh = parallel.make_mesh(device.type, **layout)
+        dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
+        net = parallel.parallelize(config, mesh, device, torch.float64)
+        opt, losses, norms, grads = optimizer_of(optimizer, net.parameters()), [], [], None
+        shapes, each = model.shapes(config), BATCH // dist.get_world_size(dp) // micro_batches
+        for step in range(3):
+            x, y = (t.to(device).split(each) for t in tokens_of(step))
+            opt.zero_grad()
+            total = 0
+            for i in range(micro_batches):
+                mine = dist.get_rank(dp) * micro_batches + i
+                loss = parallel.cross_entropy(net(x[mine]), y[mine], config.vocab_size, tp) / micro_batches
+                if i < micro_batches - 1:
+                    with net.no_sync():
+                        loss.backward()
+                else:
+                    loss.backward()
+                total += loss.detach()
+            net.finish_grad_sync()
+            if grads is None:
+                grads = {}
+                for name, p in net.module.named_parameters():
+                    stand_in = nn.Parameter(p.grad)
+                    stand_in.__dict__.update(p.__dict__)
+                    grads[name] = parallel.whole_parameter(stand_in, shapes[name]).cpu().numpy().copy()
+            norms.append(float(parallel.clip_grad_norm_(net.parameters(), CLIP[optimizer])))
+            opt.step()
+            torch_dist.all_reduce(total, group=dp)  # the library's: this one must work under sabotage too
+            losses.append(float(total) / dist.get_world_size(dp))
+        weights = {n: parallel.whole_parameter(p, shapes[n]).cpu().numpy().copy() for n, p in net.module.named_parameters()}
+        return losses, norms, grads, weights
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def differences(got, want):
+    """What of (losses, norms, gradients, weights) differs by more than 1e-10, by name."""
+    losses, norms, grads, weights = got
+    return ([f"loss {i}" for i in range(3) if not close(losses[i], want[0][i])]
+            + [f"norm {i}" for i in range(3) if not close(norms[i], want[1][i])]
+            + [f"gradient {n}" for n in want[2] if not close(grads[n], want[2][n])]
+            + [f"weight {n}" for n in want[3] if not close(weights[n], want[3][n])])
+
+
+LAYOUTS = [dict(dp=1), dict(dp=2), dict(dp=4), dict(dp=8), dict(tp=2), dict(tp=4), dict(tp=8), dict(dp=2, tp=2), dict(dp=4, tp=2),
+           dict(dp=2, tp=4)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout_equals_one_process(pool, layout):
+    for optimizer, micro_batches, change in [("sgd", 1, {}), ("sgd", 1, dict(tied=False, activation="elu")), ("adamw", 1, {})] + (
+            [("sgd", BATCH // layout.get("dp", 1) // 2, dict(tied=False))] if layout.get("dp", 1) <= 4 else []):
+        want = one_process(optimizer, change)
+        for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change):
+            assert not differences(got, want), (optimizer, micro_batches, change)
+
+
+def test_uneven_tensor_parallel(pool):
+    """Three ranks: a vocabulary of 37, an MLP of 40 wide, 3 heads."""
+    change = dict(n_head=3, n_embd=24, inner=40)
+    want = one_process("sgd", change)
+    for got in pool(3).run(in_layout, dict(tp=3), "sgd", 1, change):
+        assert not differences(got, want)
+
+
+@pytest.mark.parametrize("where,layout", [
+    ("DDP._launch", dict(dp=2)), ("CopyToGroup.backward", dict(tp=2)), ("ReduceFromGroup.forward", dict(tp=2)),
+    ("VocabParallelCrossEntropy.forward", dict(tp=2)), ("clip_grad_norm_", dict(tp=2)), ("clip_grad_norm_", dict(dp=2, tp=2)),
+    ("DDP._launch", dict(dp=2, tp=2))], ids=str)
+def test_without_its_collective_it_is_wrong(pool, where, layout):
+    want = one_process("sgd", {})
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where):
+        assert differences(got, want)
+
+
+# ---------------------------------------------------------------------------------------------- data parallel on other modules
+
+class Odd(nn.Module):
+    """Everything that trips a gradient hook: tied, frozen and unused layers, a branch, a buffer, sizes 1 and 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied, self.frozen = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 7)
+        self.left, self.right, self.unused, self.scale = nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3), nn.Parameter(torch.ones(()))
+        self.tied.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, right):
+        h = torch.tanh(self.frozen(torch.tanh(self.first(x) + self.tied(2 * x))))
+        return (self.right if right else self.left)(h) * self.scale
+
+
+def odd_case(kind):
+    """Two accumulated micro-batches a step, ranks that take different branches; two AdamW steps. Weights of every rank."""
+    device, rank, size = torch.get_default_device(), dist.get_rank(), dist.get_world_size()
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(2, size, 4, 5))).to(device)
+
+    def fresh(seed):
+        with torch.device("cpu"):
+            torch.manual_seed(seed)
+            return Odd().double().to(device)
+
+    def branch(i, r):
+        return kind == "branches" and (i + r) % 3 == 0
+
+    one = fresh(0)
+    net = fresh(0 if kind == "naive" else rank)  # other weights on other ranks: the first rank's must win
+    wrapped = net if kind == "naive" else parallel.DDP(net, bucket_mb=1e-4)  # a hundred bytes: many buckets
+    steps = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2, weight_decay=0.5) for m in (one, net)]
+    for step in range(2):
+        for opt in steps:
+            opt.zero_grad()
+        for i in range(2):
+            for r in range(size):
+                (one(x[i, r], branch(i, r)).square().mean() / size).backward()
+        for i in range(2):
+            mine = wrapped(x[i, rank], branch(i, rank)).square().mean()
+            if kind != "naive" and i == 0:
+                with wrapped.no_sync():
+                    mine.backward()
+            else:
+                mine.backward()
+        if kind == "naive":
+            parallel.average_gradients(net)
+        else:
+            wrapped.finish_grad_sync()
+        for (name, p), q in zip(net.named_parameters(), one.parameters()):
+            if kind == "naive" and q.grad is None and p.requires_grad:
+                assert not p.grad.any(), name  # the naive version knows no "nobody used it"
+                p.grad = None
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or close(p.grad.cpu(), q.grad.cpu()), name
+        for opt in steps:
+            opt.step()
+    assert all(close(p.detach().cpu(), q.detach().cpu()) for p, q in zip(net.parameters(), one.parameters()))
+    assert one.unused.weight.equal(net.unused.weight)  # weight decay did not touch it
+    return True
+
+
+@pytest.mark.parametrize("kind", ["naive", "buckets", "branches"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_data_parallel_on_a_module_with_tied_frozen_unused_layers(pool, kind, size):
+    pool(size).run(odd_case, kind)
+
+
+def ddp_traffic():
+    device = torch.get_default_device()
+    net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 77)).to(device)
+    wrapped = parallel.DDP(net, bucket_mb=1.2, find_unused_parameters=False)
+    dist.reset_traffic()
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 512)).sum().backward()
+    quiet = dist.traffic()
+    wrapped(torch.ones(2, 512)).sum().backward()
+    started = dist.traffic()["all_reduce"].calls  # while backward ran, not after it
+    wrapped.finish_grad_sync()
+    assert not quiet and started >= 1
+    return dist.traffic()["all_reduce"], [b.numel for b in wrapped.buckets], sum(p.numel() for p in net.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_data_parallel_sends_two_n_minus_one_over_n(pool, size, monkeypatch):
+    """And nothing under no_sync, and each bucket once: gradients are K elements, padded per bucket to a multiple of N."""
+    for log, buckets, k in pool(size).run(ddp_traffic_ring):
+        assert 0 <= sum(buckets) - k < size * len(buckets) and log.calls == len(buckets) > 1
+        assert log.bytes == sum(2 * (size - 1) * b // size for b in buckets) * 4
+
+
+def ddp_traffic_ring():
+    kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0)
+    try:
+        return ddp_traffic()
+    finally:
+        dist.DOUBLING_BYTES = kept
+
+
+def second_backward():
+    wrapped = parallel.DDP(nn.Linear(3, 3))
+    wrapped(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="run all but the last one under no_sync"):
+        wrapped(torch.ones(2, 3)).sum().backward()
+    wrapped.finish_grad_sync()
+
+
+def test_second_backward_says_what_to_do(pool):
+    pool(2).run(second_backward)
+
+
+def vocab_parallel_loss(vocab):
+    """Loss and gradient against F.cross_entropy, with large logits, and no collective of the size of the logits."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.get_default_device()
+    rng = np.random.default_rng(1)
+    z = torch.from_numpy(rng.normal(size=(2, 9, vocab)) * 300).to(device).requires_grad_()
+    y = torch.from_numpy(rng.integers(0, vocab, (2, 9))).to(device)
+    mine = z.detach().tensor_split(size, -1)[rank].contiguous().requires_grad_()
+    dist.reset_traffic()
+    got = parallel.cross_entropy(mine, y, vocab, None)
+    got.backward(torch.tensor(3.0, dtype=torch.float64))
+    sent = sum(t.bytes for t in dist.traffic().values())
+    want = F.cross_entropy(z.flatten(0, 1), y.flatten())
+    (3 * want).backward()
+    assert close(got.detach().cpu(), want.detach().cpu()) and close(mine.grad.cpu(), z.grad.tensor_split(size, -1)[rank].cpu())
+    assert sent <= 3 * y.numel() * 8 * size.bit_length()
+
+
+@pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
+def test_vocabulary_parallel_cross_entropy(pool, size, vocab):
+    pool(size).run(vocab_parallel_loss, vocab)
+
+
+def shards_round_trip():
+    whole = torch.arange(6 * 9 * 4.0).view(54, 4)
+    for shard in (parallel.Shard(None, 0), parallel.Shard(None, 0, parts=3), parallel.Shard(None, 1)):
+        assert shard.gather(shard.cut(whole), whole.shape).equal(whole)
+
+
+def test_shards_gather_to_the_whole(pool):
+    for size in (2, 3, 4, 5):
+        pool(size).run(shards_round_trip)
+
+
+def test_mesh_puts_tensor_peers_side_by_side(pool):
+    assert pool(8).run(mesh_of_eight) == [([r - r % 2, r - r % 2 + 1], [i for i in range(8) if i % 2 == r % 2 and i // 4 == r // 4])
+                                          for r in range(8)]
+
+
+def mesh_of_eight():
+    mesh = parallel.make_mesh(torch.get_default_device().type, pp=2, dp=2, tp=2)
+    with pytest.raises(ValueError, match="needs 9 processes, there are 8"):
+        parallel.make_mesh("cpu", dp=9)
+    return tuple(torch_dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("tp", "dp"))

@@ -48,11 +48,11 @@ class Settings:
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
     init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder (its sizes count, not --model's)")
-    steps: int = flag(300, "optimizer steps")
+    steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
     micro_batches: int = flag(1, "parts in which each rank's share of a step is computed, gradients adding up")
-    lr: float = flag(3e-3, "peak learning rate")
-    min_lr: float = flag(3e-4, "learning rate at the end of the cosine")
+    lr: float = flag(2e-3, "peak learning rate")
+    min_lr: float = flag(1e-4, "learning rate at the end of the cosine")
     warmup_steps: int = flag(20, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "AdamW's, on matrices only")
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
@@ -84,11 +84,11 @@ class BadInput(Exception):
 
 def check_numbers(s):
     """Numbers that make no sense on their own."""
-    for name, least, value in [("steps", 0, 300), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 3e-3),
-                               ("min_lr", 0, 3e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
+    for name, least, value in [("steps", 0, 450), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 2e-3),
+                               ("min_lr", 0, 1e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
                                ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("eval_every", 0, 100), ("log_every", 0, 10),
                                ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
-                               ("seq_len", 1, 256), ("vocab_size", 1, 256)]:
+                               ("seq_len", 1, 128), ("vocab_size", 1, 256)]:
         given = getattr(s, name)
         if given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
             raise BadInput(f"--{name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
