@@ -795,3 +795,237 @@ def mesh_of_eight():
     with pytest.raises(ValueError, match="needs 9 processes, there are 8"):
         parallel.make_mesh("cpu", dp=9)
     return tuple(torch_dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("tp", "dp"))
+
+
+# -------------------------------------------------------------------------------------------------------------------- training
+
+TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "8", "--log-every", "1"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i} of {i * i}: the quick brown fox\n" for i in range(2000)))
+    return str(path)
+
+
+def run_training(flags):
+    """train.py's own `train`, in this pool's processes."""
+    s = train.parse(flags)
+    config, source = train.model_config(s)
+    train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
+    train.train(s, config, source, train.load_data(s, config.vocab_size), torch.get_default_device())
+
+
+def log_of(folder):
+    return [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
+
+
+def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
+    """20 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
+    logs, device = {}, request.node.callspec.params["pool"]
+    for dp, tp in (1, 1), (2, 1), (1, 2), (2, 2), (4, 2):
+        if device == "cuda" and dp * tp > GPUS:
+            continue
+        out = str(tmp_path / f"dp{dp}tp{tp}")
+        os.mkdir(out)
+        pool(dp * tp).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "20", "--dp", str(dp), "--tp", str(tp),
+                                                "--micro-batches", "2", "--eval-every", "10", "--sample", "5", "--out", out,
+                                                "--device", device, "--lr", "0.01", "--clip", "0.5", "--warmup-steps", "3"])
+        logs[dp, tp] = log_of(out)
+    one = logs.pop((1, 1))
+    steps = [entry for entry in one if "loss" in entry]
+    assert [entry["step"] for entry in steps] == list(range(1, 21)) and steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "comm_bytes"} <= set(steps[0])
+    assert steps[0]["comm_bytes"] == 0 and max(entry["grad_norm"] for entry in steps) > 0.5
+    assert [entry["step"] for entry in one if "val_loss" in entry] == [10, 20]
+    for layout, log in logs.items():
+        assert len(log) == len(one)
+        for a, b in zip(log, one):
+            for key in {"loss", "grad_norm", "lr", "val_loss"} & set(b):
+                assert abs(a[key] - b[key]) <= 1e-10 * abs(b[key]), (layout, a, b)
+        assert all(entry["comm_bytes"] > 0 for entry in log if "loss" in entry)
+        models = [GPT.from_hf(tmp_path / name / "model") for name in (f"dp{layout[0]}tp{layout[1]}", "dp1tp1")]
+        assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
+
+
+def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
+    losses = []
+    for comm in ("ring", "torch"):
+        out = str(tmp_path / comm)
+        os.mkdir(out)
+        pool(2).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "3", "--tp", "2", "--sample", "0",
+                                          "--eval-every", "0", "--comm", comm, "--out", out])
+        losses.append([entry["loss"] for entry in log_of(out)])
+    assert all(abs(a - b) < 1e-10 for a, b in zip(*losses))
+
+
+def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
+    GPT(GPTConfig(256, 16, 1, 2, 16), seed=7).save_hf(tmp_path / "hf")
+    os.mkdir(tmp_path / "out")
+    pool(2).run(run_training, ["--init-from", str(tmp_path / "hf"), "--data", text, "--dtype", "fp64", "--steps", "1", "--tp", "2",
+                               "--batch-size", "4", "--sample", "0", "--lr", "0", "--min-lr", "0", "--out", str(tmp_path / "out")])
+    before, after = GPT.from_hf(tmp_path / "hf"), GPT.from_hf(tmp_path / "out" / "model")
+    assert all(p.equal(q) for p, q in zip(before.parameters(), after.parameters()))
+    tokens = np.frombuffer(open(text, "rb").read(), np.uint8)
+    x, y = train.batch(tokens[:len(tokens) - len(tokens) // 10], 0, 0, 4, 16, 256, slice(None))
+    with torch.device("cpu"):
+        want = F.cross_entropy(before.double()(x).flatten(0, 1), y.flatten()).item()
+    assert abs(log_of(tmp_path / "out")[0]["loss"] - want) < 1e-10
+
+
+def test_batches_depend_on_seed_step_and_sample_alone():
+    tokens = np.arange(1000, dtype=np.uint16)
+    whole = train.batch(tokens, 1, 2, 8, 16, 1000, slice(None))
+    part = train.batch(tokens, 1, 2, 8, 16, 1000, slice(3, 5))
+    assert whole[0][3:5].equal(part[0]) and whole[0][:, 1:].equal(whole[1][:, :-1]) and (whole[1] - whole[0]).unique().tolist() == [1]
+    for seed, step in (1, 3), (2, 2):
+        assert not train.batch(tokens, seed, step, 8, 16, 1000, slice(None))[0].equal(whole[0])
+
+
+def test_learning_rate_schedule():
+    s = train.Settings(steps=100, warmup_steps=10, lr=1.0, min_lr=0.1)
+    rates = [train.learning_rate(s, step) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == 0.1
+    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+
+
+def test_token_files(tmp_path):
+    tokens = (np.arange(5000) * 7 % 300).astype(np.uint16)
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    tokens.tofile(tmp_path / "nano.bin")
+    (tmp_path / "llmc.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    for name in ("nano.bin", "llmc.bin"):
+        a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / name)), 300)
+        assert np.concatenate([a, b]).tolist() == tokens.tolist() and len(b) == 500 and not is_bytes
+    os.mkdir(tmp_path / "folder")
+    (tmp_path / "folder" / "b.txt").write_text("second")
+    (tmp_path / "folder" / "a.md").write_text("first")
+    (tmp_path / "folder" / "c.png").write_bytes(b"\0\1\2")
+    a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / "folder")), 256)
+    assert bytes(a) + bytes(b) == b"first\nsecond" and is_bytes
+
+
+BAD = [  # flags, and what the one line must name
+    (["--model", "gpt5"], "--model"), (["--steps", "many"], "--steps"), (["--steps", "-1"], "--steps -1"), (["--bogus", "1"], "--bogus"),
+    (["--lr", "nan"], "--lr nan"), (["--lr", "-1"], "--lr -1"), (["--clip", "inf"], "--clip inf"), (["--min-lr", "1"], "--min-lr 1"),
+    (["--batch-size", "0"], "--batch-size 0"), (["--micro-batches", "3"], "--micro-batches 3"), (["--seed", "-3"], "--seed"),
+    (["--dp", "0"], "--dp 0"), (["--dp", "3"], "--batch-size 18"), (["--tp", "3"], "--tp 1"), (["--tp", "8"], "--tp 4"),
+    (["--n-head", "3"], "--n-embd 129"), (["--seq-len", "0"], "--seq-len"), (["--vocab-size", "100"], "--vocab-size"),
+    (["--data", "/no/such/file"], "/no/such/file"), (["--data", "EMPTY"], "empty"), (["--data", "SHORT"], "--seq-len"),
+    (["--data", "EMPTY_BIN", "--vocab-size", "9"], "empty"), (["--data", "ODD_BIN"], "odd.bin"), (["--data", "CUT_BIN"], "cut.bin"),
+    (["--data", "BIG_BIN"], "--vocab-size 60001"), (["--device", "tpu"], "--device"), (["--comm", "mpi"], "--comm"),
+    (["--init-from", "/no/such/folder"], "--init-from"), (["--init-from", "HF", "--n-layer", "3"], "--n-layer 3"),
+    (["--init-from", "BAD_HF"], "config.json"), (["--out", "FILE"], "--out"), (["--out", "OLD_RUN"], "--out"),
+    (["--data", "ASCII", "--vocab-size", "123", "--prompt", "é"], "--prompt"), (["--dtype", "int8"], "--dtype"),
+    (["--warmup-steps", "-1"], "--warmup-steps"), (["--batch-size", "1e3"], "--batch-size"), (["--sample", "-5"], "--sample")]
+
+
+@pytest.fixture(scope="session")
+def bad_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    files = {"EMPTY": ("empty.txt", b""), "SHORT": ("short.txt", b"x" * 500), "EMPTY_BIN": ("empty.bin", b""),
+             "ODD_BIN": ("odd.bin", b"123"), "FILE": ("file", b""), "ASCII": ("ascii.txt", b"plain text\n" * 1000),
+             "CUT_BIN": ("cut.bin", struct.pack("<256i", 20240520, 1, 1000, *[0] * 253) + b"12"),
+             "BIG_BIN": ("big.bin", np.full(5000, 60000, np.uint16).tobytes())}
+    for name, data in files.values():
+        (folder / name).write_bytes(data)
+    paths = {key: str(folder / name) for key, (name, _) in files.items()}
+    GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "hf")
+    GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "bad_hf")
+    (folder / "bad_hf" / "config.json").write_text("{}")
+    os.mkdir(folder / "old")
+    (folder / "old" / "log.jsonl").write_text("")
+    return {**paths, "HF": str(folder / "hf"), "BAD_HF": str(folder / "bad_hf"), "OLD_RUN": str(folder / "old")}
+
+
+@pytest.mark.parametrize("flags,names", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_bad_input_is_one_line_and_exit_code_2(flags, names, bad_files, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py"] + [bad_files.get(f, f) for f in flags])
+    monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
+    monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as exit:
+        train.main()
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and err.count("\n") == 1 and names in err and not out, err
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(train.BadInput, match="4 processes on this machine need as many GPUs and it has 2: give --device cpu"):
+        train.check_layout(train.Settings(dp=2, tp=2), model.PRESETS["tiny"], 1, 1)
+    with pytest.raises(train.BadInput, match="needs 6 processes, 4 were started: give --dp 2"):
+        train.check_layout(train.Settings(dp=3, tp=2), model.PRESETS["tiny"], 4, 4)
+    assert train.check_layout(train.Settings(tp=2), model.PRESETS["tiny"], 16, 2) == 16  # eight nodes of two
+
+
+# ----------------------------------------------------------------------------------------------------------- starting and ending
+
+def command(*words, **more):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def processes_with(mark):
+    """Pids whose command line holds the mark."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark in open(f"/proc/{pid}/cmdline").read() and open(f"/proc/{pid}/stat").read().split()[2] != "Z":
+                found.append(int(pid))
+        except OSError:
+            pass
+    return found
+
+
+LAYOUT = ["--dp", "2", "--tp", "2", "--device", "cpu", "--eval-every", "2", "--sample", "4"]
+
+
+@pytest.mark.parametrize("start", [
+    [sys.executable, "train.py"], [sys.executable, "-m", "torch.distributed.run", "train.py"],
+    [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "train.py"]], ids=["python", "torchrun", "torchrun 4"])
+def test_three_ways_to_start(start, text, tmp_path):
+    out = str(tmp_path / "out")
+    process = command(*start, *TINY, *LAYOUT, "--data", text, "--steps", "2", "--out", out)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "dp 2 x tp 2 = 4 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
+    assert "validation loss" in printed and "--- sample, 4 tokens" in printed and [e["step"] for e in log_of(out)] == [1, 2, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("how", ["Ctrl-C", "killed rank", "killed launcher"])
+def test_all_processes_end_together(how, text, tmp_path):
+    out = str(tmp_path / "out")
+    process = command(sys.executable, "train.py", *TINY, *LAYOUT, "--data", text, "--steps", "1000000", "--out", out)
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    everyone = processes_with(out)
+    assert len(everyone) == 5, process.stderr.read()
+    if how == "killed rank":
+        os.kill(max(everyone), signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
+    deadline = time.time() + 20
+    while processes_with(out) and time.time() < deadline:
+        time.sleep(0.1)
+    left = processes_with(out)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    errors = process.communicate()[1]
+    if how == "killed rank":
+        assert process.returncode == 1 and "ended with exit code -9; all others were stopped" in errors
+    if how == "Ctrl-C":
+        assert process.returncode == 130 and "Traceback" not in errors, errors
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
+def test_train_on_gpus(tmp_path):
+    process = command(sys.executable, "train.py", "--dp", "2", "--tp", "2", "--steps", "60", "--out", str(tmp_path / "out"))
+    printed, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
+    assert "cuda (NCCL)" in printed and log_of(tmp_path / "out")[-1]["val_loss"] < 3

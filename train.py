@@ -69,17 +69,21 @@ class Settings:
     out: str = flag("", "a new folder for log.jsonl and, at the end, the model as a Hugging Face folder")
 
 
-def parse(arguments):
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
-                                     description="Train a GPT on one process or many.")
-    kinds = {"int | None": int}
-    for f in dataclasses.fields(Settings):
-        parser.add_argument("--" + f.name.replace("_", "-"), type=kinds.get(f.type, f.type), default=f.default, **f.metadata)
-    return Settings(**vars(parser.parse_args(arguments)))
-
-
 class BadInput(Exception):
     """One line for the user: the flag or the file, what is wrong, a value that would work."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its whole usage, and exit on every rank before rank 0 has spoken
+        raise BadInput(message.removeprefix("argument ") + "; see --help")
+
+
+def parse(arguments):
+    parser = Parser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
+                    description="Train a GPT on one process or many.")
+    for f in dataclasses.fields(Settings):
+        parser.add_argument("--" + f.name.replace("_", "-"), type=f.type, default=f.default, **f.metadata)
+    return Settings(**vars(parser.parse_args(arguments)))
 
 
 def check_numbers(s):
@@ -169,7 +173,7 @@ def load_data(s, vocab_size):
     return train, held_out, tokens.dtype == np.uint8
 
 
-def check_data(s, config, train, held_out):
+def check_data(s, config, train, held_out, is_bytes):
     shortest = min(len(train), len(held_out) if s.eval_every else len(train))
     if shortest <= config.seq_len:
         raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one sequence needs "
@@ -177,6 +181,8 @@ def check_data(s, config, train, held_out):
     for part in (train, held_out):
         for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte at most: `batch` checks the rest as it comes
             check_tokens(part[start:start + (1 << 24)], config.vocab_size)
+    if s.sample and is_bytes and max(s.prompt.encode(), default=0) >= config.vocab_size:
+        raise BadInput(f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text, or --sample 0")
 
 
 def check_tokens(tokens, vocab_size):
@@ -404,14 +410,15 @@ def save(trainer, folder):
 
 
 def main():
-    s, rank = parse(sys.argv[1:]), int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK", 0))
     world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     try:
+        s = parse(sys.argv[1:])
         check_numbers(s)
         config, source = model_config(s)
         processes = check_layout(s, config, world, local_world)
         data = load_data(s, config.vocab_size)
-        check_data(s, config, *data[:2])
+        check_data(s, config, *data)
         if s.out and rank == 0:
             open_out(s.out)
     except BadInput as problem:
