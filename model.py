@@ -215,10 +215,10 @@ def initial_weight(config, name, seed):
     name = "wte.weight" if config.tied and name == "lm_head.weight" else name
     shape = shapes(config)[name]
     if len(shape) == 1:
-        return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+        return torch.full(shape, float(name.endswith("weight")), device="cpu")
     std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    return torch.empty(shape).normal_(0, std, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    return torch.empty(shape, device="cpu").normal_(0, std, generator=generator)
 
 
 def shapes(config):
@@ -352,11 +352,11 @@ def write_hf(folder, config, get):
 
 def main():
     print(f"{'preset':12} {'layers':>6} {'heads':>5} {'width':>5} {'vocab':>6} {'context':>7} {'parameters':>13} "
-          f"{'FLOPs/token':>12} {'training bytes':>15}")
+          f"{'FLOPs/token':>12} {'training MiB':>12}")
     for name, c in PRESETS.items():
         print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
-              f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**30:11.2f} GiB")
-    print("\nFLOPs/token: 6 N + 12 L C T, forward and backward. Training bytes: float32 weights 4, gradients 4, AdamW 8 a parameter;\n"
+              f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**20:12,.0f}")
+    print("\nFLOPs/token: 6 N + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, gradients 4, AdamW 8;\n"
           "activations come on top.")
 
 

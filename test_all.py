@@ -9,6 +9,7 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 """
 
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -272,7 +273,20 @@ def test_subgroups(pool):
     pool(5).run(subgroup_results)
 
 
-def traffic_counts(elements, ring):
+def ring_only(function):
+    """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
+    @functools.wraps(function)
+    def run(*args):
+        kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0)
+        try:
+            return function(*args)
+        finally:
+            dist.DOUBLING_BYTES = kept
+    return run
+
+
+@ring_only
+def traffic_counts(elements):
     size, rank = dist.get_world_size(), dist.get_rank()
     t, slice_ = torch.ones(elements), torch.ones(elements // size)
     counts = {}
@@ -293,10 +307,9 @@ def traffic_counts(elements, ring):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_bytes_sent_are_the_formulas(pool, size):
-    n, elements = size, size * 400_000 // size * size
-    elements -= elements % size
+    n, elements = size, 400_000 // size * size
     k = 4 * elements
-    counts = pool(size).run(traffic_counts, elements, True)
+    counts = pool(size).run(traffic_counts, elements)
     for rank, count in enumerate(counts):
         assert count["all_reduce"] == (2 * (n - 1), 2 * (n - 1) * k // n)
         assert count["reduce_scatter_tensor"] == count["all_gather_into_tensor"] == (n - 1, (n - 1) * k // n)
@@ -334,14 +347,24 @@ def test_all_reduce_leaves_the_same_bits_on_every_rank(pool, size):
 
 
 def async_overlap():
-    """The caller computes while the operation runs; results come in order; an error is raised in wait()."""
+    """The operation gets done while the caller computes; several finish in order."""
     t = torch.ones(4 * BIG)
+    if t.is_cuda:
+        handle = dist.all_reduce(t, async_op=True)
+        torch.cuda._sleep(2 * 10**9)  # about a second of the caller's stream
+        busy, deadline = torch.cuda.current_stream().record_event(), time.time() + 0.5
+        while not handle.is_completed() and time.time() < deadline:
+            pass
+        beside = handle.is_completed() and not busy.query()
+        handle.wait()
+        assert (t == dist.get_world_size()).all()
+        return beside
     handles = [dist.all_reduce(t, async_op=True) for _ in range(4)]
-    pending = not handles[-1].is_completed()
+    beside = not handles[-1].is_completed()
     for handle in handles:
         handle.wait()
     assert (t == dist.get_world_size() ** 4).all()
-    return pending
+    return beside
 
 
 def test_async_runs_beside_the_caller(pool):
@@ -709,6 +732,7 @@ def test_data_parallel_on_a_module_with_tied_frozen_unused_layers(pool, kind, si
     pool(size).run(odd_case, kind)
 
 
+@ring_only
 def ddp_traffic():
     device = torch.get_default_device()
     net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 77)).to(device)
@@ -727,17 +751,9 @@ def ddp_traffic():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_data_parallel_sends_two_n_minus_one_over_n(pool, size, monkeypatch):
     """And nothing under no_sync, and each bucket once: gradients are K elements, padded per bucket to a multiple of N."""
-    for log, buckets, k in pool(size).run(ddp_traffic_ring):
+    for log, buckets, k in pool(size).run(ddp_traffic):
         assert 0 <= sum(buckets) - k < size * len(buckets) and log.calls == len(buckets) > 1
         assert log.bytes == sum(2 * (size - 1) * b // size for b in buckets) * 4
-
-
-def ddp_traffic_ring():
-    kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0)
-    try:
-        return ddp_traffic()
-    finally:
-        dist.DOUBLING_BYTES = kept
 
 
 def second_backward():
