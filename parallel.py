@@ -2,24 +2,28 @@
 
     mesh        which ranks form which group: axes (pp, dp, tp), tensor parallel innermost
     data        replicas average their gradients: naive, then in buckets while backward still runs
+    ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
     tensor      every matrix cut by columns or rows; two all-reduces a sublayer pair, f and g
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
-Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. Everything in "data" works on any
+Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
 
 Letters: N ranks in the group, r this rank, K parameters, B, T, C, V as in model.py.
-Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "tensor parallelism".
+Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism".
 """
 
-from collections import defaultdict
-from contextlib import contextmanager
+import math
+from collections import defaultdict, deque
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 from model import GPT, initial_weight, materialize
@@ -55,40 +59,165 @@ def average_gradients(module, group=None):
 
 
 class Bucket:
-    """Some parameters' gradients side by side in one flat buffer, zero-padded to a multiple of N: one collective for all."""
+    """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective for all of them."""
 
-    def __init__(self, params, ranks):
-        self.params, self.missing, self.handle, self.views = params, set(params), None, None
+    def __init__(self, params, group):
+        self.params, self.missing = params, set(params)
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
+        self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.flat = None      # the gradients, full size
+        self.stale = True     # `flat` holds nothing of this step yet; None: it holds shard.grad, until the optimizer drops that
+        self.sent = False     # under way, or through: a second backward must not add to it
+        self.shard = None     # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
 
-    def fill(self):
-        """Copy the gradients in and let `.grad` be views of the buffer: the originals are freed. A missing one counts as zero."""
-        if self.views is None:
-            self.flat = torch.zeros(self.numel, dtype=self.params[0].dtype, device=self.params[0].device)
-            sizes = [p.numel() for p in self.params]
-            self.views = [v.view_as(p) for v, p in zip(self.flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
-        new = [(view, p) for view, p in zip(self.views, self.params) if p.grad is None or p.grad.data_ptr() != view.data_ptr()]
+    def new(self, dtype):
+        return torch.zeros(self.numel, dtype=dtype, device=self.device)
+
+    def views(self, flat):
+        """`flat` as the parameters' shapes, in their order."""
+        sizes = [p.numel() for p in self.params]
+        return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
+
+
+def make_buckets(params, megabytes, group, kind=lambda param: ()):
+    """Parameters in buckets of about `megabytes`, last layers first: the order in which backward finishes their gradients.
+
+    A bucket holds one dtype, one device, one set of groups that the parameters are cut over, and one `kind`.
+    """
+    buckets, filling = [], {}  # key -> [parameters, bytes]
+    for param in reversed(params):
+        key = (param.dtype, param.device, split_over(param), kind(param))
+        some = filling.get(key)
+        if some and some[1] + param.numel() * param.element_size() > megabytes * 2**20:
+            buckets.append(Bucket(filling.pop(key)[0], group))
+        some = filling.setdefault(key, [[], 0])
+        some[0].append(param)
+        some[1] += param.numel() * param.element_size()
+    return buckets + [Bucket(some[0], group) for some in filling.values()]
+
+
+def split_over(param):
+    """The groups a parameter is cut over: () where every rank has all of it."""
+    return getattr(param, "split_over", ())
+
+
+class Reducer:
+    """Takes gradients from backward into buckets and sends each bucket the moment it is complete.
+
+    stage 0: all-reduce, after the step's last backward            2(N-1)/N x K sent a step
+    stage 1: reduce-scatter, after the step's last backward         (N-1)/N x K
+    stage 2: reduce-scatter, after every backward                 M (N-1)/N x K with M micro-batches
+
+    grad_dtype: what gradients add up in, where it is not the parameters' own; reduce_dtype: what travels. A bucket never leaves
+    before the one in front of it, so the order is the same on all ranks. At most two are under way at stage 2, so no more than
+    that of the full gradients exists at a time.
+    """
+
+    def __init__(self, buckets, group, stage, grad_dtype=None, reduce_dtype=None, on_complete=lambda bucket: None):
+        self.buckets, self.group, self.stage, self.on_complete = buckets, group, stage, on_complete
+        self.grad_dtype, self.reduce_dtype = grad_dtype, reduce_dtype
+        self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
+        for param in self.bucket_of:
+            param.register_post_accumulate_grad_hook(self._ready)
+
+    @contextmanager
+    def no_sync(self):
+        """Inside, backward only adds up gradients: nothing is sent (stage 2 sends all the same: it has nowhere to keep them)."""
+        self.syncing, before = False, self.syncing
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _keeps_grad(self, bucket):
+        return self.stage == 0 and bucket.shard is None  # plain DDP: `.grad` stays, a view of the bucket
+
+    def _ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
+        bucket = self.bucket_of[param]
+        if self.stage < 2 and bucket.sent:
+            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
+        if not self.syncing and self._keeps_grad(bucket):
+            return  # autograd adds to .grad by itself
+        self.finished = False
+        bucket.missing.discard(param)
+        if not bucket.missing:
+            self.on_complete(bucket)
+        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            self._complete(self.buckets[self.next])
+        if self.next == len(self.buckets) and not (self.syncing and self.stage < 2):
+            self.next = 0  # the next micro-batch fills them again
+
+    def _complete(self, bucket):
+        self.next += 1
+        bucket.missing = set(bucket.params)
+        self._move(bucket)
+        if self.syncing or self.stage >= 2:
+            self._send(bucket)
+
+    @torch.no_grad()
+    def _move(self, bucket):
+        """Gradients from .grad into the flat vector; a missing one counts as zero. The originals are freed."""
+        if bucket.flat is None:
+            bucket.flat = bucket.new(self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype)
+            bucket.stale = True
+        views = bucket.views(bucket.flat)
+        new = [(view, p) for view, p in zip(views, bucket.params) if p.grad is None or p.grad.data_ptr() != view.data_ptr()]
         found = [(view, p.grad) for view, p in new if p.grad is not None]
-        with torch.no_grad():
+        stale = bucket.shard.grad is None if bucket.stale is None else bucket.stale
+        bucket.stale = False
+        if stale or self._keeps_grad(bucket):
             if found:
                 torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
             for view, param in new:
                 if param.grad is None:
                     view.zero_()
-                param.grad = view
+        elif found:
+            torch._foreach_add_([view for view, _ in found], [grad for _, grad in found])
+        for view, param in new:
+            param.grad = view if self._keeps_grad(bucket) else None
 
+    def _send(self, bucket):
+        wire = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
+        if self.stage == 0:
+            out = wire
+            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, self.group, async_op=True)
+        else:
+            out = torch.empty_like(wire[bucket.own])
+            handle = dist.reduce_scatter_tensor(out, wire, dist.ReduceOp.AVG, self.group, async_op=True)
+        bucket.sent = True
+        if self.stage >= 2:
+            bucket.flat = None  # ZeRO-2: the full gradient goes as soon as it is through
+        self.under_way.append((handle, bucket, wire, out))  # holds the buffers until then
+        while self.stage >= 2 and len(self.under_way) > 2:
+            self._receive(*self.under_way.popleft())
 
-def make_buckets(params, megabytes, ranks):
-    """Parameters in buckets of about `megabytes`, last layers first: the order in which backward finishes their gradients."""
-    buckets, current, size = [], [], 0
-    for param in reversed(params):
-        if current and (size + param.numel() * param.element_size() > megabytes * 2**20 or
-                        (param.dtype, param.device) != (current[0].dtype, current[0].device)):
-            buckets.append(Bucket(current, ranks))
-            current, size = [], 0
-        current.append(param)
-        size += param.numel() * param.element_size()
-    return buckets + ([Bucket(current, ranks)] if current else [])
+    def _receive(self, handle, bucket, wire, out):
+        handle.wait()
+        bucket.sent = False
+        if self.stage == 0:
+            if wire is not bucket.flat:
+                bucket.flat.copy_(wire)
+            if bucket.shard is not None:
+                bucket.shard.grad, bucket.stale = bucket.flat, None
+            return
+        bucket.stale = True
+        if bucket.shard.grad is None:
+            bucket.shard.grad = out.to(bucket.shard.dtype)
+        else:
+            bucket.shard.grad += out
+
+    def finish(self):
+        """Send what has not left yet, wait for all of it."""
+        while self.next < len(self.buckets):
+            if self.stage >= 2 and self.next == 0 and not any(p.grad is not None for b in self.buckets for p in b.params):
+                break
+            self._complete(self.buckets[self.next])
+        while self.under_way:
+            self._receive(*self.under_way.popleft())
+        self.next, self.finished = 0, True
 
 
 class DDP(nn.Module):
@@ -98,74 +227,370 @@ class DDP(nn.Module):
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
-    A bucket leaves when its last gradient has come, and never before the bucket in front of it: the order is the same on all
-    ranks. Tied parameters count once, frozen ones not at all. Ranks may use different parameters: one that a rank did not use
-    counts as zero there, and one that nobody used keeps .grad None as in one process; agreeing on that takes one small
-    all-reduce a step, which `find_unused_parameters=False` saves where every parameter is always used.
+    Tied parameters count once, frozen ones not at all. Ranks may use different parameters: one that a rank did not use counts as
+    zero there, and one that nobody used keeps .grad None as in one process; agreeing on that takes one small all-reduce a step,
+    which `find_unused_parameters=False` saves where every parameter is always used.
 
     Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, find_unused_parameters=True):
         super().__init__()
-        self.module, self.group, self.find_unused, self.syncing = module, group, find_unused_parameters, True
+        self.module, self.group, self.find_unused = module, group, find_unused_parameters
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = make_buckets(self.params, bucket_mb, dist.get_world_size(group))
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0
-        if dist.get_world_size(group) > 1:
+        self.alone = dist.get_world_size(group) == 1
+        if not self.alone:
             for tensor in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(tensor.detach(), group=group, group_src=0)
-            for param in self.params:
-                param.register_post_accumulate_grad_hook(self._gradient_ready)
+        self.buckets = [] if self.alone else make_buckets(self.params, bucket_mb, group)
+        self.reducer = Reducer(self.buckets, group, stage=0)
+        self.no_sync = self.reducer.no_sync
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self):
-        """Inside, backward only adds to .grad: nothing is sent."""
-        self.syncing, before = False, self.syncing
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def _gradient_ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
-        if not self.syncing:
-            return
-        bucket = self.bucket_of[param]
-        if bucket.handle is not None:
-            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
-        bucket.missing.discard(param)
-        while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-            self._launch()
-
-    def _launch(self):
-        bucket = self.buckets[self.launched]
-        bucket.fill()
-        bucket.handle = dist.all_reduce(bucket.flat, dist.ReduceOp.AVG, self.group, async_op=True)
-        self.launched += 1
-
     def finish_grad_sync(self):
         """Send what has not left yet and wait for all of it. Call after the step's last backward, on every rank."""
-        if dist.get_world_size(self.group) == 1:
-            return
-        unused = [p for p in self.params if p.grad is None]
-        if self.find_unused:
+        unused = [] if self.alone else [p for p in self.params if p.grad is None]
+        if self.find_unused and not self.alone:
             used = torch.tensor([p.grad is not None for p in self.params], dtype=torch.uint8, device=self.params[0].device)
-        while self.launched < len(self.buckets):
-            self._launch()
-        if self.find_unused:
+            self.reducer.finish()
             dist.all_reduce(used, dist.ReduceOp.MAX, self.group)
+            if unused:
+                used = dict(zip(self.params, used.tolist()))
+                for param in unused:
+                    param.grad = param.grad if used[param] else None
+        else:
+            self.reducer.finish()
+
+
+# ------------------------------------------------------------------------------------------------------- ZeRO: sharded states
+#
+# Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same. ZeRO lets
+# each rank keep an Nth. K parameters, float32, bytes a rank (mixed precision: `memory_bytes`):
+#
+#                  parameters   gradients   optimizer    sent a step, elements (M micro-batches)
+#     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
+#     stage 1          4K           4K          8K/N     2 (N-1)/N K              reduce-scatter, all-gather: the two halves of it
+#     stage 2          4K           4K/N        8K/N     (M+1) (N-1)/N K          reduce-scatter M times, all-gather
+#     stage 3          4K/N         4K/N        8K/N     3M (N-1)/N K             all-gather twice, reduce-scatter, M times
+#
+# Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """ZeRO-1, and ZeRO-2 with stage=2: each rank holds the optimizer state, and steps the weights, of its Nth of the parameters.
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
+        with optimizer.no_sync(): loss.backward()              every micro-batch but the last
+        loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
+        clip_grad_norm_(optimizer.shards, 1.0, [group])
+        optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
+
+    params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is element by
+    element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers, and those of the
+    group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard keeps float32 masters; gradients
+    add up in float32, and travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data
+    parallelism. A parameter that no rank used has a gradient of zero here, not None.
+    """
+
+    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=25, compute_dtype=None, reduce_dtype=None, **kwargs):
+        groups = list(params)
+        groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [dict(params=groups)]
+        self.group, self.stage = group or torch.distributed.group.WORLD, stage
+        which = {}  # parameter -> its parameter group; a tied one belongs where it comes first
+        for i, g in enumerate(groups):
+            for p in g["params"]:
+                if p.requires_grad:
+                    which.setdefault(p, i)
+        self.params = list(which)
+        self.buckets = make_buckets(self.params, bucket_mb, group, which.get)
         for bucket in self.buckets:
-            bucket.handle.wait()
-            bucket.handle, bucket.missing = None, set(bucket.params)
-        self.launched = 0
-        if self.find_unused and unused:
-            used = dict(zip(self.params, used.tolist()))
-            for param in unused:
-                param.grad = param.grad if used[param] else None
+            bucket.own = slice(0, bucket.numel) if stage == 0 else bucket.own
+            values = bucket.new(bucket.dtype)
+            for view, p in zip(bucket.views(values), bucket.params):
+                view.copy_(p.detach())
+            if stage:
+                dist.all_gather_into_tensor(values, values[bucket.own], group)
+            else:
+                dist.broadcast(values, group=group, group_src=0)
+            bucket.shard = make_shard(bucket, values[bucket.own], (self.group,) if stage else ())
+            bucket.dtype = compute_dtype or bucket.dtype
+            bucket.weights = values.to(bucket.dtype)
+            if bucket.dtype != values.dtype:
+                bucket.shard.data = bucket.shard.data.clone()  # a master of its own, and no longer a view of all `values`
+            for view, p in zip(bucket.views(bucket.weights), bucket.params):
+                p.data = view  # from here on, gathering the flat buffer is gathering the parameters
+        self.shards = [bucket.shard for bucket in self.buckets]
+        for i, g in enumerate(groups):
+            g["params"] = [bucket.shard for bucket in self.buckets if which[bucket.params[0]] == i]
+        self.inner = optimizer_class(groups, **kwargs)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.reducer = Reducer(self.buckets, group, stage, master_dtype(self.buckets[0].dtype), reduce_dtype)
+        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
+
+    def zero_grad(self, set_to_none=True):
+        for param in [*self.params, *self.shards]:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Step the own shard, then all-gather the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.reducer.finished:
+            self.finish_grad_sync()
+        self.inner.step()
+        handles = []
+        for bucket in self.buckets:
+            mine = bucket.weights[bucket.own]
+            if mine.data_ptr() != bucket.shard.data_ptr():
+                mine.copy_(bucket.shard)  # the cast down to bf16 or fp16
+            if self.stage:
+                handles.append(dist.all_gather_into_tensor(bucket.weights, mine, self.group, async_op=True))
+        for handle in handles:
+            handle.wait()
+        return loss
+
+
+def master_dtype(dtype):
+    """What weights are kept and gradients added up in: bf16 has 8 bits, an Adam step of a thousandth would round away."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def is_matrix(param):
+    """Whether weight decay is for it: not for biases and norms. A flat shard remembers what it was cut from."""
+    return getattr(param, "matrix", param.dim() >= 2)
+
+
+def make_shard(bucket, values, groups):
+    """The Parameter an optimizer steps for a bucket: `values` themselves, or a float32 copy of them where they are 16-bit."""
+    shard = nn.Parameter(values.detach().to(master_dtype(values.dtype)))
+    shard.split_over = split_over(bucket.params[0]) + groups
+    shard.matrix = all(is_matrix(p) for p in bucket.params)
+    return shard
+
+
+class FSDP(nn.Module):
+    """ZeRO-3: parameters exist whole only while their layer computes.
+
+        model = FSDP(module, group)                               any module
+        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, in the master dtype
+        loss.backward()                                           for every micro-batch
+        model.finish_grad_sync(); optimizer.step()
+
+    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those:
+
+        forward    all-gather unit i+1 | compute unit i      then free unit i
+        backward   all-gather unit i-1 | compute unit i      then free unit i and reduce-scatter its gradients
+
+    so two units are whole at a time, and communication runs under computation. Matrices are sharded: one flat shard a unit.
+    1-D parameters (biases, norms; a thousandth of K) stay whole and are all-reduced once a step, in `finish_grad_sync`. A tied
+    parameter stays gathered from its first use in forward to its last. compute_dtype: what layers compute in, e.g.
+    torch.bfloat16; shards and their gradients keep the module's own dtype. A module on the meta device is never whole anywhere:
+    say on which device it shall live and give its values to `load`, one parameter at a time. All ranks must use the same
+    parameters in each backward.
+
+    Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    """
+
+    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
+        super().__init__()
+        self.module, self.group, self.compute_dtype = module, group or torch.distributed.group.WORLD, compute_dtype
+        units = fsdp_units(module)
+        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied parameter belongs where it comes first
+        self.buckets = make_buckets(list(module.parameters()), math.inf, group,
+                                    lambda p: (p.requires_grad, p.dim() > 1 and unit_of[p]))
+        replaced = {}
+        for bucket in self.buckets:
+            bucket.sharded, old = bucket.params[0].dim() > 1, bucket.params
+            if not bucket.sharded:
+                bucket.own = slice(0, bucket.numel)
+            bucket.device = torch.device(device or bucket.device)
+            bucket.shard = make_shard(bucket, bucket.new(bucket.dtype)[bucket.own].clone(), (self.group,) if bucket.sharded else ())
+            bucket.shard.requires_grad_(old[0].requires_grad)
+            bucket.dtype = compute_dtype or bucket.dtype
+            bucket.weights = bucket.new(bucket.dtype)
+            bucket.gathering, bucket.uses_left = None, 0
+            # Its own version counter (.data): refilling the buffer before backward is no change to what autograd has saved.
+            bucket.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(bucket.views(bucket.weights), old)]
+            bucket.missing = set(bucket.params)
+            for new, p in zip(bucket.params, old):
+                new.__dict__.update(p.__dict__)
+                replaced[p] = new
+            if bucket.sharded:
+                bucket.weights.untyped_storage().resize_(0)
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        values = {new: p.detach() for p, new in replaced.items() if not p.is_meta}
+        for owner in module.modules():
+            for leaf, p in list(owner.named_parameters(recurse=False)):
+                setattr(owner, leaf, replaced[p])
+        for p, value in values.items():
+            self._write(p, value)
+        self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params if p.dim() > 1)) for unit, params in units}
+        self.uses = {b: sum(b in buckets for buckets in self.units.values()) for b in self.buckets}
+        self.order, self.last_order, self.in_backward = [], [], False
+        for unit in self.units:
+            unit.register_forward_pre_hook(self._before_forward)
+            unit.register_forward_hook(self._after_forward)
+        trainable = [b for b in self.buckets if b.shard.requires_grad]
+        master = next((b.shard.dtype for b in trainable), None)
+        self.sharded, self.whole = (Reducer([b for b in trainable if b.sharded == kind], self.group, 2 if kind else 0, master,
+                                            reduce_dtype, self._free) for kind in (True, False))
+        self.whole.syncing = False  # its few elements leave in finish_grad_sync
+
+    no_sync = staticmethod(nullcontext)  # gradients leave on every backward: there is nowhere to keep them whole
+
+    def named_parameters(self, *args, **kwargs):
+        """What an optimizer steps: this rank's flat shards, and the 1-D parameters of the module in one flat vector."""
+        return ((f"shard.{i}", bucket.shard) for i, bucket in enumerate(self.buckets))
+
+    def parameters(self, recurse=True):
+        return (param for _, param in self.named_parameters())
+
+    def _write(self, param, value):
+        """Keep of a whole parameter's value what lies in this rank's shard."""
+        bucket = self.bucket_of[param]
+        start = sum(p.numel() for p in bucket.params[:next(i for i, p in enumerate(bucket.params) if p is param)])
+        low, high = max(start, bucket.own.start), min(start + param.numel(), bucket.own.stop)
+        if low < high:
+            bucket.shard.data[low - bucket.own.start:high - bucket.own.start] = value.reshape(-1)[low - start:high - start]
+
+    def load(self, get):
+        """Set every parameter to get(name), a whole tensor, one after the other."""
+        for name, param in self.module.named_parameters():
+            self._write(param, get(name))
+
+    @torch.no_grad()
+    def full_parameter(self, param):
+        """One parameter of the module, whole and in the master dtype. All ranks must ask."""
+        bucket = self.bucket_of[param]
+        flat = bucket.new(bucket.shard.dtype)
+        if bucket.sharded:
+            dist.all_gather_into_tensor(flat, bucket.shard.detach(), self.group)
+        else:
+            flat.copy_(bucket.shard)
+        return next(view for view, p in zip(bucket.views(flat), bucket.params) if p is param).clone()
+
+    def full_state_dict(self):
+        """{name: whole tensor in the master dtype} on every rank. All ranks must ask."""
+        return {name: self.full_parameter(param) for name, param in self.module.named_parameters()}
+
+    # Gather and free: the flat buffer's storage grows and shrinks under tensors that stay the same, so what autograd saved in
+    # forward is right again in backward.
+
+    @torch.no_grad()
+    def _gather(self, bucket, wait=True):
+        storage = bucket.weights.untyped_storage()
+        if not storage.size():
+            storage.resize_(bucket.numel * bucket.dtype.itemsize)
+            mine = bucket.weights[bucket.own]
+            mine.copy_(bucket.shard)  # the cast from master to compute dtype
+            bucket.gathering = dist.all_gather_into_tensor(bucket.weights, mine, self.group, async_op=True)
+        if wait and bucket.gathering:
+            bucket.gathering.wait()
+            bucket.gathering = None
+
+    def _free(self, bucket):
+        if bucket.sharded and bucket.weights.untyped_storage().size():
+            self._gather(bucket)  # a gather under way must not write into freed memory
+            bucket.weights.untyped_storage().resize_(0)
+
+    def _before_forward(self, unit, inputs):
+        for bucket in self.units[unit]:
+            self._gather(bucket)
+        if not self.in_backward:  # not when a checkpoint runs it again
+            i = len(self.order)
+            self.order.append(unit)
+            if i + 1 < len(self.last_order) and self.last_order[i] is unit:
+                self._prefetch(self.last_order[i + 1])
+
+    def _prefetch(self, unit):
+        for bucket in self.units[unit]:
+            self._gather(bucket, wait=False)
+
+    def _after_forward(self, unit, inputs, output):
+        if self.in_backward:
+            return
+        for bucket in self.units[unit]:
+            bucket.uses_left -= 1
+            if bucket.uses_left <= 0:
+                self._free(bucket)
+        if torch.is_grad_enabled():
+            position = len(self.order) - 1
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self._before_backward(unit, position))
+
+    def _before_backward(self, unit, position):
+        self.in_backward = True
+        for bucket in self.units[unit]:
+            self._gather(bucket)
+        if 0 < position <= len(self.order):
+            self._prefetch(self.order[position - 1])
+
+    def forward(self, *args, **kwargs):
+        self.last_order, self.order, self.in_backward = self.order, [], False
+        for bucket in self.buckets:
+            bucket.uses_left = self.uses[bucket]
+            if not bucket.sharded:
+                bucket.weights.copy_(bucket.shard.detach())
+        if self.compute_dtype:
+            args, kwargs = (_cast(x, self.compute_dtype) for x in (args, kwargs))
+        output = self.module(*args, **kwargs)
+        for bucket in self.buckets:
+            self._free(bucket)
+        if torch.is_grad_enabled() and self.order:
+            self._prefetch(self.order[-1])  # backward starts with it
+        return output
+
+    def finish_grad_sync(self):
+        """Wait for the gradients, all-reduce those of 1-D parameters, free what backward did not. On every rank."""
+        self.sharded.finish()
+        self.whole.syncing = True
+        self.whole.finish()
+        self.whole.syncing = False
+        for bucket in self.buckets:
+            self._free(bucket)
+
+
+def fsdp_units(module):
+    """[(module, its parameters)]: what FSDP gathers at a time. No parameter of a child is used outside of its unit's forward."""
+    units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+    def walk(m, unit):
+        if unit is None and m._parameters:
+            unit = (m, [])
+            units.append(unit)
+        if unit:
+            unit[1].extend(m.parameters(recurse=False))
+        for child in m.children():
+            if isinstance(m, containers) and not isinstance(child, containers):
+                units.append((child, list(child.parameters())))
+            else:
+                walk(child, unit)
+
+    walk(module, None)
+    return units
+
+
+def tensors_in(value):
+    """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def _cast(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(item, dtype) for item in value)
+    return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 # ------------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -278,7 +703,7 @@ def _cut(param, shard):
     if param is None:
         return None
     local = nn.Parameter(shard.cut(param.detach()).contiguous(), param.requires_grad)
-    local.shard = shard
+    local.shard, local.split_over = shard, (shard.group,)
     return local
 
 
@@ -355,49 +780,88 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 
 # -------------------------------------------------------------------------------------------------------------------- norm
 
-def clip_grad_norm_(parameters, max_norm):
+def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the norm.
 
-    Call after finish_grad_sync. Squares of sliced parameters are summed over their group; those of whole ones are the same on
-    every rank and count once, as does a tied parameter. The sum over a group is one all-reduce of one number.
+    Call after finish_grad_sync, on all ranks. groups: all process groups that parameters may be cut over (tensor parallel,
+    ZeRO). Squares of a cut parameter are summed over its groups; a whole one is the same on every rank and counts once, as does a
+    tied one. A group costs one all-reduce of a few numbers. scale: gradients are this much too large (fp16's loss scale) and are
+    divided by it first.
     """
-    grads = defaultdict(list)  # group, or None for whole parameters -> gradients
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
+    by_groups = defaultdict(list)  # bit i set: cut over groups[i] -> gradients
     for p in parameters:
-        grads[p.shard.group if hasattr(p, "shard") else None].append(p.grad)
-    square = 0
-    for group, some in grads.items():
-        part = torch.nn.utils.get_total_norm(some).square()
-        if group is not None:
-            dist.all_reduce(part, group=group)
-        square = square + part
-    norm = square.sqrt() if parameters else torch.zeros(())
-    if max_norm:
+        by_groups[sum(1 << i for i, g in enumerate(groups) if any(g is h for h in split_over(p)))].append(p.grad)
+    squares = torch.zeros(1 << len(groups), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    for key, grads in by_groups.items():
+        if scale != 1:
+            torch._foreach_mul_(grads, 1 / scale)
+        squares[key] = torch.nn.utils.get_total_norm(grads).double().square()
+    for i, group in enumerate(groups):
+        cut = torch.tensor([key >> i & 1 for key in range(len(squares))], dtype=torch.bool, device=squares.device)
+        part = squares * cut  # every rank takes part, whatever it holds
+        dist.all_reduce(part, group=group)
+        squares = torch.where(cut, part, squares)
+    norm = squares.sum().sqrt()
+    if max_norm and parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 # ------------------------------------------------------------------------------------------------------------------- recipe
 
-def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0):
-    """Build the GPT of `config` on this rank, laid out over the mesh; returns it wrapped in DDP.
+def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None, recompute="none"):
+    """Build the GPT of `config` on this rank, laid out over the mesh. Returns (model, make_optimizer).
 
+    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or `reduce_dtype`.
     source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out, seed and name decide it.
-    The order matters:
+    zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept.
+    make_optimizer(optimizer_class, weight_decay, **kwargs) returns (optimizer, sync, parameters): `sync` has no_sync() and
+    finish_grad_sync(), `parameters` are what clip_grad_norm_ takes. The order matters:
     """
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+    master = master_dtype(dtype)
     # 1. Shapes only. Nothing is allocated before it is known which part of it belongs here.
     model = GPT(config, seed=None)
     # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
     if dist.get_world_size(tp) > 1:
         tensor_parallel(model, tp)
-    # 3. Weights, one whole parameter at a time, of which each rank keeps its slice: the same numbers in every layout.
-    materialize(model, source or (lambda name: initial_weight(config, name, seed)), device, dtype,
-                lambda param, whole: param.shard.cut(whole) if hasattr(param, "shard") else whole)
-    # 4. Data parallel last: its buckets hold the parameters as they are now.
-    return DDP(model, dp, find_unused_parameters=False)
+    # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
+    for block in model.h.values() if recompute != "none" else ():
+        layer = block if recompute == "block" else block.attn
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every layout.
+    source = source or (lambda name: initial_weight(config, name, seed))
+    if zero == 3:
+        params = dict(model.named_parameters())
+        model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
+        model.load(lambda name: cut_like(params[name], source(name)))
+    else:
+        materialize(model, source, device, master, cut_like)
+    # 5. Data parallel last: it holds the parameters as they are now.
+    if zero == 0 and dtype == master:
+        model = DDP(model, dp, find_unused_parameters=False)
+
+    def make_optimizer(optimizer_class, weight_decay=0.0, **kwargs):
+        params = list(dict.fromkeys(model.parameters()))
+        groups = [dict(params=[p for p in params if is_matrix(p)], weight_decay=weight_decay),
+                  dict(params=[p for p in params if not is_matrix(p)], weight_decay=0.0)]
+        if isinstance(model, (DDP, FSDP)):
+            return optimizer_class(groups, **kwargs), model, params
+        optimizer = ShardedOptimizer(groups, optimizer_class, dp, zero, compute_dtype=dtype, reduce_dtype=reduce_dtype, **kwargs)
+        return optimizer, optimizer, optimizer.shards
+
+    return model, make_optimizer
 
 
-def whole_parameter(param, shape):
-    """A parameter as one process would hold it, on every rank of its group. All of them must ask, in the same order."""
-    return param.shard.gather(param, shape) if hasattr(param, "shard") else param.detach()
+def cut_like(param, whole):
+    """This rank's slice of a whole tensor, where tensor parallelism cut the parameter."""
+    return param.shard.cut(whole) if hasattr(param, "shard") else whole
+
+
+def whole_parameter(model, name, shape):
+    """A parameter as one process would hold it, on every rank. All of them must ask, in the same order."""
+    module = getattr(model, "module", model)
+    param = module.get_parameter(name)
+    local = model.full_parameter(param) if isinstance(model, FSDP) else param.detach()
+    return param.shard.gather(local, shape) if hasattr(param, "shard") else local

@@ -10,6 +10,7 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import multiprocessing
@@ -55,9 +56,9 @@ def _worker(rank, size, device_type, folder, pipe):
         job = pipe.recv()
         if job is None:
             os._exit(0)
-        function, args = job
+        function, args, options = job
         try:
-            pipe.send((True, globals()[function](*args)))
+            pipe.send((True, globals()[function](*args, **options)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -75,10 +76,10 @@ class Pool:
             self.processes.append(context.Process(target=_worker, args=(rank, size, device_type, folder, theirs), daemon=True))
             self.processes[-1].start()
 
-    def run(self, function, *args, timeout=120):
+    def run(self, function, *args, timeout=120, **options):
         """Results in rank order. A rank's exception fails the test; silence breaks the pool, which starts anew."""
         for pipe in self.pipes:
-            pipe.send((function.__name__, args))
+            pipe.send((function.__name__, args, options))
         results, deadline = [], time.time() + timeout
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, deadline - time.time())):
@@ -532,26 +533,30 @@ SMALL = GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # 
 BATCH = 8
 
 
-def tokens_of(step):
-    """Inputs and targets (BATCH, T) of a step, the same on every rank."""
-    rows = torch.from_numpy(np.random.default_rng(step).integers(0, SMALL.vocab_size, (BATCH, SMALL.seq_len + 1)))
+def tokens_of(step, batch=BATCH):
+    """Inputs and targets (batch, T) of a step, the same on every rank."""
+    rows = torch.from_numpy(np.random.default_rng(step).integers(0, SMALL.vocab_size, (batch, SMALL.seq_len + 1)))
     return rows[:, :-1], rows[:, 1:]
 
 
+DECAY = dict(weight_decay=0.1)  # of matrices only
+
+
 def optimizer_of(name, params):
-    return torch.optim.SGD(params, 0.5) if name == "sgd" else torch.optim.AdamW(params, 1e-2, weight_decay=0.1)
+    return torch.optim.SGD(params, 0.5) if name == "sgd" else torch.optim.AdamW(params, 1e-2)
 
 
 CLIP = {"sgd": 0.3, "adamw": 0.3}  # fires: the norms are 0.5 and more
 
 
-def one_process(optimizer, change):
+def one_process(optimizer, change, batch=BATCH):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
     config = dataclasses.replace(SMALL, **change)
     net = GPT(config).double()
-    opt, losses, norms, grads = optimizer_of(optimizer, net.parameters()), [], [], None
+    groups = [dict(params=[p for p in net.parameters() if (p.dim() > 1) == matrix], weight_decay=0.1 * matrix) for matrix in (1, 0)]
+    opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
-        x, y = tokens_of(step)
+        x, y = tokens_of(step, batch)
         opt.zero_grad()
         loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
         loss.backward()
@@ -568,7 +573,7 @@ def without_collective(where):
     target = parallel
     for part in where.split("."):
         target = getattr(target, part)
-    code = target.__code__
+    code = inspect.unwrap(target).__code__
     for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
         def call(*args, _real=getattr(dist, name), **kwargs):
             if sys._getframe(1).f_code is code:
@@ -577,7 +582,33 @@ def without_collective(where):
         setattr(parallel.dist, name, call)
 
 
-def in_layout(layout, optimizer, micro_batches, change, sabotage=None):
+def whole_gradients(net, opt, shapes):
+    """{name: gradient} as one process would have it: from .grad, or from the shards of ZeRO."""
+    inner, grads = getattr(net, "module", net), {}
+    if isinstance(net, parallel.FSDP):
+        for bucket in net.buckets:  # let the gathering of weights gather gradients, this once
+            bucket.kept = bucket.shard.data.clone()
+            bucket.shard.data.copy_(bucket.shard.grad)
+        grads = {n: parallel.whole_parameter(net, n, shapes[n]).cpu().numpy().copy() for n, _ in inner.named_parameters()}
+        for bucket in net.buckets:
+            bucket.shard.data.copy_(bucket.kept)
+        return grads
+    if isinstance(opt, parallel.ShardedOptimizer):
+        for bucket in opt.buckets:
+            flat = bucket.new(bucket.shard.dtype)
+            if opt.stage:
+                torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=opt.group)
+            else:
+                flat.copy_(bucket.shard.grad)
+            for view, p in zip(bucket.views(flat), bucket.params):
+                p.whole_grad = view
+    for name, p in inner.named_parameters():
+        grad = p.grad if p.grad is not None else p.whole_grad
+        grads[name] = (p.shard.gather(grad, shapes[name]) if hasattr(p, "shard") else grad).cpu().numpy().copy()
+    return grads
+
+
+def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, **options):
     """The same three steps laid out over the processes; whole gradients and weights, gathered."""
     kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
     if sabotage:
@@ -587,34 +618,31 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None):
         device = torch.get_default_device()
         mesh = parallel.make_mesh(device.type, **layout)
         dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
-        net = parallel.parallelize(config, mesh, device, torch.float64)
-        opt, losses, norms, grads = optimizer_of(optimizer, net.parameters()), [], [], None
-        shapes, each = model.shapes(config), BATCH // dist.get_world_size(dp) // micro_batches
+        net, make_optimizer = parallel.parallelize(config, mesh, device, torch.float64, **options)
+        opt, sync, params = make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), **DECAY)
+        losses, norms, grads = [], [], None
+        shapes, each = model.shapes(config), batch // dist.get_world_size(dp) // micro_batches
         for step in range(3):
-            x, y = (t.to(device).split(each) for t in tokens_of(step))
+            x, y = (t.to(device).split(each) for t in tokens_of(step, batch))
             opt.zero_grad()
             total = 0
             for i in range(micro_batches):
                 mine = dist.get_rank(dp) * micro_batches + i
                 loss = parallel.cross_entropy(net(x[mine]), y[mine], config.vocab_size, tp) / micro_batches
                 if i < micro_batches - 1:
-                    with net.no_sync():
+                    with sync.no_sync():
                         loss.backward()
                 else:
                     loss.backward()
                 total += loss.detach()
-            net.finish_grad_sync()
-            if grads is None:
-                grads = {}
-                for name, p in net.module.named_parameters():
-                    stand_in = nn.Parameter(p.grad)
-                    stand_in.__dict__.update(p.__dict__)
-                    grads[name] = parallel.whole_parameter(stand_in, shapes[name]).cpu().numpy().copy()
-            norms.append(float(parallel.clip_grad_norm_(net.parameters(), CLIP[optimizer])))
+            sync.finish_grad_sync()
+            grads = grads or whole_gradients(net, opt, shapes)
+            norms.append(float(parallel.clip_grad_norm_(params, CLIP[optimizer], [dp, tp])))
             opt.step()
             torch_dist.all_reduce(total, group=dp)  # the library's: this one must work under sabotage too
             losses.append(float(total) / dist.get_world_size(dp))
-        weights = {n: parallel.whole_parameter(p, shapes[n]).cpu().numpy().copy() for n, p in net.module.named_parameters()}
+        weights = {n: parallel.whole_parameter(net, n, shapes[n]).cpu().numpy().copy()
+                   for n, _ in getattr(net, "module", net).named_parameters()}
         return losses, norms, grads, weights
     finally:
         for name, function in kept.items():
@@ -643,6 +671,27 @@ def test_layout_equals_one_process(pool, layout):
             assert not differences(got, want), (optimizer, micro_batches, change)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("layout", [dict(dp=1), dict(dp=2), dict(dp=4), dict(tp=2), dict(dp=2, tp=2), dict(dp=4, tp=2)], ids=str)
+def test_zero_equals_one_process(pool, layout, zero):
+    micro_batches = BATCH // layout.get("dp", 1) // 2
+    for optimizer, micro_batches, change, recompute in [("sgd", 1, {}, "none"), ("sgd", micro_batches, dict(tied=False), "block"),
+                                                        ("adamw", micro_batches, {}, "attention")]:
+        want = one_process(optimizer, change)
+        for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, zero=zero,
+                                                        recompute=recompute):
+            assert not differences(got, want), (optimizer, micro_batches, change, recompute)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_on_three_ranks(pool, zero):
+    """Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights."""
+    change = dict(n_head=3, n_embd=27, inner=40)
+    want = one_process("sgd", change, batch=9)
+    for got in pool(3).run(in_layout, dict(dp=3), "sgd", 3, change, zero=zero, batch=9):
+        assert not differences(got, want)
+
+
 def test_uneven_tensor_parallel(pool):
     """Three ranks: a vocabulary of 37, an MLP of 40 wide, 3 heads."""
     change = dict(n_head=3, n_embd=24, inner=40)
@@ -652,12 +701,17 @@ def test_uneven_tensor_parallel(pool):
 
 
 @pytest.mark.parametrize("where,layout", [
-    ("DDP._launch", dict(dp=2)), ("CopyToGroup.backward", dict(tp=2)), ("ReduceFromGroup.forward", dict(tp=2)),
+    ("Reducer._send", dict(dp=2)), ("Reducer._send", dict(dp=2, zero=1)), ("Reducer._send", dict(dp=2, zero=2)),
+    ("Reducer._send", dict(dp=2, zero=3)), ("ShardedOptimizer.step", dict(dp=2, zero=1)), ("FSDP._gather", dict(dp=2, zero=3)),
+    ("clip_grad_norm_", dict(dp=2, zero=2)), ("clip_grad_norm_", dict(dp=2, zero=3)),
+    ("CopyToGroup.backward", dict(tp=2)), ("ReduceFromGroup.forward", dict(tp=2)),
     ("VocabParallelCrossEntropy.forward", dict(tp=2)), ("clip_grad_norm_", dict(tp=2)), ("clip_grad_norm_", dict(dp=2, tp=2)),
-    ("DDP._launch", dict(dp=2, tp=2))], ids=str)
+    ("Reducer._send", dict(dp=2, tp=2))], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
+    zero = layout.get("zero", 0)
+    layout = {axis: size for axis, size in layout.items() if axis != "zero"}
     want = one_process("sgd", {})
-    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where):
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, zero=zero):
         assert differences(got, want)
 
 
@@ -742,7 +796,7 @@ def ddp_traffic():
         wrapped(torch.ones(2, 512)).sum().backward()
     quiet = dist.traffic()
     wrapped(torch.ones(2, 512)).sum().backward()
-    started = wrapped.launched  # while backward ran, not after it
+    started = wrapped.reducer.next  # while backward ran, not after it
     wrapped.finish_grad_sync()
     assert not quiet and started >= 1
     return dist.traffic()["all_reduce"], [b.numel for b in wrapped.buckets], sum(p.numel() for p in net.parameters())

@@ -248,14 +248,6 @@ def learning_rate(s, step):
     return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
 
 
-def make_optimizer(model, s, device):
-    """AdamW, with weight decay on matrices only: biases and norms have nothing to decay toward."""
-    params = list(model.parameters())
-    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": s.weight_decay},
-              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
-
-
 class Trainer:
     """What a run holds: model, optimizer, data and its place in the mesh."""
 
@@ -268,8 +260,9 @@ class Trainer:
             for group in (self.tp, self.dp, None):
                 dist.use_library(group)
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[s.dtype]
-        self.model = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed)
-        self.optimizer = make_optimizer(self.model, s, device)
+        self.model, make_optimizer = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed)
+        self.optimizer, self.sync, self.params = make_optimizer(
+            torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
 
     def micro_batches(self, tokens, seed, step, count):
         """This rank's share of a step, cut into `count` micro-batches. Tensor-parallel peers get the same one."""
@@ -289,12 +282,12 @@ class Trainer:
         self.optimizer.zero_grad()
         for i, (x, y) in enumerate(self.micro_batches(self.train_data, s.seed, step, s.micro_batches)):
             last = i == s.micro_batches - 1
-            with contextlib.nullcontext() if last else self.model.no_sync():
+            with contextlib.nullcontext() if last else self.sync.no_sync():
                 loss = self.loss(x, y) / s.micro_batches  # divided once, here: micro-batches add up, ranks are averaged
                 loss.backward()
             total = total + loss.detach()
-        self.model.finish_grad_sync()
-        norm = parallel.clip_grad_norm_(self.model.parameters(), s.clip)
+        self.sync.finish_grad_sync()
+        norm = parallel.clip_grad_norm_(self.params, s.clip, [self.dp, self.tp])
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
         self.optimizer.step()
@@ -316,8 +309,8 @@ class Trainer:
 
     def whole_parameters(self):
         """get(name) of the model one process would hold. All ranks must ask, in the same order."""
-        params, whole = dict(self.model.module.named_parameters()), shapes(self.config)
-        return lambda name: parallel.whole_parameter(params[name], whole[name])
+        whole = shapes(self.config)
+        return lambda name: parallel.whole_parameter(self.model, name, whole[name])
 
     def sample(self, n):
         """Text (or token numbers) the model goes on with, on rank 0; the other ranks help to gather the weights."""
