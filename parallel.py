@@ -14,6 +14,7 @@ Letters: N ranks in the group, r this rank, K parameters, B, T, C, V as in model
 Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism".
 """
 
+import argparse
 import math
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
-from model import GPT, initial_weight, materialize
+from model import GPT, PRESETS, initial_weight, materialize, shapes
 
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
@@ -593,6 +594,52 @@ def _cast(value, dtype):
     return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1):
+    """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
+
+    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: what
+    autograd keeps from the forward of one micro-batch of that many sequences, with attention that keeps no (T, T) matrix.
+    """
+    matrix, vector = local_elements(config, tp)
+    wide, narrow = master_dtype(dtype).itemsize, dtype.itemsize
+    ranks = dp if zero else 1
+    all_ = matrix + vector
+    mine = all_ / ranks if zero < 3 else matrix / dp + vector  # what this rank's optimizer steps
+    masters = wide * mine if wide != narrow else 0
+    parameters = narrow * all_ if zero < 3 else narrow * vector + (0 if masters else wide * mine)
+    gradients = wide * (all_ if zero < 2 else mine)
+    return dict(parameters=int(parameters), gradients=int(gradients), optimizer=int(2 * wide * mine + masters),
+                activations=activation_bytes(config, micro_batch, tp, narrow, recompute))
+
+
+def local_elements(config, tp):
+    """(elements of matrices, of 1-D parameters) on one of tp ranks."""
+    count = [0, 0]
+    for name, shape in shapes(config).items():
+        layer, _, leaf = name.rpartition(".")
+        kind = next((make for ending, make in GPT2_PLAN.items() if layer == ending or layer.endswith("." + ending)), None)
+        cut = kind is not None and not (kind is RowParallelLinear and leaf == "bias")
+        count[len(shape) == 1] += math.prod(shape) / (tp if cut else 1)
+    return tuple(count)
+
+
+def activation_bytes(config, micro_batch, tp, width, recompute="none"):
+    """Bytes kept from forward to backward. A block, elements a token:
+
+        whole on every rank: x, LN(x), x + attention, LN of that                  4C
+        cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
+
+    recompute "block" keeps x alone, and once more a block's worth while it is run again; "attention" drops q, k, v and output.
+    The head keeps its input, LN of it, the logits in float32 and their log-softmax.
+    """
+    tokens, c = micro_batch * config.seq_len, config.n_embd
+    attention, mlp = 4 * c / tp, 2 * config.inner / tp
+    block = {"none": 4 * c + attention + mlp, "attention": 4 * c + mlp, "block": c}[recompute]
+    statistics = 16 + 4 * config.n_head / tp if recompute == "none" else 0  # layer norm's mean and deviation, log-sum-exp
+    head = 2 * c * width + (4 if width == 2 else width) * config.vocab_size / tp
+    return int(tokens * (config.n_layer * (block * width + statistics) + head + 8))
+
+
 # ------------------------------------------------------------------------------------------------- tensor parallel: f and g
 #
 # Y = GeLU(X A) B. A is cut by columns, so each rank computes its slice of the hidden layer alone, GeLU included; B is cut by
@@ -865,3 +912,40 @@ def whole_parameter(model, name, shape):
     param = module.get_parameter(name)
     local = model.full_parameter(param) if isinstance(model, FSDP) else param.detach()
     return param.shard.gather(local, shape) if hasattr(param, "shard") else local
+
+
+# -------------------------------------------------------------------------------------------------------------------- demos
+
+def demo_memory(arguments):
+    config, gib = PRESETS[arguments.model], 2**30
+    print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, {arguments.dtype}, AdamW: "
+          f"GiB a GPU, activations apart\n\n{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   "
+          f"sharded over dp")
+    for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
+        b = memory_bytes(config, zero, arguments.dp, arguments.tp, getattr(torch, arguments.dtype))
+        total = b["parameters"] + b["gradients"] + b["optimizer"]
+        bar = "#" * round(40 * total / first) if zero else "#" * 40
+        first = total if not zero else first
+        print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}{total / gib:10.2f}"
+              f"   {what}\n        {bar}")
+    print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12 bytes a\n"
+          "parameter in all. At stage 3 the masters are the parameters: a 16-bit copy exists only while its layer computes.")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Demos of parallel training.")
+    demos = parser.add_subparsers(required=True, metavar="DEMO")
+    memory = demos.add_parser("memory", help="the ZeRO table: bytes a GPU at each stage")
+    memory.add_argument("--model", choices=list(PRESETS), default="gpt2-xl")
+    memory.add_argument("--dp", type=int, default=8)
+    memory.add_argument("--tp", type=int, default=1)
+    memory.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    memory.set_defaults(run=demo_memory)
+    arguments = parser.parse_args()
+    if min(arguments.dp, arguments.tp) < 1:
+        parser.error("--dp and --tp must be at least 1")
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import parallel
@@ -59,7 +61,13 @@ class Settings:
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp leaves")
     tp: int = flag(1, "ranks each layer is cut over")
-    dtype: str = flag("fp32", "of weights and arithmetic", choices=["fp32", "fp64"])
+    zero: int = flag(0, "ZeRO stage over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=[0, 1, 2, 3])
+    dtype: str = flag("fp32", "what layers compute in; bf16 and fp16 keep float32 masters, fp16 scales its loss",
+                      choices=["fp32", "bf16", "fp16", "fp64"])
+    reduce_dtype: str = flag("same", "what gradients travel in over dp: as they are added up (float32), or bf16, half of it",
+                             choices=["same", "bf16"])
+    recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its activations",
+                          choices=["none", "block", "attention"])
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
     comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
@@ -141,6 +149,8 @@ def check_layout(s, config, world, local_world):
         unit = s.dp * s.micro_batches
         raise BadInput(f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: "
                        f"give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
+    if s.reduce_dtype != "same" and s.dtype == "fp64":
+        raise BadInput(f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64: leave one of them out")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if s.device == "auto":
         s.device = "cuda" if gpus else "cpu"
@@ -248,6 +258,45 @@ def learning_rate(s, step):
     return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
 
 
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossScale:
+    """fp16's smallest number is 6e-8: the loss is multiplied so that gradients stay above it, and they are divided again.
+
+    A step whose gradients are not finite is skipped and the scale halved; after 200 good ones it doubles. Every rank decides by
+    the same number, the global norm. Micikevicius et al., "Mixed Precision Training" (2018).
+    """
+
+    def __init__(self, start=2.0**16, interval=200):
+        self.scale, self.interval, self.good, self.skipped = start, interval, 0, 0
+
+    def update(self, finite):
+        self.good = self.good + 1 if finite else 0
+        self.skipped += not finite
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good % self.interval == 0:
+            self.scale = min(2.0**24, self.scale * 2)
+
+
+class BirthLog(TorchDispatchMode):
+    """Counts the bytes of every tensor made inside it: `alive()` is what of them still exists."""
+
+    def __init__(self):
+        super().__init__()
+        self.born = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for t in parallel.tensors_in(out):
+            self.born.setdefault(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes())
+        return out
+
+    def alive(self):
+        return sum(size for storage, size in self.born.items() if not storage.expired())
+
+
 class Trainer:
     """What a run holds: model, optimizer, data and its place in the mesh."""
 
@@ -259,8 +308,9 @@ class Trainer:
         if s.comm == "torch":
             for group in (self.tp, self.dp, None):
                 dist.use_library(group)
-        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[s.dtype]
-        self.model, make_optimizer = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed)
+        self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
+        self.model, make_optimizer = parallel.parallelize(
+            config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype), s.recompute)
         self.optimizer, self.sync, self.params = make_optimizer(
             torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
 
@@ -276,22 +326,47 @@ class Trainer:
     def loss(self, x, y):
         return parallel.cross_entropy(self.model(x), y, self.config.vocab_size, self.tp)
 
-    def step(self, step):
+    def step(self, step, births=contextlib.nullcontext()):
         """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping), on the device."""
-        s, total = self.s, 0
+        s, total, scale = self.s, 0, self.scaler.scale if self.scaler else 1.0
         self.optimizer.zero_grad()
         for i, (x, y) in enumerate(self.micro_batches(self.train_data, s.seed, step, s.micro_batches)):
             last = i == s.micro_batches - 1
             with contextlib.nullcontext() if last else self.sync.no_sync():
-                loss = self.loss(x, y) / s.micro_batches  # divided once, here: micro-batches add up, ranks are averaged
-                loss.backward()
+                with births:
+                    loss = self.loss(x, y) / s.micro_batches  # divided once, here: micro-batches add up, ranks are averaged
+                if i == 0 and isinstance(births, BirthLog):
+                    self.activations = births.alive()
+                (loss * scale).backward()
             total = total + loss.detach()
         self.sync.finish_grad_sync()
-        norm = parallel.clip_grad_norm_(self.params, s.clip, [self.dp, self.tp])
+        norm = parallel.clip_grad_norm_(self.params, s.clip, [self.dp, self.tp], scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
-        self.optimizer.step()
+        finite = bool(norm.isfinite()) if self.scaler else True
+        if finite:
+            self.optimizer.step()
+        if self.scaler:
+            self.scaler.update(finite)
         return total, norm
+
+    def measured_bytes(self):
+        """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
+        buckets = getattr(self.model, "buckets", []) or getattr(self.optimizer, "buckets", [])
+        shards = [b.shard for b in buckets if b.shard is not None]
+        mixed = self.dtype != parallel.master_dtype(self.dtype)
+        module = list(getattr(self.model, "module", self.model).parameters())
+        kinds = dict(
+            parameters=module + ([] if mixed else shards),
+            gradients=[p.grad for p in module + shards] + [b.flat for b in buckets],
+            optimizer=(shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()])
+        sizes, seen = {}, set()
+        for kind, tensors in kinds.items():
+            storages = {t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor) and t.dim()}
+            storages = {st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in seen}
+            seen |= set(storages)
+            sizes[kind] = sum(storages.values())
+        return dict(sizes, activations=self.activations)
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
@@ -301,7 +376,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches=8):
         """Mean loss over the same held-out batches every time, in every layout."""
-        total = torch.zeros((), dtype=self.dtype, device=self.device)
+        total = torch.zeros((), dtype=parallel.master_dtype(self.dtype), device=self.device)
         for i in range(batches):
             for x, y in self.micro_batches(self.held_out, self.s.seed, i, self.s.micro_batches):
                 total += self.loss(x, y) / (batches * self.s.micro_batches)
@@ -317,7 +392,7 @@ class Trainer:
         get = self.whole_parameters()
         rank = dist.get_rank()
         whole = GPT(self.config, seed=None)
-        materialize(whole, get, self.device if rank == 0 else "meta", self.dtype)
+        materialize(whole, get, self.device if rank == 0 else "meta", parallel.master_dtype(self.dtype))
         if rank != 0:
             return None
         prompt = list(self.s.prompt.encode()) if self.bytes else [int(self.held_out[0])]
@@ -329,16 +404,33 @@ class Trainer:
 def describe(trainer, say):
     s, c, mesh = trainer.s, trainer.config, trainer.mesh
     each = s.batch_size // s.dp // s.micro_batches
-    held = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     say(f"model    {s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{c.parameters():,} parameters, {s.dtype}")
     say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
         f"to train on, {len(trainer.held_out):,} held out")
     say(f"layout   dp {s.dp} x tp {s.tp} = {mesh.size()} processes, {trainer.device.type} "
-        f"({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), collectives: {s.comm}")
+        f"({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
     say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
-    say(f"memory   a rank: parameters {size(held)}, gradients {size(held)}, AdamW {size(2 * held)}, and activations")
+    say("memory   a rank, predicted: " + ", ".join(f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()))
+
+
+def predicted_bytes(trainer):
+    s = trainer.s
+    return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.dtype, s.recompute,
+                                 s.batch_size // s.dp // s.micro_batches)
+
+
+def describe_first_steps(trainer, log, say):
+    """What the start promised beside what came of it, and what one step sends."""
+    predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
+    say("memory   measured (predicted): " + ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
+        + (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most {size(torch.cuda.max_memory_allocated())}"
+           if trainer.device.type == "cuda" else ""))
+    say("traffic  sent by rank 0 a step: " + (", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items())
+                                             or ("not counted with --comm torch" if trainer.s.comm == "torch" else "nothing")))
+    if log:
+        log.write(json.dumps(dict(predicted_bytes=predicted, measured_bytes=measured)) + "\n")
 
 
 def size(n):
@@ -357,9 +449,11 @@ def train(s, config, source, data, device):
     val_loss, since, last = None, time.perf_counter(), 0
     for step in range(s.steps):
         dist.reset_traffic()
-        loss, norm = trainer.step(step)
+        loss, norm = trainer.step(step, BirthLog() if step == 0 else contextlib.nullcontext())
         done = step + 1
         sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
+        if s.log_every and done == min(2, s.steps):
+            describe_first_steps(trainer, log, say)
         if s.log_every and (done % s.log_every == 0 or done == s.steps or done == 1):
             loss, norm = trainer.mean_over_ranks(loss), norm.item()  # .item() waits for the device: only here, not every step
             now = time.perf_counter()
@@ -367,9 +461,12 @@ def train(s, config, source, data, device):
             flops = speed * config.flops_per_token()
             left = (s.steps - done) * tokens / speed
             entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, step), tokens_per_s=speed, comm_bytes=sent)
+            if trainer.scaler:
+                entry.update(loss_scale=trainer.scaler.scale, skipped_steps=trainer.scaler.skipped)
             if peak:
                 entry["mfu"] = flops / peak / trainer.mesh.size()
             say(f"step {done:>{len(str(s.steps))}}/{s.steps}  loss {loss:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  "
+                f"{'scale %g (%d skipped)  ' % (trainer.scaler.scale, trainer.scaler.skipped) if trainer.scaler else ''}"
                 f"{speed / 1e3:.1f}k tokens/s{'  MFU %.1f %%' % (100 * entry['mfu']) if peak else ''}  "
                 f"left {int(left) // 60}:{int(left) % 60:02}")
             if log:
