@@ -69,7 +69,7 @@ class Bucket:
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
         self.flat = None      # the gradients, full size
-        self.stale = True     # `flat` holds nothing of this step yet; None: it holds shard.grad, until the optimizer drops that
+        self.stale = True     # `flat` holds nothing of this step yet
         self.sent = False     # under way, or through: a second backward must not add to it
         self.shard = None     # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
 
@@ -167,8 +167,10 @@ class Reducer:
         views = bucket.views(bucket.flat)
         new = [(view, p) for view, p in zip(views, bucket.params) if p.grad is None or p.grad.data_ptr() != view.data_ptr()]
         found = [(view, p.grad) for view, p in new if p.grad is not None]
-        stale = bucket.shard.grad is None if bucket.stale is None else bucket.stale
-        bucket.stale = False
+        kept = bucket.shard is not None and bucket.stale and bucket.shard.grad
+        if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr():
+            bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
+        stale, bucket.stale = bucket.stale, False
         if stale or self._keeps_grad(bucket):
             if found:
                 torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
@@ -186,7 +188,7 @@ class Reducer:
             out = wire
             handle = dist.all_reduce(wire, dist.ReduceOp.AVG, self.group, async_op=True)
         else:
-            out = torch.empty_like(wire[bucket.own])
+            out = wire[bucket.own] if wire is bucket.flat and self.stage == 1 else torch.empty_like(wire[bucket.own])
             handle = dist.reduce_scatter_tensor(out, wire, dist.ReduceOp.AVG, self.group, async_op=True)
         bucket.sent = True
         if self.stage >= 2:
@@ -197,18 +199,15 @@ class Reducer:
 
     def _receive(self, handle, bucket, wire, out):
         handle.wait()
-        bucket.sent = False
-        if self.stage == 0:
-            if wire is not bucket.flat:
-                bucket.flat.copy_(wire)
-            if bucket.shard is not None:
-                bucket.shard.grad, bucket.stale = bucket.flat, None
-            return
-        bucket.stale = True
-        if bucket.shard.grad is None:
-            bucket.shard.grad = out.to(bucket.shard.dtype)
-        else:
-            bucket.shard.grad += out
+        bucket.sent, bucket.stale = False, True
+        if self.stage == 0 and wire is not bucket.flat:
+            bucket.flat.copy_(wire)
+            out = bucket.flat
+        if bucket.shard is not None:
+            if bucket.shard.grad is None:
+                bucket.shard.grad = out.to(bucket.shard.dtype)
+            else:
+                bucket.shard.grad += out
 
     def finish(self):
         """Send what has not left yet, wait for all of it."""

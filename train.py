@@ -421,16 +421,15 @@ def predicted_bytes(trainer):
                                  s.batch_size // s.dp // s.micro_batches)
 
 
-def describe_first_steps(trainer, log, say):
-    """What the start promised beside what came of it, and what one step sends."""
+def describe_first_steps(trainer, say):
+    """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
     predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
     say("memory   measured (predicted): " + ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
         + (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most {size(torch.cuda.max_memory_allocated())}"
            if trainer.device.type == "cuda" else ""))
     say("traffic  sent by rank 0 a step: " + (", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items())
                                              or ("not counted with --comm torch" if trainer.s.comm == "torch" else "nothing")))
-    if log:
-        log.write(json.dumps(dict(predicted_bytes=predicted, measured_bytes=measured)) + "\n")
+    return dict(predicted_bytes=predicted, measured_bytes=measured)
 
 
 def size(n):
@@ -446,42 +445,43 @@ def train(s, config, source, data, device):
     peak, tokens = peak_flops(device), s.batch_size * config.seq_len
     if device.type == "cuda" and peak is None:
         say(f"speed    unknown GPU {torch.cuda.get_device_name(device)}, no MFU")
-    val_loss, since, last = None, time.perf_counter(), 0
+    since, last, memory = time.perf_counter(), 0, {}
     for step in range(s.steps):
         dist.reset_traffic()
         loss, norm = trainer.step(step, BirthLog() if step == 0 else contextlib.nullcontext())
-        done = step + 1
+        done, entry = step + 1, None
+        where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
         sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
-        if s.log_every and done == min(2, s.steps):
-            describe_first_steps(trainer, log, say)
-        if s.log_every and (done % s.log_every == 0 or done == s.steps or done == 1):
+        if done == min(2, s.steps):
+            memory = describe_first_steps(trainer, say)
+        evaluate = s.eval_every and (done % s.eval_every == 0 or done == s.steps)
+        if s.log_every and (done % s.log_every == 0 or done in (1, s.steps) or evaluate):
             loss, norm = trainer.mean_over_ranks(loss), norm.item()  # .item() waits for the device: only here, not every step
             now = time.perf_counter()
             speed = (done - last) * tokens / (now - since)
-            flops = speed * config.flops_per_token()
             left = (s.steps - done) * tokens / speed
-            entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, step), tokens_per_s=speed, comm_bytes=sent)
+            entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, step), tokens_per_s=speed, comm_bytes=sent, **memory)
+            text = f"{where}  loss {loss:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  "
             if trainer.scaler:
                 entry.update(loss_scale=trainer.scaler.scale, skipped_steps=trainer.scaler.skipped)
+                text += f"scale {trainer.scaler.scale:g} ({trainer.scaler.skipped} skipped)  "
+            text += f"{speed / 1e3:.1f}k tokens/s  "
             if peak:
-                entry["mfu"] = flops / peak / trainer.mesh.size()
-            say(f"step {done:>{len(str(s.steps))}}/{s.steps}  loss {loss:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  "
-                f"{'scale %g (%d skipped)  ' % (trainer.scaler.scale, trainer.scaler.skipped) if trainer.scaler else ''}"
-                f"{speed / 1e3:.1f}k tokens/s{'  MFU %.1f %%' % (100 * entry['mfu']) if peak else ''}  "
-                f"left {int(left) // 60}:{int(left) % 60:02}")
-            if log:
-                log.write(json.dumps(entry) + "\n")
-                log.flush()
-            since, last = now, done
-        if s.eval_every and (done % s.eval_every == 0 or done == s.steps):
+                entry["mfu"] = speed * config.flops_per_token() / peak / trainer.mesh.size()
+                text += f"MFU {100 * entry['mfu']:.1f} %  "
+            say(text + f"left {int(left) // 60}:{int(left) % 60:02}")
+            since, last, memory = now, done, {}
+        if evaluate:
             started = time.perf_counter()
             val_loss = trainer.evaluate()
-            say(f"step {done:>{len(str(s.steps))}}/{s.steps}  validation loss {val_loss:.4f}"
+            say(f"{where}  validation loss {val_loss:.4f}"
                 + (f" nats a byte, {val_loss / math.log(2):.2f} bits" if trainer.bytes else ""))
-            if log:
-                log.write(json.dumps(dict(step=done, val_loss=val_loss)) + "\n")
-                log.flush()
+            if entry:
+                entry["val_loss"] = val_loss
             since += time.perf_counter() - started
+        if log and entry:
+            log.write(json.dumps(entry) + "\n")
+            log.flush()
     if s.sample:
         text = trainer.sample(s.sample)
         say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
