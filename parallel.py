@@ -16,6 +16,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "
 
 import argparse
 import math
+import weakref
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -121,8 +122,9 @@ class Reducer:
         self.grad_dtype, self.reduce_dtype = grad_dtype, reduce_dtype
         self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
+        ready = weakref.WeakMethod(self._ready)  # or a parameter would keep all buckets alive, and they it, for good
         for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(self._ready)
+            param.register_post_accumulate_grad_hook(lambda p: ready()(p))
 
     @contextmanager
     def no_sync(self):
@@ -894,7 +896,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
                   dict(params=[p for p in params if not is_matrix(p)], weight_decay=0.0)]
         if isinstance(model, (DDP, FSDP)):
             return optimizer_class(groups, **kwargs), model, params
-        optimizer = ShardedOptimizer(groups, optimizer_class, dp, zero, compute_dtype=dtype, reduce_dtype=reduce_dtype, **kwargs)
+        bucket_mb = 25 if torch.device(device).type == "cpu" else 100  # a ring on NCCL takes a millisecond to launch
+        optimizer = ShardedOptimizer(groups, optimizer_class, dp, zero, bucket_mb, dtype, reduce_dtype, **kwargs)
         return optimizer, optimizer, optimizer.shards
 
     return model, make_optimizer

@@ -11,6 +11,7 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import json
 import math
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -926,6 +928,38 @@ def test_zero_sends_what_the_table_says(pool, size, micro_batches):
                                  dict(reduce_scatter_tensor=m, all_gather_into_tensor=2 * m)]):
         for sent, k in pool(size).run(zero_traffic, stage, m):
             assert sent == {name: times * (size - 1) * k // size for name, times in law.items()}, stage
+
+
+def kept_gradients(stage):
+    """Two synced backwards with no zero_grad between them add up, as in one process; and nothing outlives its model."""
+    torch.manual_seed(0)
+    one, rank, size = nn.Linear(4, 4).double(), dist.get_rank(), dist.get_world_size()
+    net = nn.Linear(4, 4).double()
+    net.load_state_dict(one.state_dict())
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(2, size, 3, 4))).to(torch.get_default_device())
+    if stage == "ddp":
+        model = sync = parallel.DDP(net)
+    elif stage == 3:
+        model = sync = parallel.FSDP(net)
+    else:
+        model, sync = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, lr=1.0)
+    params = list(model.parameters()) if stage in ("ddp", 3) else sync.shards
+    for i in range(2):
+        model(x[i, rank]).square().mean().backward()
+        sync.finish_grad_sync()
+        for r in range(size):
+            (one(x[i, r]).square().mean() / size).backward()
+    norm = parallel.clip_grad_norm_(params, 0, [torch_dist.group.WORLD])
+    assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
+    alive = weakref.ref(sync.reducer if stage != 3 else sync.sharded)
+    del model, sync, params, net
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])
+def test_gradients_not_zeroed_add_up(pool, stage):
+    pool(2).run(kept_gradients, stage)
 
 
 def overflow_case(text, zero):
