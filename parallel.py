@@ -923,13 +923,12 @@ def demo_memory(arguments):
     print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, {arguments.dtype}, AdamW: "
           f"GiB a GPU, activations apart\n\n{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   "
           f"sharded over dp")
-    for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        b = memory_bytes(config, zero, arguments.dp, arguments.tp, getattr(torch, arguments.dtype))
-        total = b["parameters"] + b["gradients"] + b["optimizer"]
-        bar = "#" * round(40 * total / first) if zero else "#" * 40
-        first = total if not zero else first
-        print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}{total / gib:10.2f}"
-              f"   {what}\n        {bar}")
+    stages = [memory_bytes(config, zero, arguments.dp, arguments.tp, getattr(torch, arguments.dtype)) for zero in range(4)]
+    totals = [b["parameters"] + b["gradients"] + b["optimizer"] for b in stages]
+    kept = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
+    for zero, (b, total, what) in enumerate(zip(stages, totals, kept)):
+        print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
+              f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
     print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12 bytes a\n"
           "parameter in all. At stage 3 the masters are the parameters: a 16-bit copy exists only while its layer computes.")
 
