@@ -4,6 +4,7 @@
     data        replicas average their gradients: naive, then in buckets while backward still runs
     ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
     tensor      every matrix cut by columns or rows; two all-reduces a sublayer pair, f and g
+    pipeline    layers spread over ranks: GPipe, 1F1B, interleaved, zero-bubble, as lists of actions
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
@@ -16,10 +17,12 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "
 
 import argparse
 import math
+import os
 import weakref
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -826,6 +829,257 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
     return module
 
 
+# ------------------------------------------------------------------------------------------- pipeline: schedules as lists of actions
+#
+# Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule is data: one
+# list of actions a rank, in the order that rank runs them. Generators write lists, and everything else reads them: `check` proves
+# that a list can run, `simulate` times it, `draw` shows it.
+#
+#     F   forward of one micro-batch through one stage
+#     B   backward = I, then W:   I gradient of the input, which the stage before waits for;   W gradient of the weights, which nobody does
+#
+# Idle time of every rank, with F = I = W = 1 (CS336 lecture 8; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
+#
+#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m activations, 1F1B p - rank: it starts backward as soon as it can
+#     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long: the pipe fills in steps of 1/v
+#     ZB-H1             (p-1) (F + I - W)         W waits until there is nothing better to do; p activations on every rank
+
+class Action(NamedTuple):
+    kind: str           # "F", "B", "I", "W"; after `lower` also "SF", "RF" (send, receive an activation), "SB", "RB" (a gradient)
+    stage: int
+    micro_batch: int
+
+    def __str__(self):
+        return f"{self.kind}{self.micro_batch}"
+
+
+def gpipe(p, m):
+    """All forwards, then all backwards. Huang et al., "GPipe" (2019)."""
+    return [[Action("F", r, i) for i in range(m)] + [Action("B", r, i) for i in range(m)] for r in range(p)]
+
+
+def one_f_one_b(p, m):
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward: p-r activations at most, whatever m is."""
+    def rank(r):
+        ahead = min(p - 1 - r, m)
+        yield from (Action("F", r, i) for i in range(ahead))
+        for i in range(m):
+            if ahead + i < m:
+                yield Action("F", r, ahead + i)
+            yield Action("B", r, i)
+    return [list(rank(r)) for r in range(p)]
+
+
+def interleaved(p, m, v):
+    """1F1B with v stages a rank: stage c p + r is rank r's c-th. Narayanan et al., "Megatron-LM" (2021).
+
+    Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m.
+    """
+    if v == 1:
+        return one_f_one_b(p, m)
+    if m % p:
+        raise ValueError(f"an interleaved schedule of {p} ranks needs micro-batches in multiples of {p}, not {m}")
+
+    def nth(r, k, chunk):  # the k-th forward (or backward, through the stages in reverse) of rank r
+        return chunk(k // p % v) * p + r, k // (p * v) * p + k % p
+
+    def rank(r):
+        ahead = min(m * v, 2 * (p - 1 - r) + (v - 1) * p)
+        yield from (Action("F", *nth(r, k, lambda c: c)) for k in range(ahead))
+        for k in range(m * v):
+            if ahead + k < m * v:
+                yield Action("F", *nth(r, ahead + k, lambda c: c))
+            yield Action("B", *nth(r, k, lambda c: v - 1 - c))
+    return [list(rank(r)) for r in range(p)]
+
+
+def zero_bubble_h1(p, m):
+    """1F1B with backward in two: rank r puts W off by r micro-batches, so that I reaches the stage before earlier."""
+    def rank(r):
+        ahead = min(p - 1 - r, m)
+        yield from (Action("F", r, i) for i in range(ahead))
+        for i in range(m):
+            if ahead + i < m:
+                yield Action("F", r, ahead + i)
+            yield Action("I", r, i)
+            if i >= r:
+                yield Action("W", r, i - r)
+        yield from (Action("W", r, i) for i in range(max(0, m - r), m))
+    return [list(rank(r)) for r in range(p)]
+
+
+def stages_of(lists):
+    return 1 + max(action.stage for actions in lists for action in actions)
+
+
+def needs(action, stages):
+    """What must be done before an action can run: (action, whether it comes from another stage)."""
+    kind, s, i = action
+    if kind == "F":
+        return [(Action("F", s - 1, i), True)] if s else []
+    if kind == "W":
+        return [(Action("I", s, i), False)]
+    return [(Action("F", s, i), False)] + ([(Action(kind, s + 1, i), True)] if s + 1 < stages else [])
+
+
+def lower(lists):
+    """Add the transfers: an output that another rank needs is sent as soon as it is there.
+
+    The sender's step places both ends, the send on its own list and the receive on the other's, where that one is by then. So the
+    two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
+    """
+    p, stages = len(lists), stages_of(lists)
+    lowered, at, done = [[] for _ in lists], [0] * p, set()
+    while any(at[r] < len(lists[r]) for r in range(p)):
+        ready = [r for r in range(p) if at[r] < len(lists[r]) and all(n in done for n, _ in needs(lists[r][at[r]], stages))]
+        if not ready:
+            raise ScheduleError(lists, at, "needs what never comes before it")
+        for r in ready:
+            action = lists[r][at[r]]
+            lowered[r].append(action)
+            at[r] += 1
+            to = action.stage + (1 if action.kind == "F" else -1)
+            if action.kind != "W" and 0 <= to < stages and to % p != r:
+                way = "F" if action.kind == "F" else "B"
+                lowered[r].append(Action("S" + way, action.stage, action.micro_batch))
+                lowered[to % p].append(Action("R" + way, to, action.micro_batch))
+        done.update(lists[r][at[r] - 1] for r in ready)
+    return lowered
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run. Its text is the grid, with an arrow at the cell of each rank that is stuck."""
+
+    def __init__(self, lists, at, why):
+        rows = [f"rank {r}  " + " ".join(("->" if i == at[r] else "") + str(a) for i, a in enumerate(actions))
+                + (" -> end" if at[r] >= len(actions) else "") for r, actions in enumerate(lists)]
+        super().__init__(why + "\n" + "\n".join(rows))
+
+
+def check(lists):
+    """Prove that lowered lists can run: raises ScheduleError where they cannot.
+
+    Each stage's F and B (or I and W) of each micro-batch once, on its rank, after what they need, their input received; each
+    receive matched with a send; and no deadlock even if a send blocks until its receive is reached, the strictest reading.
+    """
+    p, stages = len(lists), stages_of(lists)
+    where = {}
+    for r, actions in enumerate(lists):
+        for i, action in enumerate(actions):
+            at = [i if q == r else -1 for q in range(p)]
+            if action in where:
+                raise ScheduleError(lists, at, f"{action} of stage {action.stage} is there twice")
+            if action.stage % p != r:
+                raise ScheduleError(lists, at, f"stage {action.stage} does not live on rank {r}")
+            where[action] = r
+    micro_batches = {a.micro_batch for a in where}
+    for s in range(stages):
+        for i in micro_batches:
+            backward = [k for k in "BIW" if Action(k, s, i) in where]
+            if Action("F", s, i) not in where or backward not in (["B"], ["I", "W"]):
+                raise ScheduleError(lists, [-1] * p, f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there")
+    at, done = [0] * p, set()
+    while any(at[r] < len(lists[r]) for r in range(p)):
+        moved = False
+        for r in range(p):
+            action = lists[r][at[r]] if at[r] < len(lists[r]) else None
+            if action is None:
+                continue
+            kind, s, i = action
+            if kind[0] in "SR":  # both ends at once: a rank at a transfer waits for the other to be at the same one
+                step = 1 if kind[1] == "F" else -1
+                other = Action(("R" if kind[0] == "S" else "S") + kind[1], s + (step if kind[0] == "S" else -step), i)
+                q = other.stage % p
+                made = kind[0] == "R" or any(Action(k, s, i) in done for k in ((kind[1],) if kind[1] == "F" else "BI"))
+                if not made or at[q] >= len(lists[q]) or lists[q][at[q]] != other:
+                    continue
+                done.update((action, other))
+                at[q] += 1
+            else:
+                inputs = [Action("R" + ("F" if kind == "F" else "B"), s, i) if far and n.stage % p != r else n
+                          for n, far in needs(action, stages)]
+                if not all(n in done for n in inputs):
+                    continue
+                done.add(action)
+            at[r] += 1
+            moved = True
+        if not moved:
+            raise ScheduleError(lists, at, "deadlock: no rank can go on")
+
+
+class Timeline(NamedTuple):
+    spans: list         # for each rank: [(action, start, end)]
+    length: float
+    idle: list          # for each rank: time in which it computes nothing
+    peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+
+
+def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
+    """Run unlowered lists on a clock. Costs are those of a rank's whole share; with v stages a rank, one takes 1/v of it.
+
+    An activation is held from the end of its F to the end of its B or W.
+    """
+    p, stages = len(lists), stages_of(lists)
+    v = stages // p
+    cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v, "B": (input_gradient + weight_gradient) / v}
+    end, spans, at, clock = {}, [[] for _ in lists], [0] * p, [0.0] * p
+    while any(at[r] < len(lists[r]) for r in range(p)):
+        moved = False
+        for r in range(p):
+            while at[r] < len(lists[r]):
+                action = lists[r][at[r]]
+                inputs = needs(action, stages)
+                if not all(n in end for n, _ in inputs):
+                    break
+                start = max([clock[r]] + [end[n] + (transfer if far and n.stage % p != r else 0) for n, far in inputs])
+                end[action] = clock[r] = start + cost[action.kind]
+                spans[r].append((action, start, clock[r]))
+                at[r] += 1
+                moved = True
+        if not moved:
+            raise ScheduleError(lists, at, "needs what never comes before it")
+    length = max(clock)
+    peak = []
+    for actions in lists:
+        held = highest = 0
+        for action in actions:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            highest = max(highest, held)
+        peak.append(highest / v)
+    return Timeline(spans, length, [length - sum(b - a for _, a, b in row) for row in spans], peak)
+
+
+def draw(timeline, unit=1.0):
+    """The timeline as text, a row a rank, a column a unit of time; "2" in F2 is the micro-batch, dots are idle."""
+    columns = round(timeline.length / unit)
+    width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
+    lines = []
+    for r, row in enumerate(timeline.spans):
+        cells = ["." * (width - 1)] * columns
+        for action, start, end in row:
+            for c in range(round(start / unit), round(end / unit)):
+                cells[c] = str(action).ljust(width - 1) if c == round(start / unit) else "-" * (width - 1)
+        lines.append(f"rank {r}  " + " ".join(cells))
+    return "\n".join(lines)
+
+
+def draw_svg(timeline, path):
+    """The same as a picture, readable on light and dark pages: forward blue, input gradient orange, weight gradient green."""
+    colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
+    scale, height = 960 / timeline.length, 26
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1040 {height * len(timeline.spans) + 8}" '
+           f'font-family="sans-serif" font-size="11">']
+    for r, row in enumerate(timeline.spans):
+        out.append(f'<text x="4" y="{r * height + 19}" fill="#888">rank {r}</text>')
+        for action, start, end in row:
+            x, w = 60 + start * scale, (end - start) * scale
+            out.append(f'<rect x="{x:.1f}" y="{r * height + 4}" width="{w:.1f}" height="{height - 4}" fill="{colours[action.kind]}" '
+                       f'fill-opacity="{1 - 0.35 * (action.stage // len(timeline.spans) % 2)}" stroke="#fff" stroke-width="0.5"/>'
+                       f'<text x="{x + w / 2:.1f}" y="{r * height + 19}" fill="#fff" text-anchor="middle">{action.micro_batch}</text>')
+    with open(path, "w") as file:
+        file.write("\n".join(out + ["</svg>\n"]))
+
+
 # -------------------------------------------------------------------------------------------------------------------- norm
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
@@ -933,18 +1187,51 @@ def demo_memory(arguments):
           "parameter in all. At stage 3 the masters are the parameters: a 16-bit copy exists only while its layer computes.")
 
 
+def demo_pipeline(arguments):
+    p, m, v = arguments.stages, arguments.micro_batches, arguments.virtual_stages
+    schedules = [("GPipe", gpipe(p, m), 3 * (p - 1), 1), ("1F1B", one_f_one_b(p, m), 3 * (p - 1), 1),
+                 ("ZB-H1", zero_bubble_h1(p, m), p - 1 if m >= p else None, 1)]
+    if m % p == 0:
+        schedules.insert(2, (f"interleaved 1F1B, v={v}", interleaved(p, m, v), 3 * (p - 1) / v, v))
+    else:
+        print(f"(no interleaved schedule: {m} micro-batches are not a multiple of {p} stages)")
+    for name, lists, formula, chunks in schedules:
+        check(lower(lists))
+        timeline = simulate(lists)
+        idle = max(timeline.idle)
+        print(f"\n{name}: idle {'' if formula is None else f'{formula:g} by the formula | '}{idle:g} simulated, bubble "
+              f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
+              + " ".join(f"{n:g}" for n in timeline.peak))
+        print(draw(timeline, 1 / chunks))
+        if arguments.svg:
+            os.makedirs(arguments.svg, exist_ok=True)
+            draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].split(',')[0].lower()}.svg"))
+    print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1 while a micro-batch\n"
+          "is between its F and its B or W on a rank.")
+
+
+def positive(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
+    return int(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Demos of parallel training.")
     demos = parser.add_subparsers(required=True, metavar="DEMO")
     memory = demos.add_parser("memory", help="the ZeRO table: bytes a GPU at each stage")
     memory.add_argument("--model", choices=list(PRESETS), default="gpt2-xl")
-    memory.add_argument("--dp", type=int, default=8)
-    memory.add_argument("--tp", type=int, default=1)
+    memory.add_argument("--dp", type=positive, default=8)
+    memory.add_argument("--tp", type=positive, default=1)
     memory.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     memory.set_defaults(run=demo_memory)
+    pipeline = demos.add_parser("pipeline", help="the schedules: grids, bubbles, activations")
+    pipeline.add_argument("--stages", type=positive, default=4)
+    pipeline.add_argument("--micro-batches", type=positive, default=8)
+    pipeline.add_argument("--virtual-stages", type=positive, default=2)
+    pipeline.add_argument("--svg", metavar="DIR", help="write a picture of each there, too")
+    pipeline.set_defaults(run=demo_pipeline)
     arguments = parser.parse_args()
-    if min(arguments.dp, arguments.tp) < 1:
-        parser.error("--dp and --tp must be at least 1")
     arguments.run(arguments)
 
 

@@ -963,10 +963,11 @@ def test_memory_table_is_the_lecture_s():
     for zero, (parameters, gradients, optimizer) in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (0, 4 / 8, 12 / 8)]):
         b = parallel.memory_bytes(model.PRESETS["gpt2-xl"], zero, dp=8, dtype=torch.bfloat16)
         assert close(torch.tensor([b["parameters"], b["gradients"], b["optimizer"]]) / k,
-                     torch.tensor([parameters, gradients, optimizer]), 2e-3)
+                     torch.tensor([parameters, gradients, optimizer]), 1e-2)  # 1-D ones stay whole
     process = command(sys.executable, "parallel.py", "memory", "--model", "gpt2-xl", "--dp", "8")
     printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and [line.split()[-5:-1] for line in printed.splitlines() if line.startswith("ZeRO-0")]
+    rows = [line.split()[:5] for line in printed.splitlines() if line.startswith("ZeRO-")]
+    assert rows[0] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"] and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"]
 
 
 @pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])
@@ -1064,6 +1065,95 @@ def mesh_of_eight():
     with pytest.raises(ValueError, match="needs 9 processes, there are 8"):
         parallel.make_mesh("cpu", dp=9)
     return tuple(torch_dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("tp", "dp"))
+
+
+# ---------------------------------------------------------------------------------------------------------- pipeline schedules
+
+def all_schedules(p, m, most_stages=4):
+    yield "gpipe", parallel.gpipe(p, m)
+    yield "1f1b", parallel.one_f_one_b(p, m)
+    yield "zb-h1", parallel.zero_bubble_h1(p, m)
+    for v in range(1, most_stages + 1):
+        if m % p == 0:
+            yield f"interleaved {v}", parallel.interleaved(p, m, v)
+
+
+def test_every_schedule_can_run():
+    for p in range(1, 9):
+        for m in range(1, 33):
+            for name, lists in all_schedules(p, m):
+                parallel.check(parallel.lower(lists))
+
+
+def test_schedules_idle_and_hold_what_the_lecture_says():
+    """F = I = W = 1, p = 4, m = 8; and the laws for all sizes."""
+    idle, peak = {}, {}
+    for name, lists in all_schedules(4, 8):
+        timeline = parallel.simulate(lists)
+        idle[name], peak[name] = {round(t, 9) for t in timeline.idle}, timeline.peak
+    assert idle == {"gpipe": {9}, "1f1b": {9}, "zb-h1": {3}, "interleaved 1": {9}, "interleaved 2": {4.5}, "interleaved 3": {3},
+                    "interleaved 4": {2.25}}
+    assert peak["gpipe"] == [8] * 4 and peak["1f1b"] == [4, 3, 2, 1] and peak["zb-h1"] == [4] * 4
+    for p in range(1, 9):
+        for m in (p, 2 * p, 4 * p):
+            for v in (1, 2, 3):
+                assert close(max(parallel.simulate(parallel.interleaved(p, m, v)).idle), 3 * (p - 1) / v)
+            assert max(parallel.simulate(parallel.zero_bubble_h1(p, m)).idle) == p - 1
+            assert parallel.simulate(parallel.one_f_one_b(p, m)).peak == [p - r for r in range(p)]
+            assert max(parallel.simulate(parallel.one_f_one_b(p, m), 2, 3, 1).idle) == 6 * (p - 1)  # uneven costs
+    with pytest.raises(ValueError, match="multiples of 4, not 6"):
+        parallel.interleaved(4, 6, 2)
+
+
+def test_transfers_take_time_in_the_simulation():
+    assert parallel.simulate(parallel.gpipe(2, 1), transfer=0.5).length == 6 + 2 * 0.5
+    assert parallel.simulate(parallel.interleaved(1, 2, 2), transfer=9).length == 6  # nothing to send on one rank
+
+
+@pytest.mark.parametrize("how,says", [
+    ("swapped pair", "deadlock"), ("missing receive", "deadlock"), ("missing send", "deadlock"), ("W before its I", "deadlock"),
+    ("missing B", "must each be there"), ("twice", "is there twice"), ("wrong rank", "does not live on rank"),
+    ("crossed sends", "deadlock")])
+def test_broken_schedules_are_rejected(how, says):
+    lists = parallel.lower(parallel.zero_bubble_h1(3, 4) if how.startswith("W") else parallel.one_f_one_b(3, 4))
+    actions = lists[1]
+
+    def at(kind, i=0):
+        return actions.index(next(a for a in actions if a.kind == kind and a.micro_batch == i))
+
+    def swap(i, j):
+        actions[i], actions[j] = actions[j], actions[i]
+
+    if how == "swapped pair":
+        swap(at("F"), at("RF"))
+    elif how == "missing receive":
+        actions.pop(at("RB", 2))
+    elif how == "missing send":
+        actions.pop(at("SF", 1))
+    elif how == "W before its I":
+        swap(at("I"), at("W"))
+    elif how == "missing B":
+        actions.pop(at("B", 3))
+    elif how == "twice":
+        actions.append(actions[at("B", 3)])
+    elif how == "wrong rank":
+        actions.append(parallel.Action("F", 2, 9))
+    elif how == "crossed sends":
+        swap(at("RF", 1), at("RF", 0))
+    with pytest.raises(parallel.ScheduleError, match=says) as error:
+        parallel.check(lists)
+    assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))
+
+
+def test_pipeline_demo_draws_all_four(tmp_path):
+    process = command(sys.executable, "parallel.py", "pipeline", "--stages", "4", "--micro-batches", "8", "--svg", str(tmp_path))
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    for line in ("GPipe: idle 9 by the formula | 9 simulated", "1F1B: idle 9 by the formula | 9 simulated",
+                 "interleaved 1F1B, v=2: idle 4.5 by the formula | 4.5 simulated", "ZB-H1: idle 3 by the formula | 3 simulated",
+                 "peak activations 4 3 2 1", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0"):
+        assert line in printed
+    assert sorted(os.listdir(tmp_path)) == [f"pipeline-{n}.svg" for n in ("1f1b", "gpipe", "interleaved", "zb-h1")]
 
 
 # -------------------------------------------------------------------------------------------------------------------- training
