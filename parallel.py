@@ -67,7 +67,9 @@ class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective for all of them."""
 
     def __init__(self, params, group):
-        self.params, self.missing = params, set(params)
+        self.params = params
+        self.missing = set(params)     # those whose gradient of this micro-batch is still to come
+        self.unfinished = set(params)  # those whose last gradient of this step is
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
@@ -149,19 +151,22 @@ class Reducer:
             return  # autograd adds to .grad by itself
         self.finished = False
         bucket.missing.discard(param)
+        if self.syncing:
+            bucket.unfinished.discard(param)
         if not bucket.missing:
             self.on_complete(bucket)
-        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
-            self._complete(self.buckets[self.next])
-        if self.next == len(self.buckets) and not (self.syncing and self.stage < 2):
-            self.next = 0  # the next micro-batch fills them again
+            if self.stage < 2 and bucket.unfinished and not self._keeps_grad(bucket):
+                self._move(bucket)  # this micro-batch's part; the next one adds to it
+        while self.next < len(self.buckets) and not (self.buckets[self.next].missing if self.stage >= 2 else
+                                                     self.buckets[self.next].unfinished):
+            self._leave()
+        if self.stage >= 2:
+            self.next %= len(self.buckets)  # the next micro-batch fills them again
 
-    def _complete(self, bucket):
+    def _leave(self):
+        self._move(self.buckets[self.next])
+        self._send(self.buckets[self.next])
         self.next += 1
-        bucket.missing = set(bucket.params)
-        self._move(bucket)
-        if self.syncing or self.stage >= 2:
-            self._send(bucket)
 
     @torch.no_grad()
     def _move(self, bucket):
@@ -186,6 +191,7 @@ class Reducer:
             torch._foreach_add_([view for view, _ in found], [grad for _, grad in found])
         for view, param in new:
             param.grad = view if self._keeps_grad(bucket) else None
+        bucket.missing = set(bucket.params)
 
     def _send(self, bucket):
         wire = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
@@ -204,7 +210,7 @@ class Reducer:
 
     def _receive(self, handle, bucket, wire, out):
         handle.wait()
-        bucket.sent, bucket.stale = False, True
+        bucket.sent, bucket.stale, bucket.unfinished = False, True, set(bucket.params)
         if self.stage == 0 and wire is not bucket.flat:
             bucket.flat.copy_(wire)
             out = bucket.flat
@@ -216,10 +222,14 @@ class Reducer:
 
     def finish(self):
         """Send what has not left yet, wait for all of it."""
-        while self.next < len(self.buckets):
-            if self.stage >= 2 and self.next == 0 and not any(p.grad is not None for b in self.buckets for p in b.params):
-                break
-            self._complete(self.buckets[self.next])
+        def waiting():  # stages 0, 1: each bucket leaves once a step; 2: as often as there is something in it
+            return self.next < len(self.buckets) if self.stage < 2 else (
+                self.next or any(p.grad is not None for p in self.bucket_of))
+
+        while waiting():
+            self._leave()
+            if self.stage >= 2:
+                self.next %= len(self.buckets)
         while self.under_way:
             self._receive(*self.under_way.popleft())
         self.next, self.finished = 0, True
@@ -421,7 +431,7 @@ class FSDP(nn.Module):
             bucket.gathering, bucket.uses_left = None, 0
             # Its own version counter (.data): refilling the buffer before backward is no change to what autograd has saved.
             bucket.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(bucket.views(bucket.weights), old)]
-            bucket.missing = set(bucket.params)
+            bucket.missing, bucket.unfinished = set(bucket.params), set(bucket.params)
             for new, p in zip(bucket.params, old):
                 new.__dict__.update(p.__dict__)
                 replaced[p] = new
