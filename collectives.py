@@ -33,8 +33,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import (  # noqa: F401  re-exported, so that this module can stand in for torch.distributed
-    P2POp, ReduceOp, batch_isend_irecv, destroy_process_group, get_global_rank, get_rank, get_world_size,
-    init_process_group, irecv, is_initialized, isend, new_group)
+    P2POp, ReduceOp, batch_isend_irecv, get_global_rank, get_rank, get_world_size,
+    init_process_group, irecv, is_initialized, new_group)
+from torch.distributed import isend as _isend
 
 # A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
 # wire; but every message costs a wake-up or a kernel launch, so pieces are large.
@@ -93,15 +94,15 @@ class Link:
 
     def post(self, sends=(), receives=()):
         """Start messages, all at once. `sends` and `receives` list (flat tensor, peer rank); returns handles for `wait`."""
-        ops = [(irecv, t, peer) for t, peer in receives if t.numel()] + [(isend, t, peer) for t, peer in sends if t.numel()]
+        ops = [(irecv, t, peer) for t, peer in receives if t.numel()] + [(_isend, t, peer) for t, peer in sends if t.numel()]
         for op, t, _ in ops:
-            if op is isend:
+            if op is _isend:
                 self.log.messages += 1
                 self.log.bytes += t.numel() * t.element_size()
         ops = [(op, t.view(torch.uint8), peer) for op, t, peer in ops]
         if self.backend == "nccl" and ops:  # one batch: NCCL runs sends and receives of a batch at the same time, else in turn
             return batch_isend_irecv([P2POp(op, t, group=self.group, group_peer=peer) for op, t, peer in ops])
-        return [op(t, group=self.group, **{"group_dst" if op is isend else "group_src": peer}) for op, t, peer in ops]
+        return [op(t, group=self.group, **{"group_dst" if op is _isend else "group_src": peer}) for op, t, peer in ops]
 
     def wait(self, handles):
         """Wait for each handle once. On NCCL the current stream waits, not the CPU."""
@@ -164,6 +165,8 @@ class Link:
     def _work(self):
         while True:
             future, body = self._jobs.get()
+            if future is None:
+                return
             try:
                 future.set_result(body())
             except BaseException as error:  # the caller's thread raises it, in wait()
@@ -186,6 +189,16 @@ def _link(group):
     if link is None or link.group is not group:
         link = _links[group.group_name] = Link(group)
     return link
+
+
+def destroy_process_group(group=None):
+    """torch.distributed's own, for one group or all; the threads and buffers kept for it go too."""
+    for name, link in list(_links.items()):
+        if group is None or link.group is group:
+            del _links[name]
+            if link._jobs:
+                link._jobs.put((None, None))
+    torch_dist.destroy_process_group(group)
 
 
 def use_library(group, library=True):
@@ -493,6 +506,13 @@ def _root(group, rank, group_rank):
     if group_rank is None:
         group_rank = torch_dist.get_group_rank(group or torch_dist.group.WORLD, rank or 0)
     return group_rank
+
+
+def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+    """torch.distributed's own, counted in the traffic log: what pipelines send."""
+    log = _traffic["isend"]
+    log.calls, log.messages, log.bytes = log.calls + 1, log.messages + 1, log.bytes + tensor.nbytes
+    return _isend(tensor, dst, group, tag, group_dst)
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):

@@ -18,15 +18,18 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "
 import argparse
 import math
 import os
+import time
 import weakref
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -95,7 +98,7 @@ def make_buckets(params, megabytes, group, kind=lambda param: ()):
     """
     buckets, filling = [], {}  # key -> [parameters, bytes]
     for param in reversed(params):
-        key = (param.dtype, param.device, split_over(param), kind(param))
+        key = (param.dtype, param.device, split_over(param), getattr(param, "tied", False), kind(param))
         some = filling.get(key)
         if some and some[1] + param.numel() * param.element_size() > megabytes * 2**20:
             buckets.append(Bucket(filling.pop(key)[0], group))
@@ -385,6 +388,7 @@ def make_shard(bucket, values, groups):
     shard = nn.Parameter(values.detach().to(master_dtype(values.dtype)))
     shard.split_over = split_over(bucket.params[0]) + groups
     shard.matrix = all(is_matrix(p) for p in bucket.params)
+    shard.tied, shard.replica = (getattr(bucket.params[0], mark, False) for mark in ("tied", "replica"))
     return shard
 
 
@@ -728,8 +732,10 @@ class ColumnParallelLinear(nn.Module):
         self.group, shard = group, Shard(group, 0, parts)
         self.weight, self.bias = _cut(linear.weight, shard), _cut(linear.bias, shard)
 
+    linear = staticmethod(F.linear)
+
     def forward(self, x):
-        return F.linear(CopyToGroup.apply(x, self.group), self.weight, self.bias)
+        return self.linear(CopyToGroup.apply(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -739,8 +745,10 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.weight, self.bias = group, _cut(linear.weight, Shard(group, 1)), linear.bias
 
+    linear = staticmethod(F.linear)
+
     def forward(self, x):
-        y = ReduceFromGroup.apply(F.linear(x, self.weight), self.group)
+        y = ReduceFromGroup.apply(self.linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias  # after the sum, so that it is added once and not N times
 
 
@@ -1090,6 +1098,211 @@ def draw_svg(timeline, path):
         file.write("\n".join(out + ["</svg>\n"]))
 
 
+# ------------------------------------------------------------------------------------------------------- pipeline: running a list
+
+class SplitLinear(torch.autograd.Function):
+    """x A^T + b for zero-bubble schedules: backward returns the input's gradient and queues the weights' as a closure.
+
+    Half of a Linear's backward, dA = dy^T x, is what no other stage waits for. Autograd does not see the weights, so that it cannot
+    take their gradients for complete: `later.queue` takes the closures while an "I" runs; while it is None they run at once.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, later, params):
+        ctx.save_for_backward(x, weight)
+        ctx.later, ctx.params = later, params
+        return F.linear(x, weight, params[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        params = ctx.params
+
+        def weight_gradients():
+            rows = grad.flatten(0, -2)
+            accumulate(params[0], rows.T @ x.flatten(0, -2))
+            if params[1] is not None:
+                accumulate(params[1], rows.sum(0))
+
+        if ctx.later.queue is None:
+            weight_gradients()
+        else:
+            ctx.later.queue.append(weight_gradients)
+        return grad @ weight, None, None, None
+
+
+@torch.no_grad()
+def accumulate(param, grad):
+    """What autograd does at the end of a backward: add to .grad, call the hooks."""
+    if not param.requires_grad:
+        return
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
+
+
+def split_linears(module):
+    """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks."""
+    later = SimpleNamespace(queue=None)
+
+    def linear(x, weight, bias=None):
+        return SplitLinear.apply(x, weight.detach(), later, (weight, bias))
+
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.forward = lambda x, layer=layer: linear(x, layer.weight, layer.bias)
+        elif isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            layer.linear = linear
+    return later
+
+
+def split_pieces(config, stages):
+    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...].
+
+    Costs are multiply-adds a token: a block's matrices and attention, the head's C V; looking up an embedding is free.
+    """
+    c, n = config.n_embd, config.n_layer + 2
+    block = 4 * c * c + 2 * c * config.inner + config.seq_len * c
+    cost = [0] + [block] * config.n_layer + [c * config.vocab_size]
+    total = [sum(cost[:i]) for i in range(n + 1)]
+    best = {(0, 0): (0, None)}  # (pieces used, stages used) -> (cost of the slowest, where the last stage begins)
+    for k in range(1, stages + 1):
+        for end in range(k, n - stages + k + 1):
+            best[end, k] = min((max(best[start, k - 1][0], total[end] - total[start]), start)
+                               for start in range(k - 1, end) if (start, k - 1) in best)
+    cuts = [n]
+    for k in range(stages, 0, -1):
+        cuts.append(best[cuts[-1], k][1])
+    return [range(a, b) for a, b in zip(cuts[::-1], cuts[-2::-1])]
+
+
+def pipeline_groups(mesh):
+    """({(from, to): group of the two}, group of first and last stage), by pipeline rank, for this rank's dp and tp.
+
+    A group for each direction between neighbours, so that an activation never queues behind a gradient. Call on all ranks.
+    """
+    p, (pp, dp, tp) = mesh.shape[0], mesh.get_coordinate()
+    channels, ends = {}, None
+    for i in range(mesh.shape[1]):
+        for j in range(mesh.shape[2]):
+            ranks = mesh.mesh[:, i, j].tolist()
+            for a, b in sorted({pair for r in range(p) for pair in ((r, (r + 1) % p), ((r + 1) % p, r)) if p > 1}):
+                group = dist.new_group([ranks[a], ranks[b]])
+                if (i, j) == (dp, tp):
+                    channels[a, b] = group
+            group = dist.new_group([ranks[0], ranks[-1]]) if p > 1 else None
+            ends = group if (i, j) == (dp, tp) else ends
+    return channels, ends
+
+
+class Pipeline:
+    """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
+
+    stages: {stage: module}; shape, dtype: of what passes between stages. run() holds an activation from F to B (or I), an output
+    only until it is sent; receives are posted where `lower` put them, ahead of their use, and overlap computation.
+    """
+
+    def __init__(self, stages, count, mesh, shape, dtype, device):
+        self.stages, self.count, self.shape, self.dtype, self.device = stages, count, shape, dtype, device
+        self.p, (self.rank, dp, tp) = mesh.shape[0], mesh.get_coordinate()
+        self.ranks = mesh.mesh[:, dp, tp].tolist()
+        self.channels, self.ends = pipeline_groups(mesh)
+        self.later = {}  # {stage: later} once a schedule has split a backward
+        self.stream = torch.cuda.Stream() if device.type == "cuda" and self.p > 1 else None
+        self.spans = None  # a list: record (action, start, end) of what really runs
+
+    def run(self, actions, inputs, loss, syncs=None, on_forward=lambda: None):
+        """inputs(i): tokens of micro-batch i, for the first stage; loss(output, i): for the last, backward starts from it.
+
+        Returns the losses, detached, on the last stage. syncs: {stage: object with no_sync()}, left for the stage's last backward.
+        """
+        if not self.later and any(a.kind == "I" for a in actions):
+            self.later = {s: split_linears(module) for s, module in self.stages.items()}
+        final = {(a.kind, a.stage): a for a in actions}  # the last of its kind on its stage
+        self.passing, self.saved, self.queues, self.sending, losses = {}, {}, {}, deque(), []
+        for action in actions:
+            kind, s, i = action
+            begin = self._now()
+            if kind[0] == "R":
+                self.passing[kind[1], s, i] = self._receive(kind[1], s, i)
+            elif kind[0] == "S":
+                to = (s + (1 if kind[1] == "F" else -1)) % self.p
+                tensor = self.passing.pop((kind[1], s + (1 if kind[1] == "F" else -1), i))
+                self.sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
+            elif kind == "F":
+                output = self._forward(s, i, inputs, loss)
+                if s == self.count - 1:
+                    losses.append(output)
+                on_forward()
+            else:
+                with nullcontext() if syncs is None or final[kind, s] == action else syncs[s].no_sync():
+                    self._backward(kind, s, i)
+            if self.spans is not None:
+                self.spans.append((action, begin, self._now()))
+            while self.sending and self.sending[0][0].is_completed():
+                self.sending.popleft()[0].wait()
+        while self.sending:
+            self.sending.popleft()[0].wait()
+        return losses
+
+    def _forward(self, s, i, inputs, loss):
+        x = inputs(i) if s == 0 else self._take("F", s, i)
+        if s and torch.is_grad_enabled():
+            x.requires_grad_()
+        y = self.stages[s](x)
+        if s == self.count - 1:
+            y = loss(y, i)
+        else:
+            self.passing["F", s + 1, i] = y.detach()
+        if torch.is_grad_enabled():  # not y itself: its memory goes when it is sent, backward only needs where it came from
+            self.saved[s, i] = x, get_gradient_edge(y), torch.ones_like(y) if s == self.count - 1 else None
+        return y.detach()
+
+    def _backward(self, kind, s, i):
+        if kind == "W":
+            with torch.no_grad():
+                for closure in self.queues.pop((s, i)):
+                    closure()
+            return
+        x, edge, one = self.saved.pop((s, i))
+        if kind == "I":
+            self.later[s].queue = self.queues[s, i] = []
+        torch.autograd.backward(edge, self._take("B", s, i) if one is None else one)
+        if kind == "I":
+            self.later[s].queue = None
+        if s:
+            self.passing["B", s - 1, i] = x.grad
+
+    def _receive(self, way, s, i):
+        """Start to receive into a new buffer; on CUDA beside the computation queued so far, not behind it."""
+        source = (s - (1 if way == "F" else -1)) % self.p
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            return dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer, source
+
+    def _take(self, way, s, i):
+        value = self.passing.pop((way, s, i))
+        if isinstance(value, torch.Tensor):  # from a stage on this rank
+            return value
+        handle, buffer, source = value
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            what = "activation" if way == "F" else "gradient"
+            raise RuntimeError(f"rank {dist.get_rank()} (pipeline rank {self.rank}) waited for the {what} of micro-batch {i} from rank "
+                               f"{self.ranks[source]} (pipeline rank {source}): {error}") from None
+        if buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream())
+        return buffer
+
+    def _now(self):
+        if self.spans is None or self.device.type != "cuda":
+            return time.time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 # -------------------------------------------------------------------------------------------------------------------- norm
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
@@ -1103,11 +1316,13 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
     by_groups = defaultdict(list)  # bit i set: cut over groups[i] -> gradients
     for p in parameters:
+        if getattr(p, "replica", False):
+            continue  # a tied weight on the last pipeline stage: the first stage counts it
         by_groups[sum(1 << i for i, g in enumerate(groups) if any(g is h for h in split_over(p)))].append(p.grad)
     squares = torch.zeros(1 << len(groups), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    if scale != 1 and parameters:
+        torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     for key, grads in by_groups.items():
-        if scale != 1:
-            torch._foreach_mul_(grads, 1 / scale)
         squares[key] = torch.nn.utils.get_total_norm(grads).double().square()
     for i, group in enumerate(groups):
         cut = torch.tensor([key >> i & 1 for key in range(len(squares))], dtype=torch.bool, device=squares.device)
@@ -1122,49 +1337,49 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 
 # ------------------------------------------------------------------------------------------------------------------- recipe
 
-def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None, recompute="none"):
-    """Build the GPT of `config` on this rank, laid out over the mesh. Returns (model, make_optimizer).
+SCHEDULES = {"gpipe": lambda p, m, v: gpipe(p, m), "1f1b": lambda p, m, v: one_f_one_b(p, m), "interleaved": interleaved,
+             "zb-h1": lambda p, m, v: zero_bubble_h1(p, m)}
+
+
+def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None, recompute="none",
+                virtual_stages=1):
+    """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or `reduce_dtype`.
     source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out, seed and name decide it.
-    zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept.
-    make_optimizer(optimizer_class, weight_decay, **kwargs) returns (optimizer, sync, parameters): `sync` has no_sync() and
-    finish_grad_sync(), `parameters` are what clip_grad_norm_ takes. The order matters:
+    zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept. The order
+    matters:
     """
-    tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
-    master = master_dtype(dtype)
-    # 1. Shapes only. Nothing is allocated before it is known which part of it belongs here.
-    model = GPT(config, seed=None)
-    # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
-    if dist.get_world_size(tp) > 1:
-        tensor_parallel(model, tp)
-    # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
-    for block in model.h.values() if recompute != "none" else ():
-        layer = block if recompute == "block" else block.attn
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every layout.
+    pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
+    p, master = dist.get_world_size(pp), master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
-    if zero == 3:
-        params = dict(model.named_parameters())
-        model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
-        model.load(lambda name: cut_like(params[name], source(name)))
-    else:
-        materialize(model, source, device, master, cut_like)
-    # 5. Data parallel last: it holds the parameters as they are now.
-    if zero == 0 and dtype == master:
-        model = DDP(model, dp, find_unused_parameters=False)
-
-    def make_optimizer(optimizer_class, weight_decay=0.0, **kwargs):
-        params = list(dict.fromkeys(model.parameters()))
-        groups = [dict(params=[p for p in params if is_matrix(p)], weight_decay=weight_decay),
-                  dict(params=[p for p in params if not is_matrix(p)], weight_decay=0.0)]
-        if isinstance(model, (DDP, FSDP)):
-            return optimizer_class(groups, **kwargs), model, params
-        bucket_mb = 25 if torch.device(device).type == "cpu" else 100  # a ring on NCCL takes a millisecond to launch
-        optimizer = ShardedOptimizer(groups, optimizer_class, dp, zero, bucket_mb, dtype, reduce_dtype, **kwargs)
-        return optimizer, optimizer, optimizer.shards
-
-    return model, make_optimizer
+    stages, cuts = {}, split_pieces(config, p * virtual_stages)
+    for stage in range(dist.get_rank(pp), len(cuts), p):
+        # 1. Shapes only, of this stage's layers. Nothing is allocated before it is known which part of it belongs here.
+        model = GPT(config, seed=None, pieces=cuts[stage])
+        # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
+        if dist.get_world_size(tp) > 1:
+            tensor_parallel(model, tp)
+        for name, param in model.named_parameters():
+            param.split_over = split_over(param) + ((pp,) if p > 1 else ())
+            param.tied = p > 1 and config.tied and name in ("wte.weight", "lm_head.weight")  # one weight on two stages
+            param.replica = param.tied and stage > 0
+        # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
+        for block in model.h.values() if recompute != "none" else ():
+            layer = block if recompute == "block" else block.attn
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every layout.
+        if zero == 3:
+            params = dict(model.named_parameters())
+            model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
+            model.load(lambda name: cut_like(params[name], source(name)))
+        else:
+            materialize(model, source, device, master, cut_like)
+        # 5. Data parallel last: it holds the parameters as they are now.
+        if zero == 0 and dtype == master:
+            model = DDP(model, dp, find_unused_parameters=False)
+        stages[stage] = model
+    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype)
 
 
 def cut_like(param, whole):
@@ -1172,12 +1387,101 @@ def cut_like(param, whole):
     return param.shard.cut(whole) if hasattr(param, "shard") else whole
 
 
-def whole_parameter(model, name, shape):
-    """A parameter as one process would hold it, on every rank. All of them must ask, in the same order."""
-    module = getattr(model, "module", model)
-    param = module.get_parameter(name)
-    local = model.full_parameter(param) if isinstance(model, FSDP) else param.detach()
-    return param.shard.gather(local, shape) if hasattr(param, "shard") else local
+class ParallelGPT:
+    """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
+
+        net = parallelize(config, mesh, device, ...)
+        optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
+        optimizer.zero_grad()
+        losses = net.forward_backward(x, y, "1f1b")        x, y: this rank's micro-batches
+        norm = net.clip_grad_norm_(1.0); optimizer.step()
+    """
+
+    def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype):
+        self.config, self.mesh, self.device, self.dtype, self.stages, self.count = config, mesh, device, dtype, stages, count
+        self.zero, self.reduce_dtype = zero, reduce_dtype
+        self.pp, self.dp, self.tp = (mesh[axis].get_group() for axis in ("pp", "dp", "tp"))
+        self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
+        self.owners = {}  # name -> the stage that has it; of a tied weight, the first
+        for stage, pieces in enumerate(split_pieces(config, count)):
+            for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
+                self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
+        self.pipeline, self.lists = Pipeline(stages, count, mesh, None, dtype, torch.device(device)), {}
+
+    def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
+        """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
+        params = list(dict.fromkeys(p for model in self.stages.values() for p in model.parameters()))
+        groups = [dict(params=[p for p in params if is_matrix(p)], weight_decay=weight_decay),
+                  dict(params=[p for p in params if not is_matrix(p)], weight_decay=0.0)]
+        if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
+            self.optimizer, self.params, self.syncs = optimizer_class(groups, **kwargs), params, self.stages
+        else:
+            bucket_mb = 25 if torch.device(self.device).type == "cpu" else 100  # a ring on NCCL takes a millisecond to launch
+            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, bucket_mb, self.dtype, self.reduce_dtype,
+                                              **kwargs)
+            self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
+        return self.optimizer
+
+    def actions(self, schedule, m):
+        """This rank's lowered list; "forward" runs no backward."""
+        if (schedule, m) not in self.lists:
+            lists = ([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)] for r in range(self.p)]
+                     if schedule == "forward" else SCHEDULES[schedule](self.p, m, self.virtual))
+            self.lists[schedule, m] = lower(lists)[self.mesh.get_coordinate()[0]]
+        return self.lists[schedule, m]
+
+    def loss(self, logits, targets):
+        return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
+
+    def forward_backward(self, x, y, schedule="1f1b", scale=1.0, on_forward=lambda: None):
+        """One step's gradients from lists of micro-batches x, y (B, T), summed over the ranks. Returns the mean loss of this
+        rank's micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
+
+        Each loss is divided by the number of micro-batches, once, before backward, and multiplied by `scale`.
+        """
+        total = self._run(x, y, schedule, scale, on_forward)
+        for sync in dict.fromkeys(self.syncs.values()):
+            sync.finish_grad_sync()
+        for param in self.params:
+            if getattr(param, "tied", False):  # the embedding's gradient: what the first stage has of it, and the last
+                dist.all_reduce(param.grad, group=self.pipeline.ends)
+        return total
+
+    @torch.no_grad()
+    def forward(self, x, y):
+        """The mean loss over micro-batches, with no gradients."""
+        return self._run(x, y, "forward", 1.0, lambda: None)
+
+    def _run(self, x, y, schedule, scale, on_forward):
+        m, factor = len(x), scale / len(x)
+        self.pipeline.shape = (*x[0].shape, self.config.n_embd)
+        losses = self.pipeline.run(self.actions(schedule, m), lambda i: x[i], lambda output, i: self.loss(output, y[i]) * factor,
+                                   None if schedule == "forward" else self.syncs, on_forward)
+        total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
+        for loss in losses:
+            total += loss / scale
+        if self.p > 1:
+            dist.all_reduce(total, group=self.pp)  # the other stages have none
+        return total
+
+    def clip_grad_norm_(self, max_norm, scale=1.0):
+        return clip_grad_norm_(self.params, max_norm, [self.dp, self.tp, self.pp], scale)
+
+    @torch.no_grad()
+    def whole_parameter(self, name, shape):
+        """A parameter as one process would hold it, on every rank. All of them must ask, in the same order."""
+        owner, local = self.owners[name], None
+        if owner in self.stages:
+            model = self.stages[owner]
+            module = getattr(model, "module", model)
+            param = module.get_parameter(name)
+            local = model.full_parameter(param) if isinstance(model, FSDP) else param.detach()
+            local = param.shard.gather(local, shape) if hasattr(param, "shard") else local
+        if self.p > 1:
+            dtype = master_dtype(self.dtype) if self.zero == 3 else self.dtype
+            local = torch.empty(shape, dtype=dtype, device=self.device) if local is None else local.clone()
+            dist.broadcast(local, group=self.pp, group_src=owner % self.p)
+        return local
 
 
 # -------------------------------------------------------------------------------------------------------------------- demos

@@ -61,9 +61,13 @@ def _worker(rank, size, device_type, folder, pipe):
             os._exit(0)
         function, args, options = job
         try:
-            pipe.send((True, globals()[function](*args, **options)))
+            result = True, globals()[function](*args, **options)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            result = False, traceback.format_exc()
+        for group in list(torch_dist.distributed_c10d._world.pg_map):  # each holds sockets and threads: hundreds would not do
+            if group is not torch_dist.group.WORLD:
+                dist.destroy_process_group(group)
+        pipe.send(result)
 
 
 class Pool:
@@ -79,7 +83,7 @@ class Pool:
             self.processes.append(context.Process(target=_worker, args=(rank, size, device_type, folder, theirs), daemon=True))
             self.processes[-1].start()
 
-    def run(self, function, *args, timeout=120, **options):
+    def run(self, function, *args, timeout=60, **options):
         """Results in rank order. A rank's exception fails the test; silence breaks the pool, which starts anew."""
         for pipe in self.pipes:
             pipe.send((function.__name__, args, options))
@@ -585,33 +589,31 @@ def without_collective(where):
         setattr(parallel.dist, name, call)
 
 
-def whole_gradients(net, opt, shapes):
-    """{name: gradient} as one process would have it: from .grad, or from the shards of ZeRO."""
-    inner, grads = getattr(net, "module", net), {}
-    if isinstance(net, parallel.FSDP):
-        for bucket in net.buckets:  # let the gathering of weights gather gradients, this once
-            bucket.kept = bucket.shard.data.clone()
-            bucket.shard.data.copy_(bucket.shard.grad)
-        grads = {n: parallel.whole_parameter(net, n, shapes[n]).cpu().numpy().copy() for n, _ in inner.named_parameters()}
-        for bucket in net.buckets:
-            bucket.shard.data.copy_(bucket.kept)
-        return grads
-    if isinstance(opt, parallel.ShardedOptimizer):
-        for bucket in opt.buckets:
-            flat = bucket.new(bucket.shard.dtype)
-            if opt.stage:
-                torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=opt.group)
-            else:
-                flat.copy_(bucket.shard.grad)
-            for view, p in zip(bucket.views(flat), bucket.params):
-                p.whole_grad = view
-    for name, p in inner.named_parameters():
-        grad = p.grad if p.grad is not None else p.whole_grad
-        grads[name] = (p.shard.gather(grad, shapes[name]) if hasattr(p, "shard") else grad).cpu().numpy().copy()
+def whole_gradients(net, shapes):
+    """{name: gradient} of this rank's stages, as one process would have it: from .grad, or from the shards of ZeRO."""
+    grads = {}
+    if net.zero == 3:  # let the gathering of weights gather gradients, this once
+        buckets = [b for stage in net.stages.values() for b in stage.buckets]
+        kept = [b.shard.data.clone() for b in buckets]
+        for b in buckets:
+            b.shard.data.copy_(b.shard.grad)
+    for bucket in getattr(net.optimizer, "buckets", []):
+        flat = bucket.new(bucket.shard.dtype)
+        torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=net.dp)
+        for view, p in zip(bucket.views(flat), bucket.params):
+            p.whole_grad = view
+    for stage in net.stages.values():
+        for name, p in getattr(stage, "module", stage).named_parameters():
+            grad = stage.full_parameter(p) if net.zero == 3 else p.grad if p.grad is not None else p.whole_grad
+            name = "wte.weight" if net.config.tied and name == "lm_head.weight" else name
+            grads[name] = (p.shard.gather(grad, shapes[name]) if hasattr(p, "shard") else grad).cpu().numpy().copy()
+    if net.zero == 3:
+        for b, values in zip(buckets, kept):
+            b.shard.data.copy_(values)
     return grads
 
 
-def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, **options):
+def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", **options):
     """The same three steps laid out over the processes; whole gradients and weights, gathered."""
     kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
     if sabotage:
@@ -620,32 +622,20 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
         config = dataclasses.replace(SMALL, **change)
         device = torch.get_default_device()
         mesh = parallel.make_mesh(device.type, **layout)
-        dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
-        net, make_optimizer = parallel.parallelize(config, mesh, device, torch.float64, **options)
-        opt, sync, params = make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), **DECAY)
-        losses, norms, grads = [], [], None
-        shapes, each = model.shapes(config), batch // dist.get_world_size(dp) // micro_batches
+        net = parallel.parallelize(config, mesh, device, torch.float64, **options)
+        opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), **DECAY)
+        losses, norms, grads, shapes = [], [], {}, model.shapes(config)
+        mine = batch // dist.get_world_size(net.dp)
         for step in range(3):
-            x, y = (t.to(device).split(each) for t in tokens_of(step, batch))
+            x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches) for t in tokens_of(step, batch))
             opt.zero_grad()
-            total = 0
-            for i in range(micro_batches):
-                mine = dist.get_rank(dp) * micro_batches + i
-                loss = parallel.cross_entropy(net(x[mine]), y[mine], config.vocab_size, tp) / micro_batches
-                if i < micro_batches - 1:
-                    with sync.no_sync():
-                        loss.backward()
-                else:
-                    loss.backward()
-                total += loss.detach()
-            sync.finish_grad_sync()
-            grads = grads or whole_gradients(net, opt, shapes)
-            norms.append(float(parallel.clip_grad_norm_(params, CLIP[optimizer], [dp, tp])))
+            total = net.forward_backward(x, y, schedule)
+            grads = grads or whole_gradients(net, shapes)
+            norms.append(float(net.clip_grad_norm_(CLIP[optimizer])))
             opt.step()
-            torch_dist.all_reduce(total, group=dp)  # the library's: this one must work under sabotage too
-            losses.append(float(total) / dist.get_world_size(dp))
-        weights = {n: parallel.whole_parameter(net, n, shapes[n]).cpu().numpy().copy()
-                   for n, _ in getattr(net, "module", net).named_parameters()}
+            torch_dist.all_reduce(total, group=net.dp)  # the library's: this one must work under sabotage too
+            losses.append(float(total) / dist.get_world_size(net.dp))
+        weights = {n: net.whole_parameter(n, shape).cpu().numpy().copy() for n, shape in shapes.items()}
         return losses, norms, grads, weights
     finally:
         for name, function in kept.items():
@@ -657,7 +647,7 @@ def differences(got, want):
     losses, norms, grads, weights = got
     return ([f"loss {i}" for i in range(3) if not close(losses[i], want[0][i])]
             + [f"norm {i}" for i in range(3) if not close(norms[i], want[1][i])]
-            + [f"gradient {n}" for n in want[2] if not close(grads[n], want[2][n])]
+            + [f"gradient {n}" for n in grads if not close(grads[n], want[2][n])]
             + [f"weight {n}" for n in want[3] if not close(weights[n], want[3][n])])
 
 
@@ -695,6 +685,59 @@ def test_zero_on_three_ranks(pool, zero):
         assert not differences(got, want)
 
 
+SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
+
+
+def all_of(results):
+    """(losses, norms, gradients, weights) of all pipeline ranks together: each has the gradients of its own stages."""
+    return results[0][0], results[0][1], {n: g for r in results for n, g in r[2].items()}, results[0][3]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_pipeline_equals_one_process(pool, schedule, p):
+    """More and fewer micro-batches than stages; five layers, which no p divides; tied and untied."""
+    for m, tied in (1, True), (2, False), (3, True), (4, False), (8, True):
+        change, batch = dict(n_layer=5, tied=tied), 24 if m == 3 else BATCH
+        want = one_process("sgd", change, batch)
+        results = pool(p).run(in_layout, dict(pp=p), "sgd", m, change, schedule=schedule, batch=batch)
+        assert set(all_of(results)[2]) == set(want[2])
+        for got in [*results, all_of(results)]:
+            assert not differences(got, want), (m, tied)
+
+
+@pytest.mark.parametrize("p,m,v", [(2, 2, 2), (2, 8, 3), (3, 3, 2), (4, 4, 1), (4, 8, 2)])
+def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
+    change, batch = dict(n_layer=7), 24 if m == 3 else BATCH
+    want = one_process("sgd", change, batch)
+    for got in pool(p).run(in_layout, dict(pp=p), "sgd", m, change, schedule="interleaved", batch=batch, virtual_stages=v):
+        assert not differences(got, want)
+
+
+@pytest.mark.parametrize("layout,schedule,options", [
+    (dict(dp=2, tp=2, pp=2), "1f1b", {}), (dict(dp=2, tp=2, pp=2), "zb-h1", dict(zero=1)), (dict(dp=2, pp=4), "zb-h1", {}),
+    (dict(tp=2, pp=4), "1f1b", dict(recompute="block")), (dict(dp=2, tp=2, pp=2), "zb-h1", dict(zero=3)),
+    *((dict(dp=2, pp=2), schedule, dict(zero=zero)) for zero in (0, 1, 2, 3) for schedule in ("1f1b", "zb-h1")),
+    *((dict(dp=2, pp=2), "interleaved", dict(zero=zero, virtual_stages=2)) for zero in (0, 1, 2, 3)),
+    (dict(dp=2, pp=2), "gpipe", dict(zero=3, recompute="attention"))], ids=str)
+def test_pipeline_composes(pool, layout, schedule, options):
+    for optimizer, tied in ("sgd", True), ("adamw", False):
+        change = dict(n_layer=4, tied=tied)
+        want = one_process(optimizer, change)
+        for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule, **options):
+            assert not differences(got, want)
+
+
+def test_layers_are_split_by_cost():
+    config = GPTConfig(100, 8, 6, 2, 8)
+    for stages in range(1, 9):
+        cuts = parallel.split_pieces(config, stages)
+        assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages
+    heavy_head = parallel.split_pieces(GPTConfig(100_000, 8, 6, 2, 8), 2)
+    assert heavy_head == [range(7), range(7, 8)]
+    assert [len(c) for c in parallel.split_pieces(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
+
+
 def test_uneven_tensor_parallel(pool):
     """Three ranks: a vocabulary of 37, an MLP of 40 wide, 3 heads."""
     change = dict(n_head=3, n_embd=24, inner=40)
@@ -707,7 +750,7 @@ def test_uneven_tensor_parallel(pool):
     ("Reducer._send", dict(dp=2)), ("Reducer._send", dict(dp=2, zero=1)), ("Reducer._send", dict(dp=2, zero=2)),
     ("Reducer._send", dict(dp=2, zero=3)), ("ShardedOptimizer.step", dict(dp=2, zero=1)), ("FSDP._gather", dict(dp=2, zero=3)),
     ("clip_grad_norm_", dict(dp=2, zero=2)), ("clip_grad_norm_", dict(dp=2, zero=3)),
-    ("CopyToGroup.backward", dict(tp=2)), ("ReduceFromGroup.forward", dict(tp=2)),
+    ("ParallelGPT.forward_backward", dict(pp=2)), ("clip_grad_norm_", dict(pp=2)), ("CopyToGroup.backward", dict(tp=2)), ("ReduceFromGroup.forward", dict(tp=2)),
     ("VocabParallelCrossEntropy.forward", dict(tp=2)), ("clip_grad_norm_", dict(tp=2)), ("clip_grad_norm_", dict(dp=2, tp=2)),
     ("Reducer._send", dict(dp=2, tp=2))], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
@@ -983,13 +1026,13 @@ def overflow_case(text, zero):
     trainer = train.Trainer(s, config, source, train.load_data(s, 256), torch.get_default_device())
     weights = lambda: [trainer.whole_parameters()(name).clone() for name in model.shapes(config)]  # noqa: E731
     assert trainer.step(0)[1].isfinite()
-    before, loss = weights(), trainer.loss
+    before, loss = weights(), trainer.net.loss
     if dist.get_rank() == 1:
-        trainer.loss = lambda x, y: loss(x, y) * 1e30
+        trainer.net.loss = lambda logits, targets: loss(logits, targets) * 1e30
     assert not trainer.step(1)[1].isfinite()
     assert trainer.scaler.skipped == 1 and trainer.scaler.scale == 2**15
     assert all(a.equal(b) for a, b in zip(before, weights()))
-    trainer.loss = loss
+    trainer.net.loss = loss
     assert trainer.step(2)[1].isfinite() and trainer.scaler.skipped == 1
     after = weights()
     assert all(w.isfinite().all() for w in after) and not all(a.equal(b) for a, b in zip(before, after))

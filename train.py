@@ -59,8 +59,11 @@ class Settings:
     weight_decay: float = flag(0.1, "AdamW's, on matrices only")
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
     seed: int = flag(0, "of weights, batches and sampling")
-    dp: int = flag(None, "data-parallel replicas; left out, what --tp leaves")
+    dp: int = flag(None, "data-parallel replicas; left out, what --tp and --pp leave")
     tp: int = flag(1, "ranks each layer is cut over")
+    pp: int = flag(1, "pipeline stages, ranks the layers are spread over")
+    schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
+    virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO stage over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=[0, 1, 2, 3])
     dtype: str = flag("fp32", "what layers compute in; bf16 and fp16 keep float32 masters, fp16 scales its loss",
                       choices=["fp32", "bf16", "fp16", "fp64"])
@@ -98,7 +101,7 @@ def check_numbers(s):
     """Numbers that make no sense on their own."""
     for name, least, value in [("steps", 0, 450), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 2e-3),
                                ("min_lr", 0, 1e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
-                               ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("eval_every", 0, 100), ("log_every", 0, 10),
+                               ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("pp", 1, 2), ("virtual_stages", 1, 2), ("eval_every", 0, 100), ("log_every", 0, 10),
                                ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
                                ("seq_len", 1, 128), ("vocab_size", 1, 256)]:
         given = getattr(s, name)
@@ -135,11 +138,21 @@ def model_config(s):
 def check_layout(s, config, world, local_world):
     """Everything that must divide, and enough GPUs. Fills in s.dp and s.device; returns the number of processes needed."""
     if s.dp is None:
-        s.dp = max(1, world // s.tp)
-    processes = s.dp * s.tp
+        s.dp = max(1, world // (s.tp * s.pp))
+    processes = s.dp * s.tp * s.pp
     if world > 1 and world != processes:
-        raise BadInput(f"--dp {s.dp} x --tp {s.tp} needs {processes} processes, {world} were started: give "
-                       + (f"--dp {world // s.tp}" if world % s.tp == 0 else f"--tp {math.gcd(world, s.tp)} and leave --dp out"))
+        rest = s.tp * s.pp
+        raise BadInput(f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, {world} were started: give "
+                       + (f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 and leave --dp out"))
+    stages = s.pp * s.virtual_stages
+    if s.virtual_stages > 1 and (s.schedule != "interleaved" or s.pp == 1):
+        raise BadInput(f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp of at least 2: give those too")
+    if stages > config.n_layer + 2:
+        raise BadInput(f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the model's {config.n_layer} layers "
+                       f"with embedding and head: give --pp {config.n_layer + 2} or fewer in all")
+    if s.schedule == "interleaved" and s.virtual_stages > 1 and s.micro_batches % s.pp:
+        raise BadInput(f"--micro-batches {s.micro_batches} is not a multiple of --pp {s.pp}, as --schedule interleaved needs: give "
+                       f"--micro-batches {-(-s.micro_batches // s.pp) * s.pp}")
     if config.n_head % s.tp:
         raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp {math.gcd(s.tp, config.n_head)}")
     if config.inner < s.tp or config.vocab_size < s.tp:
@@ -303,44 +316,32 @@ class Trainer:
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out, self.bytes = data
-        self.mesh = parallel.make_mesh(device.type, dp=s.dp, tp=s.tp)
-        self.tp, self.dp = self.mesh["tp"].get_group(), self.mesh["dp"].get_group()
+        self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp)
+        self.tp, self.dp, self.pp = (self.mesh[axis].get_group() for axis in ("tp", "dp", "pp"))
         if s.comm == "torch":
-            for group in (self.tp, self.dp, None):
+            for group in (self.tp, self.dp, self.pp, None):
                 dist.use_library(group)
         self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
-        self.model, make_optimizer = parallel.parallelize(
-            config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype), s.recompute)
-        self.optimizer, self.sync, self.params = make_optimizer(
-            torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+        self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
+                                        s.recompute, s.virtual_stages)
+        self.optimizer = self.net.make_optimizer(torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95),
+                                                 fused=device.type == "cuda")
 
-    def micro_batches(self, tokens, seed, step, count):
-        """This rank's share of a step, cut into `count` micro-batches. Tensor-parallel peers get the same one."""
-        each = self.s.batch_size // (self.s.dp * count)
-        first = dist.get_rank(self.dp) * count * each
-        for i in range(count):
-            samples = slice(first + i * each, first + (i + 1) * each)
-            x, y = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.config.vocab_size, samples)
-            yield x.to(self.device), y.to(self.device)
+    def micro_batches(self, tokens, seed, step):
+        """This rank's share of a step: (inputs, targets), a list of micro-batches each. Tensor and pipeline peers get the same."""
+        mine = self.s.batch_size // self.s.dp
+        first = dist.get_rank(self.dp) * mine
+        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.config.vocab_size, slice(first, first + mine))
+        return [t.to(self.device).split(mine // self.s.micro_batches) for t in rows]
 
-    def loss(self, x, y):
-        return parallel.cross_entropy(self.model(x), y, self.config.vocab_size, self.tp)
-
-    def step(self, step, births=contextlib.nullcontext()):
+    def step(self, step, births=None):
         """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping), on the device."""
-        s, total, scale = self.s, 0, self.scaler.scale if self.scaler else 1.0
+        s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         self.optimizer.zero_grad()
-        for i, (x, y) in enumerate(self.micro_batches(self.train_data, s.seed, step, s.micro_batches)):
-            last = i == s.micro_batches - 1
-            with contextlib.nullcontext() if last else self.sync.no_sync():
-                with births:
-                    loss = self.loss(x, y) / s.micro_batches  # divided once, here: micro-batches add up, ranks are averaged
-                if i == 0 and isinstance(births, BirthLog):
-                    self.activations = births.alive()
-                (loss * scale).backward()
-            total = total + loss.detach()
-        self.sync.finish_grad_sync()
-        norm = parallel.clip_grad_norm_(self.params, s.clip, [self.dp, self.tp], scale)
+        with births or contextlib.nullcontext():
+            loss = self.net.forward_backward(*self.micro_batches(self.train_data, s.seed, step), s.schedule, scale,
+                                             lambda: births and self.note_activations(births))
+        norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
         finite = bool(norm.isfinite()) if self.scaler else True
@@ -348,14 +349,18 @@ class Trainer:
             self.optimizer.step()
         if self.scaler:
             self.scaler.update(finite)
-        return total, norm
+        return loss, norm
+
+    def note_activations(self, births):
+        self.activations = max(getattr(self, "activations", 0), births.alive())
 
     def measured_bytes(self):
         """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
-        buckets = getattr(self.model, "buckets", []) or getattr(self.optimizer, "buckets", [])
+        models = self.net.stages.values()
+        buckets = [b for m in models for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
         shards = [b.shard for b in buckets if b.shard is not None]
         mixed = self.dtype != parallel.master_dtype(self.dtype)
-        module = list(getattr(self.model, "module", self.model).parameters())
+        module = [p for m in models for p in getattr(m, "module", m).parameters()]
         kinds = dict(
             parameters=module + ([] if mixed else shards),
             gradients=[p.grad for p in module + shards] + [b.flat for b in buckets],
@@ -376,16 +381,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches=8):
         """Mean loss over the same held-out batches every time, in every layout."""
-        total = torch.zeros((), dtype=parallel.master_dtype(self.dtype), device=self.device)
-        for i in range(batches):
-            for x, y in self.micro_batches(self.held_out, self.s.seed, i, self.s.micro_batches):
-                total += self.loss(x, y) / (batches * self.s.micro_batches)
-        return self.mean_over_ranks(total)
+        losses = [self.net.forward(*self.micro_batches(self.held_out, self.s.seed, i)) for i in range(batches)]
+        return self.mean_over_ranks(torch.stack(losses).mean())
 
     def whole_parameters(self):
         """get(name) of the model one process would hold. All ranks must ask, in the same order."""
         whole = shapes(self.config)
-        return lambda name: parallel.whole_parameter(self.model, name, whole[name])
+        return lambda name: self.net.whole_parameter(name, whole[name])
 
     def sample(self, n):
         """Text (or token numbers) the model goes on with, on rank 0; the other ranks help to gather the weights."""
@@ -408,7 +410,7 @@ def describe(trainer, say):
         f"{c.parameters():,} parameters, {s.dtype}")
     say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
         f"to train on, {len(trainer.held_out):,} held out")
-    say(f"layout   dp {s.dp} x tp {s.tp} = {mesh.size()} processes, {trainer.device.type} "
+    say(f"layout   dp {s.dp} x tp {s.tp}{f' x pp {s.pp} ({s.schedule})' if s.pp > 1 else ''} = {mesh.size()} processes, {trainer.device.type} "
         f"({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
     say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
@@ -448,7 +450,7 @@ def train(s, config, source, data, device):
     since, last, memory = time.perf_counter(), 0, {}
     for step in range(s.steps):
         dist.reset_traffic()
-        loss, norm = trainer.step(step, BirthLog() if step == 0 else contextlib.nullcontext())
+        loss, norm = trainer.step(step, BirthLog() if step == 0 else None)
         done, entry = step + 1, None
         where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
         sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
