@@ -612,36 +612,38 @@ def _cast(value, dtype):
     return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1):
+def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
     optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: what
-    autograd keeps from the forward of one micro-batch of that many sequences, with attention that keeps no (T, T) matrix.
+    autograd keeps from the forward of one micro-batch of that many sequences, with attention that keeps no (T, T) matrix; a
+    pipeline holds `held` of them. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; all where left out.
     """
-    matrix, vector = local_elements(config, tp)
+    pieces = [range(config.n_layer + 2)] if pieces is None else pieces
+    matrix, vector = local_elements(config, tp, pieces)
     wide, narrow = master_dtype(dtype).itemsize, dtype.itemsize
-    ranks = dp if zero else 1
     all_ = matrix + vector
-    mine = all_ / ranks if zero < 3 else matrix / dp + vector  # what this rank's optimizer steps
+    mine = matrix / dp + vector if zero == 3 else all_ / dp if zero else all_  # what this rank's optimizer steps
     masters = wide * mine if wide != narrow else 0
     parameters = narrow * all_ if zero < 3 else narrow * vector + (0 if masters else wide * mine)
     gradients = wide * (all_ if zero < 2 else mine)
     return dict(parameters=int(parameters), gradients=int(gradients), optimizer=int(2 * wide * mine + masters),
-                activations=activation_bytes(config, micro_batch, tp, narrow, recompute))
+                activations=held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces))
 
 
-def local_elements(config, tp):
-    """(elements of matrices, of 1-D parameters) on one of tp ranks."""
+def local_elements(config, tp, pieces):
+    """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
     count = [0, 0]
-    for name, shape in shapes(config).items():
-        layer, _, leaf = name.rpartition(".")
-        kind = next((make for ending, make in GPT2_PLAN.items() if layer == ending or layer.endswith("." + ending)), None)
-        cut = kind is not None and not (kind is RowParallelLinear and leaf == "bias")
-        count[len(shape) == 1] += math.prod(shape) / (tp if cut else 1)
+    for run in pieces:
+        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
+            layer, _, leaf = name.rpartition(".")
+            kind = next((make for ending, make in GPT2_PLAN.items() if layer == ending or layer.endswith("." + ending)), None)
+            cut = kind is not None and not (kind is RowParallelLinear and leaf == "bias")
+            count[param.dim() == 1] += param.numel() / (tp if cut else 1)
     return tuple(count)
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute="none"):
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces):
     """Bytes kept from forward to backward. A block, elements a token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C
@@ -651,11 +653,12 @@ def activation_bytes(config, micro_batch, tp, width, recompute="none"):
     The head keeps its input, LN of it, the logits in float32 and their log-softmax.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
+    blocks, head = sum(1 <= i <= config.n_layer for run in pieces for i in run), any(config.n_layer + 1 in run for run in pieces)
     attention, mlp = 4 * c / tp, 2 * config.inner / tp
     block = {"none": 4 * c + attention + mlp, "attention": 4 * c + mlp, "block": c}[recompute]
     statistics = 16 + 4 * config.n_head / tp if recompute == "none" else 0  # layer norm's mean and deviation, log-sum-exp
-    head = 2 * c * width + (4 if width == 2 else width) * config.vocab_size / tp
-    return int(tokens * (config.n_layer * (block * width + statistics) + head + 8))
+    head *= 2 * c * width + (4 if width == 2 else width) * config.vocab_size / tp
+    return int(tokens * (blocks * (block * width + statistics) + head + 8))
 
 
 # ------------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -1301,6 +1304,23 @@ class Pipeline:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def record(self):
+        """Keep times from now on, until `recorded` is asked."""
+        self.spans = []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.origin, self.zero = time.time(), self._now()
+
+    def recorded(self):
+        """[(action, start, end)] of what this rank ran since `record`, in seconds of the wall clock."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            spans = [(a, *(self.origin + self.zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in self.spans]
+        else:
+            spans = self.spans
+        self.spans = None
+        return spans
 
 
 # -------------------------------------------------------------------------------------------------------------------- norm

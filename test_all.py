@@ -1226,16 +1226,18 @@ def log_of(folder):
 def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
     """20 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
     logs, device = {}, request.node.callspec.params["pool"]
-    for dp, tp, zero in (1, 1, 0), (2, 1, 0), (1, 2, 0), (2, 2, 0), (4, 2, 0), (2, 1, 1), (2, 2, 2), (4, 1, 3), (2, 2, 3):
-        if device == "cuda" and dp * tp > GPUS:
+    for dp, tp, zero, pp in ((1, 1, 0, 1), (2, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (4, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1),
+                             (4, 1, 3, 1), (2, 2, 3, 1), (2, 1, 1, 2), (1, 1, 0, 3)):
+        if device == "cuda" and dp * tp * pp > GPUS:
             continue
-        out = str(tmp_path / f"dp{dp}tp{tp}zero{zero}")
+        out = str(tmp_path / f"dp{dp}tp{tp}zero{zero}pp{pp}")
         os.mkdir(out)
-        pool(dp * tp).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "20", "--dp", str(dp), "--tp", str(tp),
+        pool(dp * tp * pp).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "20", "--dp", str(dp), "--tp", str(tp),
                                                 "--micro-batches", "2", "--eval-every", "10", "--sample", "5", "--out", out,
-                                                "--device", device, "--zero", str(zero), "--lr", "0.01", "--clip", "0.5", "--warmup-steps", "3"])
-        logs[dp, tp, zero] = log_of(out)
-    one = logs.pop((1, 1, 0))
+                                                "--device", device, "--zero", str(zero), "--pp", str(pp), "--trace", out,
+                                                "--schedule", "zb-h1" if pp == 2 else "1f1b", "--lr", "0.01", "--clip", "0.5", "--warmup-steps", "3"])
+        logs[dp, tp, zero, pp] = log_of(out)
+    one = logs.pop((1, 1, 0, 1))
     assert [entry["step"] for entry in one] == list(range(1, 21)) and one[-1]["loss"] < one[0]["loss"] - 0.5
     assert all({"step", "loss", "grad_norm", "lr", "tokens_per_s", "comm_bytes"} <= set(entry) for entry in one)
     assert one[0]["comm_bytes"] == 0 and max(entry["grad_norm"] for entry in one) > 0.5
@@ -1250,8 +1252,20 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         for kind in ("parameters", "gradients", "optimizer"):
             predicted, measured = memory["predicted_bytes"][kind], memory["measured_bytes"][kind]
             assert abs(measured - predicted) <= 0.02 * predicted + 200, (layout, kind, memory)  # padding
-        models = [GPT.from_hf(tmp_path / name / "model") for name in ("dp%dtp%dzero%d" % layout, "dp1tp1zero0")]
+        models = [GPT.from_hf(tmp_path / name / "model") for name in ("dp%dtp%dzero%dpp%d" % layout, "dp1tp1zero0pp1")]
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
+
+
+def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
+    out = str(tmp_path / "trace")
+    pool(2).run(run_training, TINY + ["--data", text, "--steps", "3", "--pp", "2", "--micro-batches", "4", "--schedule", "zb-h1",
+                                      "--sample", "0", "--eval-every", "0", "--trace", out,
+                                      "--device", pool(2).device_type])
+    events = [e for e in json.load(open(os.path.join(out, "trace.json")))["traceEvents"] if e["ph"] == "X"]
+    for rank, actions in enumerate(parallel.lower(parallel.zero_bubble_h1(2, 4))):
+        mine = sorted((e for e in events if e["tid"] == rank), key=lambda e: e["ts"])
+        assert [e["name"] for e in mine] == [f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
+        assert all(e["dur"] >= 0 for e in mine)
 
 
 def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
@@ -1320,7 +1334,10 @@ BAD = [  # flags, and what the one line must name
     (["--n-head", "3"], "--n-embd 129"), (["--seq-len", "0"], "--seq-len"), (["--vocab-size", "100"], "--vocab-size"),
     (["--data", "/no/such/file"], "/no/such/file"), (["--data", "EMPTY"], "empty"), (["--data", "SHORT"], "--seq-len"),
     (["--data", "EMPTY_BIN", "--vocab-size", "9"], "empty"), (["--data", "ODD_BIN"], "odd.bin"), (["--data", "CUT_BIN"], "cut.bin"),
-    (["--data", "BIG_BIN"], "--vocab-size 60001"), (["--device", "tpu"], "--device"), (["--comm", "mpi"], "--comm"),
+    (["--data", "BIG_BIN"], "--vocab-size 60001"), (["--device", "tpu"], "--device"), (["--pp", "7"], "--pp 6"),
+    (["--pp", "2", "--schedule", "zigzag"], "--schedule"), (["--pp", "2", "--virtual-stages", "2"], "--schedule interleaved"),
+    (["--pp", "2", "--virtual-stages", "2", "--schedule", "interleaved"], "--micro-batches 2"), (["--trace", "FILE"], "--trace"),
+    (["--virtual-stages", "0"], "--virtual-stages 0"), (["--comm", "mpi"], "--comm"),
     (["--init-from", "/no/such/folder"], "--init-from"), (["--init-from", "HF", "--n-layer", "3"], "--n-layer 3"),
     (["--init-from", "BAD_HF"], "config.json"), (["--out", "FILE"], "--out"), (["--out", "OLD_RUN"], "--out"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", "é"], "--prompt"), (["--dtype", "int8"], "--dtype"),

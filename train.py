@@ -63,6 +63,7 @@ class Settings:
     tp: int = flag(1, "ranks each layer is cut over")
     pp: int = flag(1, "pipeline stages, ranks the layers are spread over")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
+    trace: str = flag("", "folder for trace.json, what every rank ran in the third step, for Perfetto or chrome://tracing")
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO stage over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=[0, 1, 2, 3])
     dtype: str = flag("fp32", "what layers compute in; bf16 and fp16 keep float32 masters, fp16 scales its loss",
@@ -418,9 +419,30 @@ def describe(trainer, say):
 
 
 def predicted_bytes(trainer):
-    s = trainer.s
+    s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
+    lists = parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
     return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.dtype, s.recompute,
-                                 s.batch_size // s.dp // s.micro_batches)
+                                 s.batch_size // s.dp // s.micro_batches,
+                                 parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
+                                 math.ceil(parallel.simulate(lists).peak[rank]))
+
+
+def write_trace(trainer, folder):
+    """What every rank ran in this step, as one file for Perfetto (ui.perfetto.dev) or chrome://tracing: a row a rank."""
+    spans, every = trainer.net.pipeline.recorded(), [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    torch.distributed.gather_object(spans, every)
+    if every is None:
+        return
+    words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SF": "send activation",
+             "RF": "post receive of activation", "SB": "send gradient", "RB": "post receive of gradient"}
+    start = min(begin for spans in every for _, begin, _ in spans)
+    events = [dict(name=f"{kind} stage {stage} micro-batch {i}", cat=words[kind], ph="X", pid=0, tid=rank,
+                   ts=1e6 * (begin - start), dur=1e6 * (end - begin), args=dict(what=words[kind], stage=stage, micro_batch=i))
+              for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
+    events += [dict(name="thread_name", ph="M", pid=0, tid=rank, args=dict(name=f"rank {rank}")) for rank in range(len(every))]
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "trace.json"), "w") as file:
+        json.dump(dict(traceEvents=events), file)
 
 
 def describe_first_steps(trainer, say):
@@ -450,8 +472,13 @@ def train(s, config, source, data, device):
     since, last, memory = time.perf_counter(), 0, {}
     for step in range(s.steps):
         dist.reset_traffic()
+        tracing = s.trace and step == min(2, s.steps - 1)  # the first steps warm up
+        if tracing:
+            trainer.net.pipeline.record()
         loss, norm = trainer.step(step, BirthLog() if step == 0 else None)
         done, entry = step + 1, None
+        if tracing:
+            write_trace(trainer, s.trace)
         where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
         sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
         if done == min(2, s.steps):
@@ -513,6 +540,8 @@ def main():
         check_data(s, config, *data)
         if s.out and rank == 0:
             open_out(s.out)
+        if s.trace and rank == 0:
+            check_folder(s.trace, "--trace")
     except BadInput as problem:
         if rank == 0:
             print(f"train.py: {problem}", file=sys.stderr, flush=True)
@@ -528,15 +557,19 @@ def main():
 
 
 def open_out(folder):
+    check_folder(folder, "--out")
+    if os.path.exists(os.path.join(folder, "log.jsonl")):
+        raise BadInput(f"--out {folder} already holds a run's log.jsonl: name a new folder, e.g. --out {folder.rstrip('/')}-2")
+
+
+def check_folder(folder, name):
     try:
         os.makedirs(folder, exist_ok=True)
-        if os.path.exists(os.path.join(folder, "log.jsonl")):
-            raise BadInput(f"--out {folder} already holds a run's log.jsonl: name a new folder, e.g. --out {folder.rstrip('/')}-2")
         with open(os.path.join(folder, ".writable"), "w"):
             pass
         os.remove(os.path.join(folder, ".writable"))
     except OSError as error:
-        raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
+        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
 
 if __name__ == "__main__":
