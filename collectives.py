@@ -84,7 +84,7 @@ class Link:
     def __init__(self, group):
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
-        self.library = False  # True: torch.distributed's own collectives serve this group
+        self.native = False  # True: torch.distributed's own collectives serve this group
         self.name, self.log = None, Traffic()  # the operation under way
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -203,7 +203,7 @@ def destroy_process_group(group=None):
 
 def use_library(group, library=True):
     """Let torch.distributed's own collectives serve this group from now on (`--comm torch`), or ours again with False."""
-    _link(group).library = library
+    _link(group).native = library
 
 
 # -------------------------------------------------------------------------------------------------------- reduction and cuts
@@ -489,7 +489,7 @@ def _start(algorithm, group, async_op, **arguments):
     link, name = _link(group), algorithm.__name__[1:]
     if arguments.get("op", ReduceOp.SUM) not in COMBINE:
         raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
-    if link.library:
+    if link.native:
         return getattr(torch_dist, name)(**arguments, group=group, async_op=async_op)
     tensors = [t for value in arguments.values() for t in (value if isinstance(value, list) else [value])
                if isinstance(t, torch.Tensor)]

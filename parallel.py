@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
-from model import GPT, PRESETS, initial_weight, materialize, shapes
+from model import GPT, PRESETS, initial_weight, materialize
 
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
@@ -1184,7 +1184,7 @@ def pipeline_groups(mesh):
 
     A group for each direction between neighbours, so that an activation never queues behind a gradient. Call on all ranks.
     """
-    p, (pp, dp, tp) = mesh.shape[0], mesh.get_coordinate()
+    p, (_, dp, tp) = mesh.shape[0], mesh.get_coordinate()
     channels, ends = {}, None
     for i in range(mesh.shape[1]):
         for j in range(mesh.shape[2]):

@@ -936,7 +936,6 @@ def test_zero_on_modules_nobody_here_wrote(pool, kind, stage):
 @ring_only
 def zero_traffic(stage, micro_batches):
     """Bytes a step of each collective, for K float32 elements that divide evenly; and the largest full-size gradient kept."""
-    size = dist.get_world_size()
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     if stage == 0:
         model = sync = parallel.DDP(net, find_unused_parameters=False)
