@@ -879,16 +879,17 @@ def gpipe(p, m):
     return [[Action("F", r, i) for i in range(m)] + [Action("B", r, i) for i in range(m)] for r in range(p)]
 
 
+def take_turns(forwards, ahead, backwards):
+    """`ahead` forwards first, then one forward, as long as there are any, and one backward (a list of actions) in turn."""
+    actions = forwards[:ahead]
+    for k, backward in enumerate(backwards):
+        actions += forwards[ahead + k:ahead + k + 1] + backward
+    return actions
+
+
 def one_f_one_b(p, m):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward: p-r activations at most, whatever m is."""
-    def rank(r):
-        ahead = min(p - 1 - r, m)
-        yield from (Action("F", r, i) for i in range(ahead))
-        for i in range(m):
-            if ahead + i < m:
-                yield Action("F", r, ahead + i)
-            yield Action("B", r, i)
-    return [list(rank(r)) for r in range(p)]
+    return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)]) for r in range(p)]
 
 
 def interleaved(p, m, v):
@@ -901,32 +902,20 @@ def interleaved(p, m, v):
     if m % p:
         raise ValueError(f"an interleaved schedule of {p} ranks needs micro-batches in multiples of {p}, not {m}")
 
-    def nth(r, k, chunk):  # the k-th forward (or backward, through the stages in reverse) of rank r
-        return chunk(k // p % v) * p + r, k // (p * v) * p + k % p
-
     def rank(r):
-        ahead = min(m * v, 2 * (p - 1 - r) + (v - 1) * p)
-        yield from (Action("F", *nth(r, k, lambda c: c)) for k in range(ahead))
-        for k in range(m * v):
-            if ahead + k < m * v:
-                yield Action("F", *nth(r, ahead + k, lambda c: c))
-            yield Action("B", *nth(r, k, lambda c: v - 1 - c))
-    return [list(rank(r)) for r in range(p)]
+        turns = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]  # (which of the rank's stages, micro-batch)
+        return take_turns([Action("F", c * p + r, i) for c, i in turns], 2 * (p - 1 - r) + (v - 1) * p,
+                          [[Action("B", (v - 1 - c) * p + r, i)] for c, i in turns])  # backward: the last stage first
+    return [rank(r) for r in range(p)]
 
 
 def zero_bubble_h1(p, m):
     """1F1B with backward in two: rank r puts W off by r micro-batches, so that I reaches the stage before earlier."""
     def rank(r):
-        ahead = min(p - 1 - r, m)
-        yield from (Action("F", r, i) for i in range(ahead))
-        for i in range(m):
-            if ahead + i < m:
-                yield Action("F", r, ahead + i)
-            yield Action("I", r, i)
-            if i >= r:
-                yield Action("W", r, i - r)
-        yield from (Action("W", r, i) for i in range(max(0, m - r), m))
-    return [list(rank(r)) for r in range(p)]
+        put_off = [[Action("W", r, i - r)] if i >= r else [] for i in range(m + r)]
+        backwards = [[Action("I", r, i)] + put_off[i] for i in range(m)]
+        return take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, backwards) + sum(put_off[m:], [])
+    return [rank(r) for r in range(p)]
 
 
 def stages_of(lists):
