@@ -67,6 +67,20 @@ def traffic():
     return {name: Traffic(t.calls, t.messages, t.bytes) for name, t in _traffic.items() if t.calls}
 
 
+def traffic_since(before):
+    """What has been added to the log since `before = traffic()`."""
+    zero = Traffic()
+    return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes)
+            for name, t in _traffic.items() for b in [before.get(name, zero)]}
+
+
+def count_traffic(more):
+    """Add to the log what a replayed CUDA graph sends: no Python runs then that could count it."""
+    for name, t in more.items():
+        log = _traffic[name]
+        log.calls, log.messages, log.bytes = log.calls + t.calls, log.messages + t.messages, log.bytes + t.bytes
+
+
 def reset_traffic():
     """Start the log again from zero."""
     _traffic.clear()

@@ -174,15 +174,9 @@ class Reducer:
     @torch.no_grad()
     def _move(self, bucket):
         """Gradients from .grad into the flat vector; a missing one counts as zero. The originals are freed."""
-        if bucket.flat is None:
-            bucket.flat = bucket.new(self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype)
-            bucket.stale = True
-        views = bucket.views(bucket.flat)
+        views = self._views(bucket)
         new = [(view, p) for view, p in zip(views, bucket.params) if p.grad is None or p.grad.data_ptr() != view.data_ptr()]
         found = [(view, p.grad) for view, p in new if p.grad is not None]
-        kept = bucket.shard is not None and bucket.stale and bucket.shard.grad
-        if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr():
-            bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
         stale, bucket.stale = bucket.stale, False
         if stale or self._keeps_grad(bucket):
             if found:
@@ -196,9 +190,30 @@ class Reducer:
             param.grad = view if self._keeps_grad(bucket) else None
         bucket.missing = set(bucket.params)
 
+    def _views(self, bucket):
+        """The flat vector's parts, one a parameter; there from now on, and free of what an earlier step left in it."""
+        if bucket.flat is None:
+            bucket.flat = bucket.new(self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype)
+            bucket.stale = True
+        kept = bucket.shard is not None and bucket.stale and bucket.shard.grad
+        if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr():
+            bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
+        return bucket.views(bucket.flat)
+
+    def accumulators(self):
+        """{parameter: where its gradients add up this step}, zeroed, for backwards that run no hooks. Stages 0 and 1."""
+        into = {}
+        for bucket in self.buckets:
+            into.update(zip(bucket.params, self._views(bucket)))
+            bucket.flat.zero_()
+            bucket.stale = False
+        return into
+
     def _send(self, bucket):
         wire = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
-        if self.stage == 0:
+        if dist.get_world_size(self.group) == 1:
+            out, handle = wire, SimpleNamespace(wait=lambda: None)
+        elif self.stage == 0:
             out = wire
             handle = dist.all_reduce(wire, dist.ReduceOp.AVG, self.group, async_op=True)
         else:
@@ -1108,22 +1123,22 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        params = ctx.params
+        params, later = ctx.params, ctx.later
 
+        @torch.no_grad()
         def weight_gradients():
             rows = grad.flatten(0, -2)
-            accumulate(params[0], rows.T @ x.flatten(0, -2))
+            later.accumulate(params[0], rows.T @ x.flatten(0, -2))
             if params[1] is not None:
-                accumulate(params[1], rows.sum(0))
+                later.accumulate(params[1], rows.sum(0))
 
-        if ctx.later.queue is None:
+        if later.queue is None:
             weight_gradients()
         else:
-            ctx.later.queue.append(weight_gradients)
+            later.queue.append(weight_gradients)
         return grad @ weight, None, None, None
 
 
-@torch.no_grad()
 def accumulate(param, grad):
     """What autograd does at the end of a backward: add to .grad, call the hooks."""
     if not param.requires_grad:
@@ -1135,7 +1150,7 @@ def accumulate(param, grad):
 
 def split_linears(module):
     """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks."""
-    later = SimpleNamespace(queue=None)
+    later = SimpleNamespace(queue=None, accumulate=accumulate)
 
     def linear(x, weight, bias=None):
         return SplitLinear.apply(x, weight.detach(), later, (weight, bias))
@@ -1187,31 +1202,121 @@ def pipeline_groups(mesh):
     return channels, ends
 
 
+class Passage:
+    """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
+
+    In between it holds what backward needs: the input, and where in autograd's graph the output came from. Not the output itself,
+    whose memory goes when it has been sent.
+    """
+
+    def __init__(self, module, loss, later):
+        self.module, self.loss, self.later, self.queue = module, loss, later, []
+
+    def forward(self, x, target=None):
+        """x: tokens (B, T), or the output of the stage before. Returns the output, on the last stage the loss; detached."""
+        self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
+        y = self.module(self.x)
+        y = self.loss(y, target) if self.loss else y
+        self.edge = get_gradient_edge(y) if torch.is_grad_enabled() else None
+        return y.detach()
+
+    def backward(self, kind, dy=None):
+        """dy: the gradient of what forward returned. Weight gradients go where autograd puts them; returns that of x."""
+        if kind == "W":
+            for weight_gradients in self.queue:
+                weight_gradients()
+            return None
+        self.later.queue = self.queue if kind == "I" else None
+        torch.autograd.backward(self.edge, dy)
+        self.later.queue = None
+        return self.x.grad
+
+
+class Recording(Passage):
+    """A Passage recorded as CUDA graphs: replaying one costs the CPU one launch, where running it costs one a kernel.
+
+    A block launches about 100 kernels a micro-batch, 10 us each on the CPU, so small micro-batches are over before the next ones
+    are launched (4 H200, 3 blocks of 1536 a stage, 4 x 1024 tokens: 6.9 ms of CPU for 4.7 ms of GPU). A graph's tensors stay where
+    they are: inputs are copied in, outputs out, and weight gradients add up in `into` {parameter: tensor}; no hooks run. Each
+    recording keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight.
+    """
+
+    def __init__(self, module, loss, later, into, kinds, x, target):
+        super().__init__(module, loss, later)
+        self.input, self.target, self.graphs, pool = x.detach().clone(), target.clone(), {}, torch.cuda.graph_pool_handle()
+        later.accumulate = lambda param, grad: into[param].add_(grad)
+        for kind in kinds:
+            before, graph = dist.traffic(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
+                self._record(kind, into)
+            self.graphs[kind] = graph, dist.traffic_since(before)
+        later.accumulate = accumulate
+
+    def _record(self, kind, into):
+        if kind == "F":
+            self.output = super().forward(self.input, self.target)
+            self.dy = torch.empty_like(self.output)
+        elif kind == "W":
+            super().backward("W")
+        else:
+            wanted = [self.x] * self.x.requires_grad + list(into)
+            self.later.queue = self.queue if kind == "I" else None
+            grads = list(torch.autograd.grad(self.edge, wanted, self.dy, allow_unused=True))
+            self.later.queue = None
+            self.dx = grads.pop(0) if self.x.requires_grad else None
+            for total, grad in zip(into.values(), grads):
+                if grad is not None:
+                    total.add_(grad)
+
+    def _replay(self, kind):
+        graph, traffic = self.graphs[kind]
+        graph.replay()
+        dist.count_traffic(traffic)
+
+    def forward(self, x, target=None):
+        self.input.detach().copy_(x)
+        if self.loss:
+            self.target.copy_(target)
+        self._replay("F")
+        return self.output.clone()
+
+    def backward(self, kind, dy=None):
+        if kind != "W":
+            self.dy.copy_(dy)
+        self._replay(kind)
+        return self.dx.clone() if kind != "W" and self.dx is not None else None
+
+
 class Pipeline:
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
-    stages: {stage: module}; shape, dtype: of what passes between stages. run() holds an activation from F to B (or I), an output
-    only until it is sent. Receives are posted where `lower` put them, behind what this rank has queued by then: on a stream of their
-    own they would start earlier, but NCCL's waiting kernels hold multiprocessors (4 H200, 1F1B, m = 8: 82 ms a step against 74).
+    stages: {stage: module}; loss(output, target): the last stage's; dtype: of what passes between stages. run() holds an activation
+    from F to B (or I), an output only until it is sent. Receives are posted where `lower` put them, behind what this rank has queued
+    by then: on a stream of their own they would start earlier, but NCCL's waiting kernels hold multiprocessors (4 H200, 1F1B, m = 8:
+    82 ms a step against 74).
     """
 
-    def __init__(self, stages, count, mesh, shape, dtype, device):
-        self.stages, self.count, self.shape, self.dtype, self.device = stages, count, shape, dtype, device
+    def __init__(self, stages, count, mesh, loss, dtype, device):
+        self.stages, self.count, self.loss, self.dtype, self.device = stages, count, loss, dtype, device
         self.p, (self.rank, dp, tp) = mesh.shape[0], mesh.get_coordinate()
         self.ranks = mesh.mesh[:, dp, tp].tolist()
         self.channels, self.ends = pipeline_groups(mesh)
-        self.later = {}  # {stage: later} once a schedule has split a backward
+        self.later = dict.fromkeys(stages, SimpleNamespace(queue=None))  # until a schedule splits a backward
+        self.recordings, self.recorded_for = {}, None
         self.spans = None  # a list: record (action, start, end) of what really runs
 
-    def run(self, actions, inputs, loss, syncs=None, on_forward=lambda: None):
-        """inputs(i): tokens of micro-batch i, for the first stage; loss(output, i): for the last, backward starts from it.
+    def run(self, actions, x, y, width, scale=1.0, syncs=None, on_forward=lambda: None, into=None, eager_last=True):
+        """x, y: tokens and targets of each micro-batch, (B, T); width: of the activations between stages, (B, T, width).
 
-        Returns the losses, detached, on the last stage. syncs: {stage: object with no_sync()}, left for the stage's last backward.
+        Returns the losses, detached, on the last stage; backward starts from `scale` times their mean. syncs: {stage: object with
+        no_sync()}, left for the stage's last backward. into: {stage: {parameter: tensor}}: from the second run on, micro-batches
+        are replayed from CUDA graphs that add gradients there, all but the last, whose hooks send them (or all: `eager_last`).
         """
-        if not self.later and any(a.kind == "I" for a in actions):
-            self.later = {s: split_linears(module) for s, module in self.stages.items()}
+        if any(a.kind == "I" for a in actions) and not hasattr(self, "split"):
+            self.split, self.later = True, {s: split_linears(module) for s, module in self.stages.items()}
         final = {(a.kind, a.stage): a for a in actions}  # the last of its kind on its stage
-        self.passing, self.saved, self.queues, self.sending, losses = {}, {}, {}, deque(), []
+        self.shape, self.passing, passages, losses, sending = (*x[0].shape, width), {}, {}, [], deque()
+        self._record(actions, x[0], y[0], into)
         for action in actions:
             kind, s, i = action
             begin = self._now()
@@ -1220,50 +1325,53 @@ class Pipeline:
             elif kind[0] == "S":
                 to = (s + (1 if kind[1] == "F" else -1)) % self.p
                 tensor = self.passing.pop((kind[1], s + (1 if kind[1] == "F" else -1), i))
-                self.sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
+                sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
             elif kind == "F":
-                output = self._forward(s, i, inputs, loss)
-                if s == self.count - 1:
-                    losses.append(output)
+                last, free = s == self.count - 1, into and self.recordings.get(s)
+                passage = (free.pop() if free and not (eager_last and any(final.get((k, s)) == (k, s, i) for k in "BW")) else
+                           Passage(self.stages[s], self.loss if last else None, self.later[s]))
+                out = passage.forward(x[i] if s == 0 else self._take("F", s, i), y[i])
+                if last:
+                    losses.append(out)
+                else:
+                    self.passing["F", s + 1, i] = out
+                if torch.is_grad_enabled():
+                    passages[s, i] = passage
                 on_forward()
             else:
+                passage = passages[s, i] if kind == "I" else passages.pop((s, i))
+                dy = None if kind == "W" else (self._take("B", s, i) if s < self.count - 1 else
+                                               torch.full((), scale / len(x), dtype=losses[0].dtype, device=self.device))
                 with nullcontext() if syncs is None or final[kind, s] == action else syncs[s].no_sync():
-                    self._backward(kind, s, i)
+                    dx = passage.backward(kind, dy)
+                if s and kind != "W":
+                    self.passing["B", s - 1, i] = dx
+                if kind != "I" and isinstance(passage, Recording):
+                    self.recordings[s].append(passage)
             if self.spans is not None:
                 self.spans.append((action, begin, self._now()))
-            while self.sending and self.sending[0][0].is_completed():
-                self.sending.popleft()[0].wait()
-        while self.sending:
-            self.sending.popleft()[0].wait()
+            while sending and sending[0][0].is_completed():
+                sending.popleft()[0].wait()
+        while sending:
+            sending.popleft()[0].wait()
         return losses
 
-    def _forward(self, s, i, inputs, loss):
-        x = inputs(i) if s == 0 else self._take("F", s, i)
-        if s and torch.is_grad_enabled():
-            x.requires_grad_()
-        y = self.stages[s](x)
-        if s == self.count - 1:
-            y = loss(y, i)
-        else:
-            self.passing["F", s + 1, i] = y.detach()
-        if torch.is_grad_enabled():  # not y itself: its memory goes when it is sent, backward only needs where it came from
-            self.saved[s, i] = x, get_gradient_edge(y), torch.ones_like(y) if s == self.count - 1 else None
-        return y.detach()
-
-    def _backward(self, kind, s, i):
-        if kind == "W":
-            with torch.no_grad():
-                for closure in self.queues.pop((s, i)):
-                    closure()
+    def _record(self, actions, x, y, into):
+        """Graphs for as many micro-batches as are in flight at once on each stage; the first run of a kind warms up."""
+        asked = into and (x.shape, tuple(actions))
+        if not asked or asked == self.recorded_for:
             return
-        x, edge, one = self.saved.pop((s, i))
-        if kind == "I":
-            self.later[s].queue = self.queues[s, i] = []
-        torch.autograd.backward(edge, self._take("B", s, i) if one is None else one)
-        if kind == "I":
-            self.later[s].queue = None
-        if s:
-            self.passing["B", s - 1, i] = x.grad
+        self.recordings = {}
+        if asked == getattr(self, "warm", None):
+            kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
+            for s, module in self.stages.items():
+                change = [{"F": 1, "B": -1, "W": -1}.get(a.kind, 0) for a in actions if a.stage == s]
+                most = max(sum(change[:i]) for i in range(len(change) + 1))
+                example = x if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+                self.recordings[s] = [Recording(module, self.loss if s == self.count - 1 else None, self.later[s], into[s], kinds,
+                                                example, y) for _ in range(most)]
+            self.recorded_for = asked
+        self.warm = asked
 
     def _receive(self, way, s, i):
         source = (s - (1 if way == "F" else -1)) % self.p
@@ -1347,13 +1455,13 @@ SCHEDULES = {"gpipe": lambda p, m, v: gpipe(p, m), "1f1b": lambda p, m, v: one_f
 
 
 def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None, recompute="none",
-                virtual_stages=1):
+                virtual_stages=1, cuda_graphs=False):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or `reduce_dtype`.
     source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out, seed and name decide it.
-    zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept. The order
-    matters:
+    zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept. cuda_graphs:
+    replay micro-batches instead of launching their kernels one by one (`Recording`). The order matters:
     """
     pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
     p, master = dist.get_world_size(pp), master_dtype(dtype)
@@ -1381,10 +1489,10 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last: it holds the parameters as they are now.
-        if zero == 0 and dtype == master:
+        if zero == 0 and dtype == master and not cuda_graphs:
             model = DDP(model, dp, find_unused_parameters=False)
         stages[stage] = model
-    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype)
+    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype, cuda_graphs)
 
 
 def cut_like(param, whole):
@@ -1402,16 +1510,16 @@ class ParallelGPT:
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype):
+    def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype, cuda_graphs):
         self.config, self.mesh, self.device, self.dtype, self.stages, self.count = config, mesh, device, dtype, stages, count
-        self.zero, self.reduce_dtype = zero, reduce_dtype
+        self.zero, self.reduce_dtype, self.cuda_graphs = zero, reduce_dtype, cuda_graphs
         self.pp, self.dp, self.tp = (mesh[axis].get_group() for axis in ("pp", "dp", "tp"))
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
             for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.pipeline, self.lists = Pipeline(stages, count, mesh, None, dtype, torch.device(device)), {}
+        self.pipeline, self.lists = Pipeline(stages, count, mesh, self.loss, dtype, torch.device(device)), {}
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
@@ -1442,7 +1550,7 @@ class ParallelGPT:
         """One step's gradients from lists of micro-batches x, y (B, T), summed over the ranks. Returns the mean loss of this
         rank's micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
 
-        Each loss is divided by the number of micro-batches, once, before backward, and multiplied by `scale`.
+        Backward starts from `scale` over the number of micro-batches: that division happens once, and here.
         """
         total = self._run(x, y, schedule, scale, on_forward)
         for sync in dict.fromkeys(self.syncs.values()):
@@ -1458,13 +1566,15 @@ class ParallelGPT:
         return self._run(x, y, "forward", 1.0, lambda: None)
 
     def _run(self, x, y, schedule, scale, on_forward):
-        m, factor = len(x), scale / len(x)
-        self.pipeline.shape = (*x[0].shape, self.config.n_embd)
-        losses = self.pipeline.run(self.actions(schedule, m), lambda i: x[i], lambda output, i: self.loss(output, y[i]) * factor,
-                                   None if schedule == "forward" else self.syncs, on_forward)
+        syncs, into = None if schedule == "forward" else self.syncs, None
+        if syncs and self.cuda_graphs:
+            where = self.optimizer.reducer.accumulators()
+            into = {s: {p: where[p] for p in module.parameters()} for s, module in self.stages.items()}
+        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, self.config.n_embd, scale, syncs, on_forward, into,
+                                   eager_last=dist.get_world_size(self.dp) > 1)
         total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
         for loss in losses:
-            total += loss / scale
+            total += loss / len(x)
         if self.p > 1:
             dist.all_reduce(total, group=self.pp)  # the other stages have none
         return total

@@ -120,6 +120,7 @@ def pool(request, tmp_path_factory):
             pools[size] = Pool(size, request.param, str(tmp_path_factory.mktemp("pool")))
         return pools[size]
 
+    get.device_type = request.param
     yield get
     for p in pools.values():
         p.stop()
@@ -728,6 +729,19 @@ def test_pipeline_composes(pool, layout, schedule, options):
             assert not differences(got, want)
 
 
+@pytest.mark.parametrize("layout, schedule, options", [
+    (dict(dp=1), "1f1b", {}), (dict(dp=2), "1f1b", dict(zero=1)), (dict(tp=2), "1f1b", {}), (dict(pp=4), "1f1b", {}),
+    (dict(pp=4), "gpipe", {}), (dict(pp=2), "interleaved", dict(virtual_stages=2)), (dict(pp=4), "zb-h1", {}),
+    (dict(dp=2, pp=2), "zb-h1", dict(zero=1)), (dict(tp=2, pp=2), "zb-h1", dict(recompute="block"))], ids=str)
+def test_replayed_graphs_equal_one_process(pool, layout, schedule, options):
+    """The first step warms up, the second records and replays, the third replays: weights after three must be those of one process."""
+    if pool.device_type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    want = one_process("sgd", {})
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 4, {}, schedule=schedule, cuda_graphs=True, **options):
+        assert not differences(got, want)
+
+
 def test_layers_are_split_by_cost():
     config = GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):
@@ -1025,13 +1039,13 @@ def overflow_case(text, zero):
     trainer = train.Trainer(s, config, source, train.load_data(s, 256), torch.get_default_device())
     weights = lambda: [trainer.whole_parameters()(name).clone() for name in model.shapes(config)]  # noqa: E731
     assert trainer.step(0)[1].isfinite()
-    before, loss = weights(), trainer.net.loss
+    before, loss = weights(), trainer.net.pipeline.loss
     if dist.get_rank() == 1:
-        trainer.net.loss = lambda logits, targets: loss(logits, targets) * 1e30
+        trainer.net.pipeline.loss = lambda logits, targets: loss(logits, targets) * 1e30
     assert not trainer.step(1)[1].isfinite()
     assert trainer.scaler.skipped == 1 and trainer.scaler.scale == 2**15
     assert all(a.equal(b) for a, b in zip(before, weights()))
-    trainer.net.loss = loss
+    trainer.net.pipeline.loss = loss
     assert trainer.step(2)[1].isfinite() and trainer.scaler.skipped == 1
     after = weights()
     assert all(w.isfinite().all() for w in after) and not all(a.equal(b) for a, b in zip(before, after))
@@ -1336,7 +1350,7 @@ BAD = [  # flags, and what the one line must name
     (["--data", "BIG_BIN"], "--vocab-size 60001"), (["--device", "tpu"], "--device"), (["--pp", "7"], "--pp 6"),
     (["--pp", "2", "--schedule", "zigzag"], "--schedule"), (["--pp", "2", "--virtual-stages", "2"], "--schedule interleaved"),
     (["--pp", "2", "--virtual-stages", "2", "--schedule", "interleaved"], "--micro-batches 2"), (["--trace", "FILE"], "--trace"),
-    (["--virtual-stages", "0"], "--virtual-stages 0"), (["--comm", "mpi"], "--comm"),
+    (["--cuda-graphs", "on"], "--cuda-graphs on"), (["--virtual-stages", "0"], "--virtual-stages 0"), (["--comm", "mpi"], "--comm"),
     (["--init-from", "/no/such/folder"], "--init-from"), (["--init-from", "HF", "--n-layer", "3"], "--n-layer 3"),
     (["--init-from", "BAD_HF"], "config.json"), (["--out", "FILE"], "--out"), (["--out", "OLD_RUN"], "--out"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", "é"], "--prompt"), (["--dtype", "int8"], "--dtype"),

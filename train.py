@@ -72,6 +72,8 @@ class Settings:
                              choices=["same", "bf16"])
     recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its activations",
                           choices=["none", "block", "attention"])
+    cuda_graphs: str = flag("off", "on: record a micro-batch's kernels once and replay them, for runs whose CPU cannot launch them fast enough",
+                            choices=["off", "on"])
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
     comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
@@ -168,6 +170,8 @@ def check_layout(s, config, world, local_world):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if s.device == "auto":
         s.device = "cuda" if gpus else "cpu"
+    if s.cuda_graphs == "on" and (s.device != "cuda" or s.zero > 1):
+        raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave it out")
     local = local_world if world > 1 else processes
     if s.device == "cuda" and local > gpus:
         raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "
@@ -324,7 +328,7 @@ class Trainer:
                 dist.use_library(group)
         self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
-                                        s.recompute, s.virtual_stages)
+                                        s.recompute, s.virtual_stages, s.cuda_graphs == "on")
         self.optimizer = self.net.make_optimizer(torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95),
                                                  fused=device.type == "cuda")
 
