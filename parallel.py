@@ -1128,9 +1128,9 @@ class SplitLinear(torch.autograd.Function):
         @torch.no_grad()
         def weight_gradients():
             rows = grad.flatten(0, -2)
-            later.accumulate(params[0], rows.T @ x.flatten(0, -2))
+            later.into_product(params[0], rows.T, x.flatten(0, -2))
             if params[1] is not None:
-                later.accumulate(params[1], rows.sum(0))
+                later.into(params[1], rows.sum(0))
 
         if later.queue is None:
             weight_gradients()
@@ -1148,9 +1148,17 @@ def accumulate(param, grad):
         hook(param)
 
 
+def add_product(total, a, b):
+    """total += a b, added up in total's dtype: a float32 sum of bf16 products then takes no pass over memory of its own."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+
+
 def split_linears(module):
     """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks."""
-    later = SimpleNamespace(queue=None, accumulate=accumulate)
+    later = SimpleNamespace(queue=None, into=accumulate, into_product=lambda param, a, b: accumulate(param, a @ b))
 
     def linear(x, weight, bias=None):
         return SplitLinear.apply(x, weight.detach(), later, (weight, bias))
@@ -1244,13 +1252,14 @@ class Recording(Passage):
     def __init__(self, module, loss, later, into, kinds, x, target):
         super().__init__(module, loss, later)
         self.input, self.target, self.graphs, pool = x.detach().clone(), target.clone(), {}, torch.cuda.graph_pool_handle()
-        later.accumulate = lambda param, grad: into[param].add_(grad)
+        kept, later.into = (later.into, later.into_product), lambda param, grad: into[param].add_(grad)
+        later.into_product = lambda param, a, b: add_product(into[param], a, b)
         for kind in kinds:
             before, graph = dist.traffic(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
                 self._record(kind, into)
             self.graphs[kind] = graph, dist.traffic_since(before)
-        later.accumulate = accumulate
+        later.into, later.into_product = kept
 
     def _record(self, kind, into):
         if kind == "F":
@@ -1291,9 +1300,9 @@ class Pipeline:
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
     stages: {stage: module}; loss(output, target): the last stage's; dtype: of what passes between stages. run() holds an activation
-    from F to B (or I), an output only until it is sent. Receives are posted where `lower` put them, behind what this rank has queued
-    by then: on a stream of their own they would start earlier, but NCCL's waiting kernels hold multiprocessors (4 H200, 1F1B, m = 8:
-    82 ms a step against 74).
+    from F to B (or I), an output only until it is sent. Receives are posted where `lower` put them, so that gloo's transfers run
+    under computation; but on CUDA only when their value is needed and the rank would idle anyway. A receive that waits is a kernel
+    that holds multiprocessors, and matrix products made for all of them then take two rounds for one.
     """
 
     def __init__(self, stages, count, mesh, loss, dtype, device):
@@ -1312,16 +1321,17 @@ class Pipeline:
         no_sync()}, left for the stage's last backward. into: {stage: {parameter: tensor}}: from the second run on, micro-batches
         are replayed from CUDA graphs that add gradients there, all but the last, whose hooks send them (or all: `eager_last`).
         """
-        if any(a.kind == "I" for a in actions) and not hasattr(self, "split"):
+        if (into or any(a.kind == "I" for a in actions)) and not hasattr(self, "split"):
             self.split, self.later = True, {s: split_linears(module) for s, module in self.stages.items()}
         final = {(a.kind, a.stage): a for a in actions}  # the last of its kind on its stage
-        self.shape, self.passing, passages, losses, sending = (*x[0].shape, width), {}, {}, [], deque()
+        self.shape, self.passing, self.expected = (*x[0].shape, width), {}, defaultdict(deque)
+        passages, losses, sending = {}, [], deque()
         self._record(actions, x[0], y[0], into)
         for action in actions:
             kind, s, i = action
             begin = self._now()
             if kind[0] == "R":
-                self.passing[kind[1], s, i] = self._receive(kind[1], s, i)
+                self._receive(kind[1], s, i)
             elif kind[0] == "S":
                 to = (s + (1 if kind[1] == "F" else -1)) % self.p
                 tensor = self.passing.pop((kind[1], s + (1 if kind[1] == "F" else -1), i))
@@ -1375,14 +1385,23 @@ class Pipeline:
 
     def _receive(self, way, s, i):
         source = (s - (1 if way == "F" else -1)) % self.p
+        self.expected[source].append((way, s, i))
+        if self.device.type != "cuda":
+            self._post(source)
+
+    def _post(self, source):
+        """Post the next receive from a rank; it sends in the order in which they are expected."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer, source
+        self.passing[self.expected[source].popleft()] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
 
     def _take(self, way, s, i):
+        source = (s - (1 if way == "F" else -1)) % self.p
+        while (way, s, i) not in self.passing:
+            self._post(source)
         value = self.passing.pop((way, s, i))
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
-        handle, buffer, source = value
+        handle, buffer = value
         try:
             handle.wait()
         except RuntimeError as error:
