@@ -6,6 +6,7 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     reduce_scatter_tensor                       ring: N-1 steps, each rank sends (N-1)/N of the tensor
     all_gather_into_tensor                      ring: the same again
     all_reduce                                  one after the other: 2(N-1)/N of the tensor
+      the same three inside a node of GPUs      direct exchange: as many bytes, in one round each
     all_to_all_single                           pairwise exchange: N-1 steps
     barrier                                     dissemination: log2(N) rounds
 
@@ -19,6 +20,8 @@ Letters: N ranks in the group, r this rank, K elements in the tensor.
 Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
 """
 
+import functools
+import gc
 import os
 import queue
 import signal
@@ -46,7 +49,8 @@ RECEIVES_AHEAD = 4
 # Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) rounds with an Nth.
 # Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
 # NCCL, 4 H200: a round costs its launch, about 170 us, so 4 KiB to 16 MiB take 0.35 ms against 1.0; level at 64 MiB.
-DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24}
+# Where a switch joins all ranks, one round does: everybody sends everybody all of it.
+DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -99,10 +103,14 @@ class Link:
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.native = False  # True: torch.distributed's own collectives serve this group
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", torch_dist.get_world_size()))
+        nodes = {rank // local for rank in torch_dist.get_process_group_ranks(group)}
+        self.switched = self.backend == "nccl" and len(nodes) == 1  # GPUs of one node: a switch joins every two of them
         self.name, self.log = None, Traffic()  # the operation under way
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
+        self._graphs, self._pools = {}, {}
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -141,8 +149,11 @@ class Link:
             self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
         return self._scratch[:count * like.element_size()].view(like.dtype)
 
-    def run(self, name, body, tensors, async_op):
-        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`."""
+    def run(self, name, body, tensors, async_op, key=None):
+        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
+
+        key: what tells it from other operations on the same tensors, where it may be replayed from a CUDA graph.
+        """
         def logged():
             self.name, self.log = name, _traffic[name]
             self.log.calls += 1
@@ -150,7 +161,10 @@ class Link:
                 body()
 
         if self.backend == "nccl":
-            return self._run_cuda(logged, tensors) if async_op else logged()
+            if key is not None:
+                key = name, async_op, key, tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
+            play = lambda: self._play(key, logged)  # noqa: E731
+            return self._run_cuda(play, tensors) if async_op else play()
         if async_op or (self._last and not self._last.is_completed()):  # first in, first out: every rank in the same order
             self._last = self._enqueue(logged)
             return self._last if async_op else self._last.wait()
@@ -166,6 +180,37 @@ class Link:
         for t in tensors:
             t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+
+    def _play(self, key, body):
+        """Run it; from the third time on the same memory, replay it: a CUDA graph is one launch, a round of messages takes 170 us.
+
+        The first two times connect the ranks and show that the memory comes back (buckets do, step after step). What a graph
+        allocates is free again at its end, so all graphs of a stream share one pool.
+        """
+        if key is None or torch.cuda.is_current_stream_capturing():
+            return body()
+        entry = self._graphs.pop(key, 0)  # back in at the end: the one not used for longest is in front
+        if entry in (0, 1):
+            body()
+            entry += 1
+        elif entry == 2:
+            entry = self._capture(body, self._pools.setdefault(key[1], torch.cuda.graph_pool_handle()))
+            entry[0].replay()
+        else:
+            entry[0].replay()
+            count_traffic(entry[1])
+        self._graphs[key] = entry
+        if len(self._graphs) > 512:
+            del self._graphs[next(iter(self._graphs))]
+
+    def _capture(self, body, pool):
+        graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), traffic()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
+            body()
+            graph.capture_end()
+        return graph, traffic_since(before)
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -207,6 +252,8 @@ def _link(group):
 
 def destroy_process_group(group=None):
     """torch.distributed's own, for one group or all; the threads and buffers kept for it go too."""
+    if torch.cuda.is_initialized():
+        gc.collect()  # NCCL waits for CUDA graphs of a group's kernels to be gone before the group may go
     for name, link in list(_links.items()):
         if group is None or link.group is group:
             del _links[name]
@@ -310,6 +357,33 @@ def _ring_all_gather(link, chunks):
     _ring(link, order[:-count], order[count:], in_flight, ahead)  # what step s received is what step s+1 sends
 
 
+# Inside a node a switch joins every two GPUs at full speed, so there is no need to pass chunks on: rank r hands chunk c straight to
+# rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
+# float32 whatever the dtype; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
+
+def _swap(link, mine, theirs):
+    """Send mine[r] to rank r and receive theirs[r] from it, for every other rank at once."""
+    others = [r for r in range(link.size) if r != link.rank]
+    link.exchange([(mine[r], r) for r in others], [(theirs[r], r) for r in others])
+
+
+def _direct_reduce_scatter(link, chunks, result, op):
+    """Sum chunk r over all ranks into `result` on rank r (which may be chunk r itself)."""
+    own = chunks[link.rank]
+    rows = link.scratch(own, link.size * own.numel()).view(link.size, -1)
+    rows[link.rank] = own
+    _swap(link, chunks, rows)
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point():
+        torch.sum(rows, 0, out=result)
+    else:
+        result.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), rows.unbind()))
+
+
+def _direct_all_gather(link, chunks):
+    """Rank c holds chunk c; afterwards every rank holds all."""
+    _swap(link, [chunks[link.rank]] * link.size, chunks)
+
+
 def _reduce_scatter_tensor(link, output, input, op):
     flat, result = _flat(input), _flat(output)
     if flat.numel() != result.numel() * link.size or flat.dtype != result.dtype:
@@ -320,6 +394,8 @@ def _reduce_scatter_tensor(link, output, input, op):
         result = torch.empty_like(result)  # partial sums pass through the result: it may not lie over the input
     if link.size == 1:
         result.copy_(flat)
+    elif link.switched:
+        _direct_reduce_scatter(link, chunks, result, op)
     else:
         _ring_reduce_scatter(link, chunks, [result] * (link.size - 1), op)
     _average(op, result, link.size)
@@ -335,19 +411,26 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
     own = _flat(input_tensor)
     if chunks[link.rank].data_ptr() != own.data_ptr():  # in place: the input may already lie where it belongs
         chunks[link.rank].copy_(own)
-    _ring_all_gather(link, chunks)
+    (_direct_all_gather if link.switched else _ring_all_gather)(link, chunks)
     _unflatten(flat, output_tensor)
 
 
 def _all_reduce(link, tensor, op):
     flat = _flat(tensor)
-    if flat.numel() * flat.element_size() <= DOUBLING_BYTES[link.backend]:
+    small = flat.numel() * flat.element_size() <= DOUBLING_BYTES["switched" if link.switched else link.backend]
+    if small and link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
+        _direct_reduce_scatter(link, [flat] * link.size, flat, op)
+        _average(op, flat, link.size)
+    elif small:
         _recursive_doubling(link, flat, op)
     else:
         chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
-        _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
+        if link.switched:
+            _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
+        else:
+            _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
         _average(op, chunks[link.rank], link.size)
-        _ring_all_gather(link, chunks)
+        (_direct_all_gather if link.switched else _ring_all_gather)(link, chunks)
     _unflatten(flat, tensor)
 
 
@@ -497,6 +580,9 @@ def _barrier(link):
 
 # ------------------------------------------------------------------------------------------------------------ public functions
 
+REPLAYED = _all_reduce, _reduce_scatter_tensor, _all_gather_into_tensor  # what training repeats step after step
+
+
 def _start(algorithm, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
@@ -510,7 +596,8 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    return link.run(name, lambda: algorithm(link, **arguments), tensors, async_op)
+    key = tuple(v for v in arguments.values() if not isinstance(v, torch.Tensor)) if algorithm in REPLAYED else None
+    return link.run(name, lambda: algorithm(link, **arguments), tensors, async_op, key)
 
 
 def _root(group, rank, group_rank):

@@ -143,8 +143,8 @@ class GPT(nn.Module):
         self.config, first, last = config, 0 in pieces, config.n_layer + 1 in pieces
         with torch.device("meta"):
             if first:
-                self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-                self.wpe = nn.Embedding(config.seq_len, config.n_embd)
+                self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, config.n_embd), freeze=False)  # no values to draw
+                                      for n in (config.vocab_size, config.seq_len))
             self.h = nn.ModuleDict({str(i - 1): Block(config) for i in pieces if 1 <= i <= config.n_layer})
             if last:
                 self.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)

@@ -184,8 +184,9 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
     return [o.cpu().clone() for o in out]
 
 
-def compare_with_library(name, cases):
-    wrong = []
+def compare_with_library(name, cases, direct):
+    link, wrong = dist._link(None), []
+    link.switched, kept = direct, link.switched
     for shape, dtype, op, root, spread, async_op in cases:
         # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same numbers.
         base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
@@ -200,10 +201,12 @@ def compare_with_library(name, cases):
             g = g.real if dtype.is_complex else g
             if not dtype.is_complex and g.dtype != dtype or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6):
                 wrong.append((name, shape, dtype, str(op), root, spread, async_op, w, g))
+    link.switched = kept
     assert not wrong, wrong[0]
 
 
 NAMES = ["broadcast", "reduce", "gather", "scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]
+DIRECT = NAMES[-3:]  # those that go straight from rank to rank where a switch joins them
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,7 +224,8 @@ def test_collective_equals_library(pool, name, size):
     else:
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
-    pool(size).run(compare_with_library, name, cases)
+    for direct in (False, True) if name in DIRECT else (False,):
+        pool(size).run(compare_with_library, name, cases, direct)
 
 
 def all_to_all_cases():
@@ -286,7 +290,7 @@ def ring_only(function):
     """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
     @functools.wraps(function)
     def run(*args):
-        kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0)
+        kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0, switched=0)
         try:
             return function(*args)
         finally:
@@ -338,7 +342,31 @@ def small_traffic():
 
 @pytest.mark.parametrize("size,messages", [(2, 1), (4, 2), (8, 3)])
 def test_small_all_reduce_takes_log2_rounds(pool, size, messages):
+    messages = messages if pool.device_type == "cpu" else size - 1  # GPUs of a node: one round, to everybody
     assert {(t.messages, t.bytes) for t in pool(size).run(small_traffic)} == {(messages, messages * 40)}
+
+
+def repeated_calls(elements):
+    """The same memory again and again, with new values: a replayed graph must see them, count them, and not be in the way."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole, part = torch.zeros(size * elements), torch.zeros(elements)
+    for i in range(6):
+        dist.reset_traffic()
+        part.fill_(rank + i)
+        dist.all_gather_into_tensor(whole, part, async_op=True).wait()
+        assert whole.view(size, -1).eq(torch.arange(size).view(-1, 1) + i).all(), i
+        dist.reduce_scatter_tensor(part, whole)
+        assert part.eq(size * (rank + i)).all()
+        dist.all_reduce(whole)
+        assert whole.view(size, -1).eq(size * (torch.arange(size).view(-1, 1) + i)).all()
+        bytes_ = {name: t.bytes for name, t in dist.traffic().items()}
+        assert i == 0 or bytes_ == before
+        before = bytes_
+
+
+@pytest.mark.parametrize("elements", [10, 300_000])
+def test_repeated_calls_on_the_same_memory(pool, elements):
+    pool(4).run(repeated_calls, elements)
 
 
 def same_bits_everywhere():
