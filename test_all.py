@@ -75,7 +75,7 @@ class Pool:
 
     def __init__(self, size, device_type, folder):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["numpy", "pytest", "train"])  # what takes long, and leaves CUDA alone: it cannot be forked
+        context.set_forkserver_preload(["numpy", "pytest", "train", "torch._dynamo"])  # slow, and they leave CUDA alone, which cannot be forked
         self.processes, self.pipes, self.device_type = [], [], device_type
         for rank in range(size):
             ours, theirs = context.Pipe()
