@@ -110,7 +110,6 @@ class Link:
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
-        self._graphs, self._pools = {}, {}
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -149,11 +148,8 @@ class Link:
             self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
         return self._scratch[:count * like.element_size()].view(like.dtype)
 
-    def run(self, name, body, tensors, async_op, key=None):
-        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
-
-        key: what tells it from other operations on the same tensors, where it may be replayed from a CUDA graph.
-        """
+    def run(self, name, body, tensors, async_op):
+        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`."""
         def logged():
             self.name, self.log = name, _traffic[name]
             self.log.calls += 1
@@ -161,10 +157,7 @@ class Link:
                 body()
 
         if self.backend == "nccl":
-            if key is not None:
-                key = name, async_op, key, tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
-            play = lambda: self._play(key, logged)  # noqa: E731
-            return self._run_cuda(play, tensors) if async_op else play()
+            return self._run_cuda(logged, tensors) if async_op else logged()
         if async_op or (self._last and not self._last.is_completed()):  # first in, first out: every rank in the same order
             self._last = self._enqueue(logged)
             return self._last if async_op else self._last.wait()
@@ -180,37 +173,6 @@ class Link:
         for t in tensors:
             t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
-
-    def _play(self, key, body):
-        """Run it; from the third time on the same memory, replay it: a CUDA graph is one launch, a round of messages takes 170 us.
-
-        The first two times connect the ranks and show that the memory comes back (buckets do, step after step). What a graph
-        allocates is free again at its end, so all graphs of a stream share one pool.
-        """
-        if key is None or torch.cuda.is_current_stream_capturing():
-            return body()
-        entry = self._graphs.pop(key, 0)  # back in at the end: the one not used for longest is in front
-        if entry in (0, 1):
-            body()
-            entry += 1
-        elif entry == 2:
-            entry = self._capture(body, self._pools.setdefault(key[1], torch.cuda.graph_pool_handle()))
-            entry[0].replay()
-        else:
-            entry[0].replay()
-            count_traffic(entry[1])
-        self._graphs[key] = entry
-        if len(self._graphs) > 512:
-            del self._graphs[next(iter(self._graphs))]
-
-    def _capture(self, body, pool):
-        graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), traffic()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
-            body()
-            graph.capture_end()
-        return graph, traffic_since(before)
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -580,9 +542,6 @@ def _barrier(link):
 
 # ------------------------------------------------------------------------------------------------------------ public functions
 
-REPLAYED = _all_reduce, _reduce_scatter_tensor, _all_gather_into_tensor  # what training repeats step after step
-
-
 def _start(algorithm, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
@@ -596,8 +555,7 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    key = tuple(v for v in arguments.values() if not isinstance(v, torch.Tensor)) if algorithm in REPLAYED else None
-    return link.run(name, lambda: algorithm(link, **arguments), tensors, async_op, key)
+    return link.run(name, lambda: algorithm(link, **arguments), tensors, async_op)
 
 
 def _root(group, rank, group_rank):

@@ -347,7 +347,7 @@ def test_small_all_reduce_takes_log2_rounds(pool, size, messages):
 
 
 def repeated_calls(elements):
-    """The same memory again and again, with new values: a replayed graph must see them, count them, and not be in the way."""
+    """The same memory again and again, with new values: each call sees them, and counts the same bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole, part = torch.zeros(size * elements), torch.zeros(elements)
     for i in range(6):
