@@ -32,6 +32,7 @@ import torch.distributed as torch_dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+import bench
 import collectives as dist
 import model
 import parallel
@@ -75,7 +76,7 @@ class Pool:
 
     def __init__(self, size, device_type, folder):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["numpy", "pytest", "train", "torch._dynamo"])  # slow, and they leave CUDA alone, which cannot be forked
+        context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"])  # slow, and they leave CUDA alone, which cannot be forked
         self.processes, self.pipes, self.device_type = [], [], device_type
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -1494,3 +1495,201 @@ def test_train_on_gpus(tmp_path):
     printed, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     assert "cuda (NCCL)" in printed and log_of(tmp_path / "out")[-1]["val_loss"] < 3
+
+
+# ----------------------------------------------------------------------------------------------------------------- benchmark
+
+def bench_traffic(cases):
+    """[(bytes by formula, bytes counted)] of the third step of each case on this rank; small tensors in log2 rounds, others in rings."""
+    config, found, kept = GPTConfig(67, 16, 5, 4, 48), [], dist.DOUBLING_BYTES
+    dist.DOUBLING_BYTES = dict.fromkeys(kept, 2000)
+    for case in cases:
+        s = train.Settings(**{**dict(dp=1, batch_size=8, dtype="fp32"), **case})
+        trainer = bench.make_trainer(config, s, torch.get_default_device())
+        trainer.step(0), trainer.step(1)  # ZeRO-3 learns its order of units in the first
+        dist.reset_traffic()
+        trainer.step(2)
+        found.append((bench.predicted_traffic(trainer), {op: t.bytes for op, t in dist.traffic().items() if t.bytes}))
+        del trainer
+        bench.forget()
+    dist.DOUBLING_BYTES = kept
+    return found
+
+
+TRAFFIC = {
+    1: [dict(dtype="bf16", micro_batches=2)],
+    2: [dict(dp=2), dict(dp=2, zero=1, dtype="bf16"), dict(dp=2, zero=2, micro_batches=2), dict(dp=2, zero=3, micro_batches=2),
+        dict(tp=2, recompute="block"), dict(tp=2, recompute="attention", micro_batches=2), dict(pp=2, micro_batches=4, schedule="zb-h1"),
+        dict(pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2)],
+    3: [dict(dp=3, batch_size=6), dict(dp=3, zero=3, batch_size=6, dtype="bf16"), dict(pp=3, micro_batches=4, schedule="gpipe")],
+    4: [dict(dp=2, tp=2, zero=3, micro_batches=2), dict(dp=2, pp=2, zero=1, micro_batches=4), dict(tp=2, pp=2, micro_batches=2)]}
+
+
+@pytest.mark.parametrize("size", list(TRAFFIC))
+def test_bytes_of_every_strategy_are_the_formulas(pool, size):
+    for rank, found in enumerate(pool(size).run(bench_traffic, TRAFFIC[size])):
+        for case, (formula, counted) in zip(TRAFFIC[size], found):
+            assert formula == counted and (counted or size == 1), (rank, case)
+
+
+def bench_rows(*words, tmp_path):
+    path = str(tmp_path / "rows.json")
+    process = command(sys.executable, "bench.py", *words, "--json", path)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    with open(path) as file:
+        found = json.load(file)
+    assert found["torch"] == torch.__version__ and {"hardware", "commit", "triton", "nccl", "processes"} <= set(found)
+    return found, printed
+
+
+CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
+
+
+def collectives_traffic():
+    """{name: (bytes by formula, bytes counted)} of every collective on this rank, an all-reduce in rings and in log2 rounds."""
+    n, rank, device, found = dist.get_world_size(), dist.get_rank(), torch.get_default_device(), {}
+    kept = dist.DOUBLING_BYTES
+    for op in (*bench.BUS, "barrier"):
+        for small in (0, 1 << 30) if op == "all_reduce" else [0]:
+            dist.DOUBLING_BYTES = dict.fromkeys(kept, small)
+            calls, count = bench.calls_of(op, 0 if op == "barrier" else 5000, device)
+            dist.reset_traffic()
+            calls["ring"]()
+            if op != "send right":
+                found[op, small] = bench.sent(op, count, 4, n, rank, *bench.law_of(None)), dist.traffic()[op].bytes
+                calls["torch"]()
+    dist.DOUBLING_BYTES = dict.fromkeys(kept, 0)
+    dist.reset_traffic()
+    dist.all_reduce(torch.zeros(1003))  # no multiple of any size here
+    found["uneven"] = bench.sent("all_reduce", 1003, 4, n, rank, *bench.law_of(None)), dist.traffic()["all_reduce"].bytes
+    dist.DOUBLING_BYTES = kept
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_bytes_of_every_collective_are_the_formulas(pool, size):
+    for rank, found in enumerate(pool(size).run(collectives_traffic)):
+        assert all(formula == counted for formula, counted in found.values()), (rank, found)
+
+
+def test_bench_collectives(tmp_path):
+    found, printed = bench_rows("collectives", *CPU, "--only", "all_reduce", "scatter", "barrier", "send right", tmp_path=tmp_path)
+    rows = [row for row in found["rows"] if "formula" in row]
+    assert {row["op"] for row in rows} == {"all_reduce", "scatter", "barrier"} and all(row["counted"] == row["formula"] for row in rows)
+    assert all(row["torch_us"] > 0 and row["us"] > 0 for row in rows) and "all_reduce  " in printed and "ours a, us" in printed
+    last = [row for row in rows if row["op"] == "all_reduce"][-1]  # 1 MiB in us: bus bandwidth is 2(N-1)/N of the algorithm's
+    assert close(last["alg"], 2**20 / last["us"] / 1e3) and close(last["bus"], last["alg"]) and last["counted"] == 2 * 2**20
+    assert bench.Machine(**found["machine"]).link > 0
+
+
+def test_bench_strategies(tmp_path):
+    found, printed = bench_rows("strategies", *CPU, "--only", "zero3", "tp", "zb-h1", "--repeats", "1", tmp_path=tmp_path)
+    ours, theirs = (found["rows"][i::2] for i in (0, 1))
+    assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["zero3", "tp", "zb-h1"]
+    assert [row["who"] for row in theirs] == ["torch fully_shard", "torch DTensor", "torch InterleavedZeroBubble"]
+    assert all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"]) and "MFU %" in printed
+    assert all(row["traffic_by_collective"] == row["counted_by_collective"] for row in ours)
+    assert all(0.7 < row["memory"] / row["memory_measured"] < 1.2 for row in ours)
+    assert close(ours[2]["bubble_measured"], 100 - 100 * 8 * sum(ours[2]["f_i_w_ms"]) / ours[2]["gradients_ms"])
+    assert all(row["communication_ms"] > 0 and row["without_communication_ms"] > 0 for row in ours[:2])
+
+
+def test_line_through_times_is_found():
+    messages, sizes = np.array([1, 1, 2, 6, 6]), np.array([1e2, 1e4, 1e5, 1e6, 1e8])
+    assert np.allclose(bench.fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
+
+
+H200 = bench.MACHINES["h200"]
+
+
+def layout(**more):
+    return train.Settings(**{**dict(dp=1, batch_size=32, dtype="bf16"), **more})
+
+
+def test_plan_obeys_the_formulas():
+    config, even = model.PRESETS["gpt2-xl"], GPTConfig(256, 1024, 30, 16, 2048)
+    H200 = dataclasses.replace(bench.MACHINES["h200"], hop=0.0)  # bandwidth alone
+    one, dp = (bench.predict(config, layout(dp=n, batch_size=8 * n), H200) for n in (1, 4))
+    assert one.step == one.compute + one.optimizer and one.tp == one.dp == one.bubble == one.transfers == 0
+    assert close(one.compute, dp.compute) and 0.3 < 8 * 1024 * config.flops_per_token() / one.step / H200.peak < 0.6
+    k = 4 * config.parameters()
+    assert close(dp.dp_all, 2 * 3 / 4 * k / H200.link, 0.03) and dp.dp < dp.dp_all / 5  # 2(N-1)/N K, nearly all of it hidden
+    z3 = bench.predict(config, layout(dp=4, zero=3), H200)
+    assert close(z3.dp_all, (2 / 2 + 1) * 3 / 4 * k / H200.link, 0.05) and z3.optimizer == dp.optimizer / 4  # weights are 16-bit
+    tp = bench.predict(even, layout(tp=4), H200)
+    assert close(tp.tp, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 / H200.link, 0.05)  # 4 all-reduces of BTC a block
+    far = bench.predict(config, layout(dp=64, batch_size=512), H200)  # eight network cards of a node are level with its links
+    slow = bench.predict(config, layout(dp=64, batch_size=512), dataclasses.replace(H200, network=1e9))
+    assert far.dp < far.compute / 50 and slow.dp > 5 * far.dp_all
+    for schedule, v in [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]:  # the lecture's bubble is that of the clock
+        s = layout(pp=4, micro_batches=8, schedule=schedule, virtual_stages=v)
+        costs, stages = bench.predict(even, s, H200), [(i, run) for i, run in enumerate(bench.split_pieces(even, 4 * v)) if i % 4 == 1]
+        timeline = parallel.simulate(parallel.SCHEDULES[schedule](4, 8, v), *bench.stage_seconds(even, s, H200, stages))
+        assert close(costs.bubble, max(timeline.idle), 0.05), schedule
+
+
+def test_plan_lists_what_can_run_and_fits(tmp_path):
+    def plan(*words):
+        a = bench.parse(["plan", *words])
+        assert bench.check(a, 1) == 1
+        return a, bench.plan(a).rows
+    a, rows = plan("--gpus", "64", "--batch-size", "512", "--json", str(tmp_path / "plan.json"))
+    assert len(rows) == 15 and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
+    assert all(row["gib"] < 0.9 * H200.memory / 2**30 and 10 < row["mfu"] < 70 for row in rows)
+    for row in rows:
+        s = train.Settings(**{**row["settings"], "device": "cpu"})
+        assert train.check_layout(s, a.config, 1, 1) == 64
+    assert len(json.load(open(tmp_path / "plan.json"))["rows"]) == 15
+    assert plan("--gpus", "4096", "--batch-size", "8192", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288", "--top", "2")[1]
+    assert not plan("--gpus", "1", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288")[1]  # a sixth of GPT-3 on one GPU
+    small = dict(dataclasses.asdict(H200), memory=12 * 2**30)  # only where something is sharded or cut
+    (tmp_path / "machine.json").write_text(json.dumps(dict(machine=small)))
+    _, rows = plan("--gpus", "8", "--machine", str(tmp_path / "machine.json"))
+    assert rows and all(row["settings"]["zero"] or row["settings"]["pp"] > 1 for row in rows)
+
+
+def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
+    def run(words, **more):
+        flags = dict(zip(words[3::2], words[4::2]))
+        n, batch = int(flags["--gpus"]), int(flags["--batch-size"])
+        assert batch // n // int(flags["--accumulate"]) == 8  # micro-batches stay as they are
+        with open(flags["--json"], "w") as file:
+            json.dump(dict(rows=[dict(strategy="ddp", who="ours", ms=1.0, tokens=100 - n, mfu=None)]), file)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    a = bench.parse(["scaling", "--gpus", "4", "--device", "cpu"])
+    assert bench.check(a, 1) == 1
+    monkeypatch.setattr(bench, "write_json", lambda *args: None)
+    rows = bench.scaling(a).rows
+    assert [(row["kind"], row["gpus"], row["batch"]) for row in rows] == [
+        (kind, n, batch) for kind, batches in (("weak", (8, 16, 32)), ("strong", (32, 32, 32))) for n, batch in zip((1, 2, 4), batches)]
+    assert close(rows[2]["efficiency"], 100 * 96 / 99)
+
+
+BAD_BENCH = [
+    ("bogus", "WHAT"), ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
+    ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
+    ("collectives --max-bytes 7", "--max-bytes 7"), ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
+    ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
+    ("scaling --only tp --gpus 3", "--tp 1"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network")]
+
+
+@pytest.mark.parametrize("words,names", BAD_BENCH)
+def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(dict(machine=dict(dataclasses.asdict(H200), network=None))))
+    words = words.replace("FILE", str(path)).split()
+    cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan") and "--device" not in words else []
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
+    monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
+    with pytest.raises(SystemExit) as exit:
+        bench.main()
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and err.count("\n") == 1 and names in err and not out, err
+
+
+def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    bench.main()
+    printed = capsys.readouterr().out
+    assert all(f"python bench.py {what} " in printed for what in bench.WHAT)

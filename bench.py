@@ -1,0 +1,1095 @@
+"""What the lecture predicts | what we measure | what PyTorch's own does, side by side:
+
+    python bench.py collectives                    time and bandwidth by size, bytes sent against the formula, latency and bandwidth
+    python bench.py strategies                     one GPT step under every strategy: speed, memory, traffic, overlap, bubble
+    python bench.py plan --gpus 64                 no GPU needed: layouts that fit, their predicted step time, what limits each
+    python bench.py scaling                        1, 2, 4, ... GPUs, weak and strong
+
+Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its rows there with
+hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both see the same machine; a
+time is the median over repeats of the slowest rank's. `--quick` is for seeing that it works.
+
+Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches, p pipeline ranks.
+Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training configuration" and its formulas.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+
+import collectives as dist
+import parallel
+import train
+from model import GPT, PRESETS, Block, GPTConfig, materialize, shapes
+from train import BadInput
+
+# PyTorch renames some collectives in 2.13; what this file compares with is there under the old names in every version it runs on.
+warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
+
+
+# --------------------------------------------------------------------------------------------------------------- measuring
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def interleaved(steps, device, repeats, warm_up=3, calls=1):
+    """{name: seconds a call} of {name: function}, the median of `repeats`.
+
+    They take turns, so that a slow moment of the machine hits all alike. Each starts together on all ranks, behind a barrier, and
+    lasts until the slowest rank's device is idle: the maximum over ranks is taken of every repeat, then the median.
+    """
+    seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
+    for i in range(-warm_up, repeats):
+        for j, step in enumerate(steps.values()):
+            synchronize(device)
+            torch_dist.barrier()
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                step()
+            synchronize(device)
+            if i >= 0:
+                seconds[j, i] = (time.perf_counter() - start) / calls
+    torch_dist.all_reduce(seconds, torch_dist.ReduceOp.MAX)
+    return dict(zip(steps, seconds.median(1).values.tolist()))
+
+
+def mark(device):
+    """A moment on the device's own clock, for `between`; ask only after synchronize."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start, end):
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def of_all_ranks(value):
+    every = [None] * dist.get_world_size()
+    torch_dist.all_gather_object(every, value)
+    return every
+
+
+class Table:
+    """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}; a row lacks what it lacks."""
+
+    def __init__(self, title, columns):
+        self.columns, self.rows, self.title = {key: text.rsplit(":", 1) for key, text in columns.items()}, [], title
+
+    def row(self, **values):
+        if not self.rows:
+            say("\n" + self.title + "\n")
+            say("  ".join(title.replace("_", " ").rjust(self._width(form)) if "<" not in form else title.ljust(self._width(form))
+                          for title, form in self.columns.values()))
+        self.rows.append(values)
+        say("  ".join("-".rjust(self._width(form)) if values.get(key) is None else format(values[key], form)
+                      for key, (_, form) in self.columns.items()))
+
+    @staticmethod
+    def _width(form):
+        return int(re.search(r"\d+", form)[0])
+
+
+def say(text):
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
+
+
+def environment(device):
+    """What a figure is worth nothing without."""
+    try:
+        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True,
+                                cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    cuda = device.type == "cuda"
+    return dict(hardware=torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+                processes=int(os.environ.get("WORLD_SIZE", 1)), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
+                triton=__import__("triton").__version__ if cuda else None, nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None)
+
+
+def write_json(path, what, device, tables, **more):
+    if path and int(os.environ.get("RANK", 0)) == 0:
+        with open(path, "w") as file:
+            json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]), file, indent=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- formulas
+#
+# What a step costs, before anything runs. `messages` says what every rank sends, in which collective and how often. `sent` makes bytes
+# of that, by the collective's law, which `strategies` holds against the bytes counted; `message_seconds` makes seconds of it, which
+# `predict` puts together with those of the computation.
+
+def law_of(group):
+    """(small, switched) for `sent`, as collectives.py decides in this group."""
+    link = dist._link(group)
+    return dist.DOUBLING_BYTES["switched" if link.switched else link.backend], link.switched
+
+
+def sent(op, elements, width, n, rank, small=0, switched=False):
+    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or scattered ones: all
+    of them; the root is rank 0).
+
+    The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
+    all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of them. A binomial tree has
+    each rank pass on what its own subtree needs.
+    """
+    k = elements * width
+    if op == "isend":
+        return k
+    if op == "all_reduce" and k <= small:
+        core = 1 << (n.bit_length() - 1)  # the largest power of two
+        return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
+    if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
+        chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
+        return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
+    if op in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
+        return (n - 1) * k // n
+    if op == "barrier":
+        return (n - 1).bit_length()
+    below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
+    return {"broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0), "gather": below * k // n * (rank > 0),
+            "scatter": (below - 1) * k // n}[op]
+
+
+class Message(NamedTuple):
+    what: str
+    op: str
+    axis: str           # the group it goes through: "dp", "tp", "pp", or "ends", first and last stage
+    elements: list      # of the tensor of each call
+    width: int          # bytes an element
+    times: int = 1      # a step, for each of `elements`
+
+
+def contents(config, stages):
+    """How many blocks, embeddings and heads a rank's stages (number, pieces) have."""
+    pieces = [i for _, run in stages for i in run]
+    return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
+
+
+def messages(config, s, stages, buckets, tp_rank=0):
+    """Everything one rank sends in a training step of train.py in layout s, as Messages.
+
+    stages: this rank's (number, pieces). buckets: (elements, whether ZeRO-3 shards them) of each bucket of its parameters.
+    """
+    count, m = s.pp * s.virtual_stages, s.micro_batches
+    dtype = train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens = s.batch_size // s.dp // m * config.seq_len
+    cut, whole = [n for n, sharded in buckets if sharded], [n for n, sharded in buckets if not sharded]
+    yield from {  # the table in front of ShardedOptimizer, in code
+        0: [Message("gradients", "all_reduce", "dp", whole, wide)],
+        1: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide), Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
+        2: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide, m), Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
+        3: [Message("weights", "all_gather_into_tensor", "dp", cut, narrow, 2 * m),
+            Message("gradients", "reduce_scatter_tensor", "dp", cut, wide, m), Message("1-D gradients", "all_reduce", "dp", whole, wide)],
+    }[s.zero]
+    blocks, first, last = contents(config, stages)
+    activation = [tokens * config.n_embd]
+    if s.tp > 1:
+        # A block: g twice forward, f twice backward. Recomputing it runs g again, but for the last: what follows it is not needed.
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, m * blocks * (4 + (s.recompute == "block")))
+        yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
+        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+    if s.pp > 1:
+        neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left; all of them are other ranks
+        yield Message("activations", "isend", "pp", activation, narrow, m * neighbours)
+        yield Message("loss", "all_reduce", "pp", [1], wide)
+        if config.tied and (first or last) and count > 1:
+            rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
+            yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (s.dp if s.zero else 1))], wide,
+                          first + last)
+    for axis in ("dp", "tp", "pp"):
+        yield Message("gradient norm: 8 partial sums", "all_reduce", axis, [8], 8)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the time of a step follows from. Rates as they are reached, all but `peak`, which MFU is always a share of."""
+    name: str
+    peak: float           # FLOP/s by the datasheet, dense, 16-bit; None: not known, no MFU
+    memory: float         # bytes
+    matmul: float         # FLOP/s of a block's matrix products
+    attention: float      # FLOP/s between q, k, v and their heads' outputs, both ways; what the mask skips is not counted
+    elementwise: float    # bytes/s of a block's other operations, as `passes` counts them: fused ones come out faster than hbm
+    loss: float           # logits/s through cross-entropy, both ways
+    hbm: float            # bytes/s of a copy, read plus written
+    launch: float         # s the CPU takes to issue one block's operations, both ways: no block is faster
+    link: float = None         # bytes/s from one GPU to another of its node
+    hop: float = None          # s that a message takes however short it is
+    network: float = None      # bytes/s from one GPU to another node; None: not known
+    network_hop: float = None
+    node: int = 8              # GPUs of a node
+    switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
+
+
+MACHINES = {  # `peak` and `memory` by the datasheet; the rates are of the order that is reached, so measure your own: --machine FILE
+    "h200": Machine("H200", 989e12, 139e9, 600e12, 200e12, 2.8e12, 2.0e11, 4.0e12, 0.6e-3, 330e9, 5e-6, 45e9, 8e-6),
+    "h100": Machine("H100", 989e12, 79e9, 600e12, 200e12, 2.0e12, 1.4e11, 2.8e12, 0.6e-3, 330e9, 5e-6, 45e9, 8e-6),
+    "a100": Machine("A100", 312e12, 79e9, 230e12, 100e12, 1.2e12, 0.8e11, 1.7e12, 0.6e-3, 220e9, 5e-6, 22e9, 8e-6),
+}
+
+
+def rounds(op, elements, width, n, direct, small=False):
+    """(rounds one after the other, bytes sent) of a collective; direct: every rank reaches every other at full speed."""
+    if op == "all_reduce" and small:
+        count = 1 if direct else math.log2(n)
+        return count, elements * width * (n - 1 if direct else count)
+    return (2 if op == "all_reduce" else 1) * (1 if direct or op == "isend" else n - 1), sent(op, elements, width, n, 0)
+
+
+def message_seconds(item, n, machine, inside):
+    """Seconds of a Message in a group of n ranks, of which `inside` share a node: rounds x hop + bytes / bandwidth, call by call.
+
+    A ring that leaves the node is as fast as the network cards of its members there, together, and no faster than the link.
+    """
+    hop, rate, total = machine.hop, machine.link, 0.0
+    if inside < n:
+        hop, rate = machine.network_hop, min(machine.link, machine.network * inside)
+    for elements in item.elements if n > 1 else ():
+        ways = [rounds(item.op, elements, item.width, n, machine.switched and inside == n, small) for small in (False, True)]
+        total += min(count * hop + k / rate for count, k in ways)
+    return item.times * total
+
+
+class Costs(NamedTuple):
+    """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but dp_all."""
+    compute: float      # forward and backward of all micro-batches
+    tp: float           # tensor parallelism's collectives: nothing runs under them
+    bubble: float
+    transfers: float    # of the pipeline, where a rank waits for one
+    dp: float           # data parallelism's collectives, as far as nothing hides them
+    optimizer: float
+    dp_all: float       # hidden or not
+
+    @property
+    def step(self):
+        return sum(self) - self.dp_all
+
+
+def passes(config, tp=1):
+    """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
+
+    F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C + inner). Of
+    what is cut over tp a rank has its part.
+    """
+    c, inner = config.n_embd, config.inner
+    return 10 * c + 2 * inner / tp, 16 * c + 3 * inner / tp, 2 * c + (3 * c + inner) / tp
+
+
+def stage_seconds(config, s, machine, stages):
+    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own rate, and no
+    block faster than the CPU issues it."""
+    c, inner, v = config.n_embd, config.inner, config.vocab_size
+    dtype = train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len
+    blocks, _, head = contents(config, stages)
+
+    matrices = (4 * c * c + 2 * c * inner) / s.tp
+    product = 2 * matrices * tokens / machine.matmul                            # I and W take as many products as F
+    scores = 2 * config.seq_len * c / s.tp * tokens / machine.attention         # Q K^T and P V, half masked; backward has 5 products
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp))
+    f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm   # gradients into their buckets
+    i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
+    slow = max(1.0, machine.launch * (1 if s.recompute == "none" else 4 / 3) / (f + i + w))
+    f, i, w = (blocks * slow * x for x in (f, i, w))
+    if head:
+        product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
+        f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
+    return f, i, w
+
+
+def predict(config, s, machine):
+    """Costs of a training step of train.py in layout s."""
+    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    cuts = list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
+    stages = max((cuts[rank::s.pp] for rank in range(s.pp)), key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
+    f, i, w = stage_seconds(config, s, machine, stages)
+    blocks, first, last = contents(config, stages)
+    vectors = blocks * (9 * c + config.inner)
+    matrices = (blocks * (4 * c * c + 2 * c * config.inner) + max(first, last) * c * config.vocab_size) // s.tp
+    count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
+
+    # Seconds of what is sent, by axis and purpose. Ranks are counted tp innermost, then dp, then pp: so far apart are neighbours.
+    groups = {"tp": (s.tp, 1), "dp": (s.dp, s.tp), "pp": (min(s.pp, 2), s.dp * s.tp), "ends": (min(s.pp, 2), s.dp * s.tp * (s.pp - 1))}
+    spent = Counter()
+    for item in messages(config, s, stages, [(matrices // count, s.zero == 3)] * count + [(vectors, False)]):
+        n, stride = groups[item.axis]
+        spent[item.axis, item.what] += message_seconds(item, n, machine, max(1, min(n, machine.node // max(1, stride))))
+    tp = sum(seconds for (axis, _), seconds in spent.items() if axis == "tp")
+    f, i = f + tp / m / 2, i + tp / m / 2
+
+    # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage.
+    bubble = (s.pp - 1) * (f + i - w if s.schedule == "zb-h1" else (f + i + w) / s.virtual_stages)
+    transfers = spent["pp", "activations"] / max(1, m) * (s.pp - 1) if s.pp > 1 else 0.0
+
+    # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left to do; ZeRO-3
+    # gathers under the unit before, all but the first.
+    gather, reduce = spent["dp", "weights"], spent["dp", "gradients"]
+    if s.zero == 3:
+        dp = m * (max(gather / 2 / m / count, gather / 2 / m - f) + max((gather / 2 + reduce) / m / count, (gather / 2 + reduce) / m - i - w))
+    else:
+        sends = m if s.zero == 2 else 1
+        dp = max(reduce / count, reduce - sends * (i + w)) + gather
+    # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down.
+    optimizer = matrices / (s.dp if s.zero else 1) * (10 * wide + (wide != narrow) * (wide + narrow)) / machine.hbm
+    return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce)
+
+
+# -------------------------------------------------------------------------------------------------------------- the machine
+
+def measure_machine(device, dtype, config, comms=("ring",)):
+    """{comm: Machine} of what these processes run on, at this model's sizes. All ranks at once: in training they share power, too."""
+    cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
+    b, t = max(1, (8192 if cuda else 1024) // config.seq_len), config.seq_len
+
+    def random(*shape):
+        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+
+    def both_ways(module, x, dy=None):
+        def run():
+            module.zero_grad()
+            x.grad = None
+            module(x).backward(dy)
+        return run
+
+    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
+    block, attention, tiny = (Block(size).to(device, dtype) for size in (config, config, GPTConfig(n_embd=32, n_head=1)))
+    attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
+    loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
+    loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
+    x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
+    source, target = (torch.zeros(1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device) for _ in "st")
+    seconds = interleaved({
+        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)), "copy": lambda: target.copy_(source),
+        "block": both_ways(block, x, torch.randn_like(x)), "attention": both_ways(attention.attn, qkv, torch.randn_like(x)),
+        "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row))}, device, 5, calls=3)
+    matmul = 6 * b * t * c * config.inner / seconds["products"]
+    rest = seconds["block"] - seconds["attention"] - 6 * b * t * (4 * c * c + 2 * c * config.inner) / matmul
+    counted = sum(passes(config)) * b * t * dtype.itemsize
+    machine = Machine(
+        torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
+        torch.cuda.get_device_properties(device).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n,
+        matmul, 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
+        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"])
+    machines, group = {}, dist.new_group()
+    small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
+    for comm in comms if n > 1 else ():
+        dist.use_library(group, comm == "torch")
+        seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group), "large": lambda: dist.all_reduce(large, group=group)},
+                              device, 5, calls=5)
+        switched = dist._link(group).switched
+        hop, per_byte = np.linalg.solve([rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)],
+                                        [seconds["small"], seconds["large"]])
+        machines[comm] = dataclasses.replace(machine, link=float(1 / per_byte), hop=float(max(hop, 0)), switched=switched)
+    dist.destroy_process_group(group)
+    return machines or dict.fromkeys(comms, machine)
+
+
+def describe_machine(machine):
+    unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
+    return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention {machine.attention / scale:.0f}; memory "
+            f"{machine.hbm / 1e9:,.0f} GB/s, a block's other operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} "
+            f"GiB; {1e3 * machine.launch:.2f} ms to launch a block"
+            + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message" if machine.link else "")
+            + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network else ""))
+
+
+# --------------------------------------------------------------------------------------------------------------- collectives
+
+# Bus bandwidth as nccl-tests defines it: bytes of the whole tensor / seconds x this. What a link carries, whatever N is.
+BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "reduce_scatter_tensor": lambda n: (n - 1) / n,
+       "all_gather_into_tensor": lambda n: (n - 1) / n, "all_to_all_single": lambda n: (n - 1) / n, "broadcast": lambda n: 1,
+       "reduce": lambda n: 1, "gather": lambda n: (n - 1) / n, "scatter": lambda n: (n - 1) / n, "send right": lambda n: 1}
+
+
+def calls_of(op, size, device):
+    """{comm: function} of one collective over a tensor of `size` bytes, for both libraries; and the number of its elements."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    count = max(1, size // 4 // n) * n if size else 0
+    whole, other, part = torch.zeros(count, device=device), torch.zeros(count, device=device), torch.zeros(count // n, device=device)
+    parts = list(other.view(n, -1)) if rank == 0 else None
+    arguments = {"all_reduce": (whole,), "reduce_scatter_tensor": (part, whole), "all_gather_into_tensor": (whole, part),
+                 "all_to_all_single": (other, whole), "broadcast": (whole, 0), "reduce": (whole, 0), "gather": (part, parts, 0),
+                 "scatter": (part, parts, 0), "barrier": ()}
+    if op == "send right":  # no collective: what the link gives to one message
+        link = dist._link(None)
+        return {"ring": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
+    return {"ring": lambda: getattr(dist, op)(*arguments[op]), "torch": lambda: getattr(torch_dist, op)(*arguments[op])}, count
+
+
+def fit(messages, sizes, seconds):
+    """(seconds a message, bytes a second): the line seconds = a messages + bytes / b, each point weighted by its own size, so that
+    microseconds count as much as seconds do."""
+    m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
+    a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
+    if a < 0 or per_byte <= 0:  # no latency to be seen, or no bandwidth: the other alone
+        a, per_byte = (0.0, np.mean(t / k)) if a < 0 else (np.mean(t / m), 0.0)
+    return float(a), float(1 / per_byte) if per_byte else math.inf
+
+
+def collectives(a):
+    device, n = dist.initialize(a.device), a.gpus
+    backend, law = torch_dist.get_backend(), law_of(None)
+    machines = measure_machine(device, *((torch.bfloat16, PRESETS["gpt2-xl"]) if device.type == "cuda" else (torch.float32, PRESETS["tiny"])),
+                               comms=("ring", "torch"))
+    say(f"{n} processes, {backend}\n{describe_machine(machines['ring'])}")
+    table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", dict(
+        op="collective:<22", size="KiB:>9,.0f", us="ours us:>10,.0f", torch_us="torch us:>10,.0f", ratio="torch / ours:>12.2f",
+        alg="alg GB/s:>8.2f", bus="bus GB/s:>8.2f", torch_bus="torch bus:>9.2f", counted="bytes sent:>14,", formula="formula:>14,"))
+    sizes, fits = [size for i in range(11) if (size := 1024 << (5 if a.quick else 2) * i) <= a.max_bytes], []
+    for op in a.only:
+        points = []
+        for size in sizes if op != "barrier" else [0]:
+            calls, count = calls_of(op, size, device)
+            seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
+            dist.reset_traffic()
+            calls["ring"]()
+            logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
+            gb, row = 4e-9 * count, dict(op=op, n=n, size=count / 256, us=1e6 * seconds["ring"])
+            if count:
+                row |= dict(alg=gb / seconds["ring"], bus=gb / seconds["ring"] * BUS[op](n))
+            if "torch" in seconds:  # a collective
+                row |= dict(torch_us=1e6 * seconds["torch"], ratio=seconds["torch"] / seconds["ring"],
+                            torch_bus=gb / seconds["torch"] * BUS[op](n) if count else None, counted=sum(log.bytes for log in logs),
+                            formula=sum(sent(op, count, 4, n, r, *law) for r in range(n)))
+                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ring"], seconds["torch"]))
+            table.row(**row)
+            del calls
+        if len(points) > 1:
+            m, k, *times = zip(*points)
+            fits.append((op, *fit(m, k, times[0]), *fit(m, k, times[1])))
+    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", dict(
+        op="collective:<22", a="ours a, us:>10.1f", b="ours b, GB/s:>12.2f", torch_a="torch a, us:>11.1f", torch_b="torch b, GB/s:>13.2f"))
+    for op, ours_a, ours_b, torch_a, torch_b in fits:
+        lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
+    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines["ring"]),
+               machine_torch=dataclasses.asdict(machines["torch"]))
+
+
+# --------------------------------------------------------------------------------------------------------------- strategies
+
+def layouts(n, m, virtual):
+    """{strategy: what it sets in train.py's Settings} for n processes."""
+    pipeline = dict(pp=n, micro_batches=m)
+    every = {"ddp": dict(dp=n), "zero1": dict(dp=n, zero=1), "zero2": dict(dp=n, zero=2), "zero3": dict(dp=n, zero=3)}
+    if n > 1:
+        every |= {"tp": dict(tp=n), "gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
+                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual), "zb-h1": dict(pipeline, schedule="zb-h1")}
+    if n > 3 and n % 2 == 0:
+        every |= {"dp+tp": dict(dp=n // 2, tp=2), "zero1+pp": dict(dp=n // 2, zero=1, pp=2, micro_batches=m),
+                  "tp+pp": dict(tp=n // 2, pp=2, micro_batches=m), "zero3+tp": dict(dp=n // 2, zero=3, tp=2)}
+    return every
+
+
+def random_source(config, device):
+    """Weights made where they are used: drawing GPT-2 XL's on the CPU takes longer than the benchmark."""
+    sizes = shapes(config)
+    sizes["lm_head.weight"] = sizes.get("lm_head.weight", sizes["wte.weight"])
+    return lambda name: (torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
+                         torch.randn(sizes[name], device=device).mul_(0.02))
+
+
+def make_trainer(config, s, device):
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
+    return train.Trainer(s, config, random_source(config, device), (tokens, tokens, False), device)
+
+
+def buckets_of(trainer):
+    return [(b.numel, getattr(b, "sharded", False))
+            for b in [b for model in trainer.net.stages.values() for b in getattr(model, "buckets", [])]
+            or getattr(trainer.optimizer, "buckets", [])]
+
+
+def predicted_traffic(trainer):
+    """{collective: bytes} that this rank sends in a step, by the formulas."""
+    s, (pp_rank, dp_rank, tp_rank) = trainer.s, trainer.mesh.get_coordinate()
+    stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count)) if i % s.pp == pp_rank]
+    where = {"dp": (trainer.dp, s.dp, dp_rank), "tp": (trainer.tp, s.tp, tp_rank), "pp": (trainer.pp, s.pp, pp_rank),
+             "ends": (trainer.net.pipeline.ends, 2, int(pp_rank > 0))}
+    total = Counter()
+    for item in messages(trainer.config, s, stages, buckets_of(trainer), tp_rank):
+        group, *place = where[item.axis]
+        total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place, *law_of(group)) for elements in item.elements)
+    return {op: n for op, n in total.items() if n}
+
+
+# What parallel.py calls while it trains (the pipeline's own transfers cannot be left out: a stage would wait for nothing).
+TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+
+
+def replaced(make):
+    """Inside, every collective of training is make(function) instead."""
+    return patch.multiple(dist, **{name: make(getattr(dist, name)) for name in TRAINING})
+
+
+def left_out(function):
+    return lambda *args, async_op=False, **kwargs: dist.Handle(lambda: None, lambda: True) if async_op else None
+
+
+def communication_alone(trainer, device, repeats):
+    """(seconds of a step's collectives one after the other with nothing else running, seconds of the step with none of them).
+
+    From them, hidden = 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong, its time is not.
+    """
+    log, scratch = [], {}
+
+    def recorded(function):
+        def call(*args, **kwargs):
+            bound = inspect.signature(function).bind(*args, **kwargs).arguments
+            log.append(functools.partial(function, **{
+                key: scratch.setdefault((value.shape, value.dtype, key), torch.zeros_like(value, memory_format=torch.contiguous_format))
+                if isinstance(value, torch.Tensor) else value for key, value in bound.items() if key != "async_op"}))
+            return function(*args, **kwargs)
+        return call
+
+    with replaced(recorded):
+        trainer.step(0)
+    alone = interleaved({"": lambda: [call() for call in log]}, device, repeats)[""]
+    log.clear(), scratch.clear()
+    with replaced(left_out):
+        return alone, interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
+
+
+def stage_costs(trainer, device, repeats):
+    """(F, I, W): seconds of one micro-batch through this rank's stages with nothing sent, the slowest rank's. Backward is halved
+    where the schedule does not split it."""
+    s, net, (x, y) = trainer.s, trainer.net, trainer.micro_batches(trainer.train_data, 0, 0)
+    pipe, samples = net.pipeline, []
+    kinds = "IW" if any(action.kind == "I" for action in net.actions(s.schedule, s.micro_batches)) else "B"
+    for _ in range(2 + repeats):
+        marks = []
+        for stage, module in pipe.stages.items():
+            value = x[0] if stage == 0 else torch.randn(*x[0].shape, trainer.config.n_embd, dtype=trainer.dtype, device=device)
+            passage = (pipe.recordings.get(stage) or [parallel.Passage(
+                module, net.loss if stage == net.count - 1 else None, pipe.later[stage])])[-1]
+            with net.syncs[stage].no_sync():
+                marks.append([mark(device)])
+                out = passage.forward(value, y[0])
+                marks[-1].append(mark(device))
+                for kind in kinds:
+                    passage.backward(kind, torch.ones_like(out))
+                    marks[-1].append(mark(device))
+        synchronize(device)
+        samples.append([sum(column) for column in zip(*([between(a, b) for a, b in zip(row, row[1:])] for row in marks))])
+    f, *backward = max(of_all_ranks([statistics.median(column) for column in zip(*samples[2:])]), key=sum)
+    return f, *(backward if len(backward) == 2 else [backward[0] / 2] * 2)
+
+
+# PyTorch's own, of the same kind: builder(config, s, device, x, y) -> (step, what to call it). x, y: the micro-batches ours gets.
+
+def plain_model(config, device, dtype=torch.float32, pieces=None):
+    model = GPT(config, seed=None, pieces=pieces)
+    materialize(model, random_source(config, device), device, dtype)
+    return model
+
+
+def torch_step(model, optimizer, params, s, device, x, y, precision=None):
+    precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
+
+    def step():
+        optimizer.zero_grad()
+        for i, (tokens, targets) in enumerate(zip(x, y)):
+            with contextlib.nullcontext() if i == len(x) - 1 or not hasattr(model, "no_sync") else model.no_sync(), precision():
+                logits = model(tokens).flatten(0, 1)
+                (F.cross_entropy(logits if isinstance(logits, DTensor()) else logits.float(), targets.flatten()) / len(x)).backward()
+        for some in params:
+            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        optimizer.step()
+    return step
+
+
+@functools.cache
+def DTensor():
+    from torch.distributed.tensor import DTensor
+    return DTensor
+
+
+def adamw(params, device):
+    return torch.optim.AdamW(params, lr=1e-4, fused=device.type == "cuda")
+
+
+def torch_ddp(config, s, device, x, y):
+    """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
+    options, params = dict(lr=1e-4, fused=device.type == "cuda"), list(model.parameters())
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options) if s.zero else torch.optim.AdamW(params, **options)
+    return torch_step(model, optimizer, [params], s, device, x, y), "ZeroRedundancyOptimizer" if s.zero else "DDP"
+
+
+def torch_fsdp(config, s, device, x, y):
+    """fully_shard; with weights kept after forward (no second all-gather) it is what comes nearest to ZeRO-2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    model, kept = plain_model(config, device), s.zero == 2
+    options = dict(mesh=parallel.make_mesh(device.type, dp=s.dp)["dp"], reshard_after_forward=not kept,
+                   mp_policy=MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32))
+    for block in model.h.values():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    step = torch_step(model, adamw(model.parameters(), device), [list(model.parameters())], s, device, x, y, contextlib.nullcontext)
+    return step, "fully_shard" + ", kept" * kept
+
+
+def torch_tp(config, s, device, x, y):
+    """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q, k and v, not
+    by heads: other numbers, the same work."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    model = plain_model(config, device, train.DTYPES[s.dtype])
+    parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
+        "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
+        "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    if config.tied:
+        model.lm_head.weight = model.wte.weight
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor()) == cut] for cut in (True, False)]
+    return torch_step(model, adamw([dict(params=kind) for kind in kinds], device), kinds, s, device, x, y, loss_parallel), "DTensor"
+
+
+def torch_pipeline(schedule):
+    def build(config, s, device, x, y):
+        """torch.distributed.pipelining. Weights in the compute dtype, tied ones not kept equal, the norm each rank's own: less work."""
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+        made = getattr(pipelining, schedule, ScheduleInterleavedZeroBubble)
+        rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
+        modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
+        stages = [pipelining.PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+        runner = made(stages if "Interleaved" in schedule else stages[0], len(x),
+                      loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+        params = [p for module in modules.values() for p in module.parameters()]
+        optimizer, tokens, targets = adamw(params, device), torch.cat(x), torch.cat(y)
+
+        def step():
+            optimizer.zero_grad()
+            runner.step(*([tokens] if rank == 0 else []), **(dict(target=targets, losses=[]) if rank == s.pp - 1 else {}))
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+        return step, schedule.removeprefix("Schedule")
+    return build
+
+
+PEERS = {"ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp, "tp": torch_tp,
+         "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
+         "interleaved": torch_pipeline("ScheduleInterleaved1F1B"), "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble")}
+
+
+def forget():
+    """Free what the last strategy left: cycles, cached blocks, and every group but the world's (each holds sockets or buffers)."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for group in list(torch_dist.distributed_c10d._world.pg_map):
+        if group is not torch_dist.group.WORLD:
+            dist.destroy_process_group(group)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def peak_gib(device, build):
+    """(what build() returns, its peak on this rank in GiB as the allocator saw it, beyond what was there before); None on the CPU."""
+    if device.type != "cuda":
+        return build(), None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = build()
+    torch.cuda.synchronize()
+    return made, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def strategies(a):
+    device = dist.initialize(a.device)
+    comms = ("ring", "torch") if a.comm == "both" else (a.comm,)
+    machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {a.config.parameters():,} parameters, {a.dtype}; {a.batch_size} "
+        f"sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}")
+    for reason in a.reasons:
+        say(f"left out: {reason}")
+    table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: GiB of tensors on rank 0 (peak: the\n"
+                  "allocator's); MiB rank 0 sends; bubble. hidden: communication that runs under computation.", dict(
+        strategy="strategy:<11", who="who:<29", ms="ms:>8.1f", plan="(plan):>8.1f", ratio="torch / ours:>12.2f",
+        tokens="tokens/s GPU:>12,.0f", mfu="MFU %:>5.1f", memory="GiB:>6.2f", memory_measured="measured:>8.2f", peak="peak:>6.2f",
+        traffic="MiB sent:>9,.1f", traffic_counted="counted:>9,.1f", hidden="hidden %:>8.0f", bubble="bubble %:>8.1f",
+        bubble_measured="measured:>8.1f"))
+    for name, s in a.layouts.items():
+        for row in measure_strategy(name, s, a, device, machines):
+            table.row(**row)
+        forget()
+    say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
+    for row in table.rows:
+        if "memory_by_rank" in row:
+            predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column) for column in zip(*row["memory_by_rank"]))
+            peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
+            say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
+    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machines[comms[0]]))
+
+
+def measure_strategy(name, s, a, device, machines):
+    """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
+    comms, config, tokens = list(machines), a.config, a.batch_size * a.config.seq_len / a.gpus
+
+    def build():
+        trainer = make_trainer(config, s, device)
+        trainer.step(0, train.BirthLog())
+        trainer.step(1)
+        return trainer
+
+    def build_peer():
+        step, title = PEERS[name](config, s, device, *batches)
+        step(), step()
+        return step, "torch " + title
+
+    def ours(comm):
+        for group in {trainer.pp, trainer.dp, trainer.tp, trainer.net.pipeline.ends} - {None}:
+            dist.use_library(group, comm == "torch")
+        trainer.step(2)
+
+    trainer, peak = peak_gib(device, build)
+    batches = trainer.micro_batches(trainer.train_data, 0, 0)
+    memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
+    formula = predicted_traffic(trainer)
+    ours("ring")
+    dist.reset_traffic()
+    ours("ring")
+    counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+
+    steps = {comm: functools.partial(ours, comm) for comm in comms}
+    if s.pp > 1:
+        steps["gradients"] = lambda: (trainer.optimizer.zero_grad(), trainer.net.forward_backward(*batches, s.schedule))
+    if name in PEERS:
+        (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
+    seconds = interleaved(steps, device, a.repeats)
+    first = dict(
+        memory=sum(memory[0][0].values()) / 2**30, memory_measured=sum(memory[0][1].values()) / 2**30, memory_by_rank=memory,
+        peak_by_rank=peaks, traffic=sum(formula.values()) / 2**20, traffic_counted=sum(counted.values()) / 2**20,
+        traffic_by_collective=formula, counted_by_collective=counted)
+    ours(comms[0])
+    if s.pp > 1:
+        f, i, w = stage_costs(trainer, device, a.repeats)
+        timeline = parallel.simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), f, i, w)
+        first |= dict(bubble=100 * max(timeline.idle) / timeline.length, f_i_w_ms=[1e3 * x for x in (f, i, w)],
+                      bubble_measured=100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"], gradients_ms=1e3 * seconds["gradients"])
+    elif a.gpus > 1 and s.cuda_graphs == "off":  # a graph would send all the same
+        alone, without = communication_alone(trainer, device, a.repeats)
+        first |= dict(communication_ms=1e3 * alone, without_communication_ms=1e3 * without)
+        if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
+            first |= dict(hidden=100 * (1 - (seconds[comms[0]] - without) / alone))
+
+    def row(who, label, peak, **more):
+        speed = tokens / seconds[who]
+        mfu = 100 * speed * config.flops_per_token() / machines[comms[0]].peak if machines[comms[0]].peak else None
+        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, mfu=mfu, peak=peak, settings=dataclasses.asdict(s), **more)
+
+    for comm in comms:
+        yield row(comm, f"ours, {'ring' if comm == 'ring' else torch_dist.get_backend()}", peak,
+                  plan=1e3 * predict(config, s, machines[comm]).step, ratio=seconds["peer"] / seconds[comm] if name in PEERS else None,
+                  **(first if comm == comms[0] else {}))
+    if name in PEERS:
+        yield row("peer", title, peer_peak)
+
+
+# --------------------------------------------------------------------------------------------------------------------- plan
+
+ROOM = 0.9  # share of a GPU's memory that predictions may fill: temporaries, the allocator's gaps and NCCL's buffers want the rest
+
+split_pieces = functools.cache(parallel.split_pieces)
+
+
+@functools.cache
+def static_bytes(config, zero, dp, tp, dtype, pieces):
+    return sum(parallel.memory_bytes(config, zero, dp, tp, dtype, micro_batch=0, pieces=pieces).values())
+
+
+@functools.cache
+def held(schedule, p, m, v):
+    """Micro-batches whose activations each pipeline rank holds at once."""
+    return parallel.simulate(parallel.SCHEDULES[schedule](p, m, v)).peak
+
+
+def needed_bytes(config, s):
+    """Bytes of the fuller of the first and the last pipeline rank: one has the embedding and most activations, one the logits."""
+    cuts, dtype = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
+    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # from there on, more change nothing
+    if s.schedule == "gpipe":
+        peak = [s.micro_batches] * s.pp
+    return max(static_bytes(config, s.zero, s.dp, s.tp, dtype, tuple(cuts[rank::s.pp])) +
+               math.ceil(peak[rank]) * parallel.activation_bytes(config, s.batch_size // s.dp // s.micro_batches, s.tp, dtype.itemsize,
+                                                                 s.recompute, cuts[rank::s.pp]) for rank in (0, s.pp - 1))
+
+
+def divisors(n):
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def all_layouts(config, gpus, batch_size, dtype, node):
+    """Every layout of train.py worth a look: tensor parallelism within a node, micro-batches of powers of two."""
+    for tp in divisors(math.gcd(config.n_head, gpus)):
+        for pp in divisors(gpus // tp):
+            dp = gpus // tp // pp
+            if tp > node or pp > config.n_layer + 2 or batch_size % dp:
+                continue
+            for log in range((batch_size // dp).bit_length()):
+                m, rest = divmod(batch_size // dp, 1 << log)
+                if rest:
+                    continue
+                schedules = [("1f1b", 1)]
+                if pp > 1:
+                    schedules += [("zb-h1", 1)] * (m >= pp)
+                    schedules += [("interleaved", v) for v in (2, 4) if m % pp == 0 and v * pp <= config.n_layer + 2]
+                for (schedule, v) in schedules:
+                    for zero in range(4) if dp > 1 else [0]:
+                        for recompute in ("none", "attention", "block"):
+                            if not (schedule == "zb-h1" and recompute != "none"):
+                                yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule, virtual_stages=v, dtype=dtype,
+                                                     batch_size=batch_size, micro_batches=m, recompute=recompute)
+
+
+def describe_layout(s):
+    return "  ".join([f"dp {s.dp}" + f" ZeRO-{s.zero}" * (s.zero > 0)] * (s.dp > 1) + [f"tp {s.tp}"] * (s.tp > 1) + [
+        f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
+        + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
+
+
+def limit(costs):
+    """What takes most of the step beside the computation."""
+    name, seconds = max(list(costs._asdict().items())[1:-1], key=lambda item: item[1])
+    name = {"tp": "tensor-parallel traffic", "dp": "data-parallel traffic"}.get(name, name)
+    return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
+
+
+def plan(a):
+    config, machine = a.config, a.machine
+    say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of {config.seq_len} a step"
+        f"\n{describe_machine(machine)}")
+    candidates = sorted(((predict(config, s, machine), s) for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine.node)),
+                        key=lambda pair: pair[0].step)
+    table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", dict(
+        layout="layout:<44", micro="micro-batches:>13", ms="ms:>10,.1f", tokens="tokens/s GPU:>12,.0f", mfu="MFU %:>5.1f", gib="GiB:>6.1f",
+        bubble="bubble %:>8.1f", dp="dp %:>6.1f", tp="tp %:>6.1f", pp="pp %:>6.1f", limit="beside computation:<28"))
+    tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
+    for costs, s in candidates:
+        key = (s.dp, s.tp, s.pp, s.zero, s.schedule)  # one row each: the best micro-batches, virtual stages and recomputation
+        if key in seen or (need := needed_bytes(config, s)) > ROOM * machine.memory:
+            continue
+        seen.add(key)
+        table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", ms=1e3 * costs.step,
+                  tokens=tokens / costs.step, gib=need / 2**30, bubble=100 * costs.bubble / costs.step, limit=limit(costs),
+                  mfu=100 * tokens / costs.step * config.flops_per_token() / machine.peak if machine.peak else None,
+                  dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
+                  pp=100 * costs.transfers / costs.compute, settings=dataclasses.asdict(s), costs=costs._asdict())
+        if len(table.rows) == a.top:
+            break
+    if not table.rows:
+        smallest = min((needed_bytes(config, s) for _, s in candidates), default=None)
+        say("\nno layout divides batch and heads: give another --batch-size" if smallest is None else
+            f"\nnothing fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: the leanest layout needs {smallest / 2**30:.1f}; give more --gpus")
+    write_json(a.json, "plan", torch.device("cpu"), [table], machine=dataclasses.asdict(machine))
+    return table
+
+
+# ------------------------------------------------------------------------------------------------------------------ scaling
+
+def scaling(a):
+    """`strategies` with 1, 2, 4, ... processes: weak, the batch grows with them; strong, it stays."""
+    table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", dict(
+        kind="scaling:<7", gpus="GPUs:>5", strategy="strategy:<11", who="who:<29", batch="batch:>6", ms="ms:>8.1f",
+        tokens="tokens/s GPU:>12,.0f", efficiency="efficiency %:>12.1f", mfu="MFU %:>5.1f"))
+    worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
+    one, done = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("weak", "strong"):
+            for n in worlds:
+                batch = a.batch_size * (n if kind == "weak" else worlds[-1])
+                if (n, batch) not in done:  # the largest world's two are one
+                    path = os.path.join(folder, f"{n}-{batch}.json")
+                    words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size", batch, "--json", path,
+                             "--accumulate", batch // n // a.batch_size, "--only", *a.only, *["--quick"] * a.quick]
+                    for name in ("device", "comm", "dtype", "model", "cuda_graphs", "repeats", *SIZES):
+                        words += [f"--{name.replace('_', '-')}", getattr(a, name)] if getattr(a, name) else []
+                    subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
+                    with open(path) as file:
+                        done[n, batch] = json.load(file)["rows"]
+                for row in done[n, batch]:
+                    first = one.setdefault((kind, row["strategy"], row["who"]), row["tokens"])
+                    table.row(kind=kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
+                              **{key: row.get(key) for key in ("strategy", "who", "ms", "tokens", "mfu")})
+    write_json(a.json, "scaling", torch.device("cpu"), [table])
+    return table
+
+
+# -------------------------------------------------------------------------------------------------------------------- flags
+
+WHAT = {"collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling}
+OF_A_MODEL, MEASURED, TRAINED = ("strategies", "plan", "scaling"), ("collectives", "strategies", "scaling"), ("strategies", "scaling")
+SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")
+FLAGS = [  # which of WHAT take it, its name, the rest
+    (tuple(WHAT), "--json", dict(default="", metavar="FILE", help="leave the rows there, with hardware, versions, commit")),
+    (tuple(WHAT), "--gpus", dict(type=parallel.positive, help="processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2")),
+    (MEASURED, "--device", dict(choices=["auto", "cpu", "cuda"], default="auto")),
+    (MEASURED, "--quick", dict(action="store_true", help="tiny sizes, few repeats: does it work?")),
+    (MEASURED, "--only", dict(nargs="+", metavar="NAME", help="of the collectives or strategies; left out, all; scaling: ddp zero3")),
+    (("collectives",), "--max-bytes", dict(type=parallel.positive, help="largest tensor; left out, 1 GiB, on the CPU 16 MiB")),
+    (OF_A_MODEL, "--model", dict(choices=list(PRESETS), help="preset; left out, gpt2, on the CPU tiny, plan gpt2-xl")),
+    *((OF_A_MODEL, "--" + name.replace("_", "-"), dict(type=parallel.positive, help="instead of the preset's")) for name in SIZES),
+    (OF_A_MODEL, "--batch-size", dict(type=parallel.positive, help="sequences a step, of all GPUs, scaling: of each; left out, 8 for each")),
+    (OF_A_MODEL, "--dtype", dict(choices=["bf16", "fp32"], help="what layers compute in; left out, bf16, on the CPU fp32")),
+    (TRAINED, "--comm", dict(choices=["ring", "torch", "both"], default="ring", help="collectives under our strategies")),
+    (TRAINED, "--accumulate", dict(type=parallel.positive, default=1, help="micro-batches without a pipeline")),
+    (TRAINED, "--micro-batches", dict(type=parallel.positive, default=8, help="of a pipeline")),
+    (TRAINED, "--virtual-stages", dict(type=parallel.positive, default=2, help="of a rank in the interleaved pipeline")),
+    (TRAINED, "--cuda-graphs", dict(choices=["off", "on"], default="off", help="train.py's, where ZeRO is 0 or 1")),
+    (TRAINED, "--repeats", dict(type=parallel.positive, help="of each step; left out, 7, --quick 3")),
+    (("plan",), "--machine", dict(default="h200", help=f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote")),
+    (("plan",), "--node", dict(type=parallel.positive, help="GPUs of a node, instead of the machine's")),
+    (("plan",), "--network", dict(type=parallel.positive, metavar="GB/S", help="from a GPU to another node, instead of the machine's")),
+    (("plan",), "--top", dict(type=parallel.positive, default=15, help="layouts to print")),
+]
+
+
+def parse(words):
+    parser = train.Parser(description="What the lecture predicts, what we measure, what PyTorch's own does.", allow_abbrev=False)
+    whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT", help=" | ".join(WHAT))
+    for what in WHAT:
+        sub = whats.add_parser(what, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        for takers, name, more in FLAGS:
+            if what in takers:
+                sub.add_argument(name, **more)
+    return parser.parse_args(words)
+
+
+def check(a, world):
+    """Fill in what was left out; BadInput before any process starts. Returns the number of processes needed."""
+    if a.json and not os.path.isdir(os.path.dirname(os.path.abspath(a.json))):
+        raise BadInput(f"--json {a.json}: there is no such folder; give e.g. --json {os.path.basename(a.json)}")
+    if a.what == "plan":
+        a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
+        a.machine = load_machine(a)
+    else:
+        check_processes(a, world)
+    if a.what == "collectives":
+        a.max_bytes, a.only = a.max_bytes or (1 << 20 if a.quick else 1 << 30 if a.device == "cuda" else 1 << 24), a.only or [*BUS, "barrier"]
+        if a.gpus == 1:
+            raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2" + " --device cpu" * (a.device == "cuda"))
+        if a.max_bytes < 1024:
+            raise BadInput(f"--max-bytes {a.max_bytes}: sizes start at 1 KiB; give e.g. --max-bytes 1048576")
+        for name in set(a.only) - {*BUS, "barrier"}:
+            raise BadInput(f"--only {name}: there are {', '.join(BUS)}, barrier")
+        return a.gpus
+    a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
+    a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
+    a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
+    a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
+    if a.what in TRAINED:
+        a.repeats = a.repeats or (3 if a.quick else 7)
+        a.only = a.only or (["ddp", "zero3"] if a.what == "scaling" else None)
+        check_strategies(a, a.batch_size * (a.gpus if a.what == "scaling" else 1))
+    return a.gpus if a.what == "strategies" else 1
+
+
+def check_processes(a, world):
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
+    if world > 1 and a.what == "scaling":
+        raise BadInput("scaling starts its own processes: give python bench.py scaling, without torchrun")
+    if world > 1 and a.gpus not in (None, world):
+        raise BadInput(f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
+    a.gpus = a.gpus or (world if world > 1 else max(1, gpus) if a.device == "cuda" else 2)
+    if a.device == "cuda" and world == 1 and a.gpus > gpus:
+        raise BadInput(f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
+
+
+def check_strategies(a, batch_size):
+    """a.layouts: {strategy: Settings} of those that can run. One that was asked for by name must."""
+    every = layouts(a.gpus, a.micro_batches, a.virtual_stages)
+    a.layouts, a.reasons = {}, []
+    for name in a.only or every:
+        if name not in every:
+            raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
+        s = train.Settings(**dict(dict(dtype=a.dtype, device=a.device, batch_size=batch_size, micro_batches=a.accumulate), **every[name]))
+        s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
+        try:
+            train.check_layout(s, a.config, 1, 1)
+            a.layouts[name] = s
+        except BadInput as problem:
+            if a.only:
+                raise BadInput(f"--only {name}: {problem}") from None
+            a.reasons.append(f"{name}: {problem}")
+    if not a.layouts:
+        raise BadInput(f"--batch-size {a.batch_size}: no strategy can run so; {a.reasons[0]}")
+
+
+def load_machine(a):
+    machine = MACHINES.get(a.machine)
+    if machine is None:
+        try:
+            with open(a.machine) as file:
+                machine = Machine(**json.load(file)["machine"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise BadInput(f"--machine {a.machine}: {type(error).__name__} {error}; give one of {', '.join(MACHINES)}, or a file that "
+                           f"`bench.py collectives --json` wrote") from None
+    given = dict(node=a.node, network=a.network and 1e9 * a.network, network_hop=machine.network_hop or machine.hop)
+    machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
+    if machine.link is None:
+        raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it again with --gpus 2 or more")
+    if a.gpus > machine.node and not machine.network:
+        raise BadInput(f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how fast the "
+                       f"network is: give e.g. --network 45")
+    return machine
+
+
+def main():
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if len(sys.argv) == 1:
+        print(__doc__.strip())
+        return
+    try:
+        a = parse(sys.argv[1:])
+        processes = check(a, world)
+    except BadInput as problem:
+        if rank == 0:
+            print(f"bench.py: {problem}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
+        sys.exit(2)
+    if processes > world or (processes > 1 and "RANK" not in os.environ):
+        dist.start_again(processes)
+    WHAT[a.what](a)
+    if dist.is_initialized():
+        torch_dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
