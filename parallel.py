@@ -1247,9 +1247,9 @@ class Pipeline:
             if self.spans is not None:
                 self.spans.append((action, begin, self._now()))
             while self.sending and self.sending[0][0].is_completed():
-                self.sending.popleft()[0].wait()
+                dist.wait_for(self.sending.popleft()[0], "isend of the pipeline")
         while self.sending:
-            self.sending.popleft()[0].wait()
+            dist.wait_for(self.sending.popleft()[0], "isend of the pipeline")
         return losses
 
     def _forward(self, s, i, inputs, loss):
@@ -1290,12 +1290,9 @@ class Pipeline:
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
         handle, buffer, source = value
-        try:
-            handle.wait()
-        except RuntimeError as error:
-            what = "activation" if way == "F" else "gradient"
-            raise RuntimeError(f"rank {dist.get_rank()} (pipeline rank {self.rank}) waited for the {what} of micro-batch {i} from rank "
-                               f"{self.ranks[source]} (pipeline rank {source}): {error}") from None
+        what = f"{'activation' if way == 'F' else 'gradient'} of micro-batch {i} from rank {self.ranks[source]}"
+        dist.progress(f"waiting for the {what}")
+        dist.wait_for(handle, f"pipeline rank {self.rank} waited for the {what} (pipeline rank {source})")
         return buffer
 
     def _now(self):
