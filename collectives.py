@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -95,7 +96,8 @@ def wait_for(handle, what):
     try:
         handle.wait()
     except RuntimeError as error:
-        raise PeerError(f"{what}: {error}") from None
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file names and good wishes
+        raise PeerError(f"{what}: {text}") from None
 
 
 # ------------------------------------------------------------------------------------------------- a group seen as messages

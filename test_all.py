@@ -10,6 +10,7 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import gc
 import inspect
@@ -17,7 +18,11 @@ import json
 import math
 import multiprocessing
 import os
+import re
+import resource
+import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -1454,3 +1459,297 @@ def test_train_on_gpus(tmp_path):
     printed, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     assert "cuda (NCCL)" in printed and log_of(tmp_path / "out")[-1]["val_loss"] < 3
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints, faults
+#
+# Here processes die, so they are not the pool's: `Ranks` runs train.py's `main` in new ones, started as torchrun would but in a tenth
+# of its time.
+
+slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
+
+
+def _rank(rank, size, port, flags, log, file_bytes):
+    torch.set_num_threads(1)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    sys.argv = ["train.py", *flags]
+    train.main()
+
+
+class Ranks:
+    """`size` processes of one training run, which may be killed; what they print goes to `log`."""
+
+    def __init__(self, flags, size, log, file_bytes=None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["numpy", "pytest", "train"])
+        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
+        open(log, "a").close()
+        self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
+        self.processes = [context.Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes), daemon=True)
+                          for r in range(size)]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, rank, sig=signal.SIGKILL):
+        os.kill(self.processes[rank].pid, sig)
+
+    def printed(self):
+        with open(self.log) as file:
+            file.seek(self.since)
+            return file.read()
+
+    def wait_for(self, text, timeout=30):
+        deadline = time.time() + timeout
+        while text not in self.printed():
+            assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
+            time.sleep(0.02)
+
+    def end(self, timeout=40, ranks=None):
+        """Their exit codes, which must come within `timeout` seconds."""
+        some = [p for r, p in enumerate(self.processes) if ranks is None or r in ranks]
+        deadline = time.time() + timeout
+        for p in some:
+            p.join(max(0, deadline - time.time()))
+        codes = [p.exitcode for p in some]
+        if None in codes or ranks:
+            for p in self.processes:
+                p.kill()
+        assert None not in codes, f"{codes}\n{self.printed()}"
+        return codes
+
+
+TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
+
+
+def end_of(run):
+    """(losses by step, checksums of the newest checkpoint's files) of a run's folder."""
+    newest = train.open_checkpoint(train.checkpoints(run)[-1], True)
+    return {entry["step"]: entry["loss"] for entry in log_of(run) if "loss" in entry}, newest.manifest["files"], newest.manifest["step"]
+
+
+SAME = [(1, []), (2, ["--zero", "1", "--dtype", "bf16"]), (4, ["--tp", "2", "--zero", "2", "--dtype", "fp16"]), (4, ["--zero", "3"]),
+        (4, ["--pp", "2", "--tp", "2", "--micro-batches", "2", "--schedule", "zb-h1"]), (2, ["--zero", "3", "--dtype", "bf16"]),
+        (2, ["--dtype", "bf16"]), (2, ["--tp", "2", "--vocab-size", "259"])]
+
+
+@pytest.mark.parametrize("size,flags", SAME, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
+def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags):
+    """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for bit."""
+    flags = TRAIN + ["--data", text, "--steps", "8", "--save-every", "4", "--lr", "0.01", "--clip", "0.5", "--out", str(tmp_path), *flags]
+    flags[flags.index("--device") + 1] = pool(size).device_type
+    pool(size).run(run_training, flags)
+    want = end_of(tmp_path)
+    assert len(want[0]) == 8 and want[2] == 8
+    shutil.rmtree(tmp_path / "step-00000008")
+    pool(size).run(run_training, flags)
+    assert end_of(tmp_path) == want
+
+
+def test_checkpoint_fits_every_layout(pool, text, tmp_path):
+    """A run moves: dp 2 x tp 2, pipeline with ZeRO-1, one process, ZeRO-3, from the middle of one to the middle of the next."""
+    device = pool(4).device_type
+    flags = TRAIN + ["--data", text, "--steps", "12", "--save-every", "1", "--keep", "0", "--lr", "0.01", "--clip", "0.5", "--dtype", "fp64",
+                     "--device", device]
+    pool(1).run(run_training, flags + ["--out", str(tmp_path / "whole")])
+    moves = [(4, ["--tp", "2"], 3), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 6), (1, [], 8), (4, ["--zero", "3"], 10),
+             (3, ["--pp", "3"], 11), (2, ["--zero", "2", "--tp", "1"], 12)]
+    last, done = [], 0
+    for i, (size, layout, stop) in enumerate(moves):
+        out = str(tmp_path / str(i))
+        assert pool(size).run(run_training, flags + layout + last + ["--out", out]) == [True] * size
+        log = log_of(out)
+        assert [entry["step"] for entry in log] == list(range(done + 1, 13))
+        for a, b in zip(log, log_of(tmp_path / "whole")[done:]):
+            assert all(abs(a[key] - b[key]) <= 1e-10 * abs(b[key]) for key in ("loss", "grad_norm", "lr")), (layout, a, b)
+        last, done = ["--resume", os.path.join(out, f"step-{stop:08}")], stop
+    for file in ("model", "optimizer"):
+        want, got = (model.read_safetensors(f"{folder}/step-00000012/{file}.safetensors") for folder in (tmp_path / "whole", out))
+        assert want.keys() == got.keys() and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items())
+
+
+def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
+    flags = TRAIN + ["--data", text, "--steps", "3", "--seed", "5", "--save-every", "2", "--out", str(tmp_path / "run")]
+    assert Ranks(flags, 1, tmp_path / "log").end() == [0]
+    longer = Ranks(["--resume", "--out", str(tmp_path / "run"), "--steps", "5", "--lr", "0.005", "--device", "cpu", "--log-every", "1",
+                    "--sample", "6", "--prompt", "line"], 1, tmp_path / "log")
+    assert longer.end() == [0]
+    assert "step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here" in longer.printed(), longer.printed()
+    assert [entry["step"] for entry in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert train.open_checkpoint(tmp_path / "run" / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
+    files = sorted(os.listdir(tmp_path / "run"))
+    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line"], 1, tmp_path / "log")
+    assert sample.end() == [0]
+    assert sample.printed().split("---")[-2] == longer.printed().split("---")[-2]  # the same six bytes after "line"
+    assert files == sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
+
+
+def test_transformers_reads_a_checkpoint(pool, text, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pool(2).run(run_training, TRAIN + ["--data", text, "--steps", "2", "--tp", "2", "--out", str(tmp_path)])
+    hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "step-00000002").eval()
+    ours, tokens = GPT.from_hf(tmp_path / "step-00000002"), torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        assert (hf(tokens).logits - ours(tokens)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=slow)])
+def test_killed_runs_lose_nothing(text, tmp_path, kills):
+    """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
+    ends with the loss, and the files, of the run that nobody killed."""
+    flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "1", "--timeout", "20", "--dp", "2", "--zero", "1"]
+    started = time.time()
+    assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
+    length, want, rng, killed, unfinished = time.time() - started, end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
+    while killed < kills:
+        out = str(tmp_path / f"run{killed}")
+        for _ in range(5):  # at most so many times the same run, then it is let through
+            ranks = Ranks(flags + ["--out", out], 2, tmp_path / "log")
+            time.sleep(rng.uniform(0.1, 1.0) * length)
+            victims = [0, 1] if rng.random() < 0.3 else [int(rng.integers(2))]
+            alive = any(p.is_alive() for p in ranks.processes)
+            for victim in victims:
+                ranks.processes[victim].kill()
+            codes = ranks.end()
+            if not alive:
+                break  # it was faster
+            killed += 1
+            assert 0 not in codes or set(codes) == {0, -9}, ranks.printed()
+            unfinished += any(name.startswith(".step") for name in os.listdir(out)) if os.path.exists(out) else 0
+            for path in train.checkpoints(out):
+                train.open_checkpoint(path, True)
+        last = Ranks(flags + ["--out", out], 2, tmp_path / "log")
+        assert last.end() == [0, 0], last.printed()
+        assert end_of(out) == want
+        assert not any(name.startswith(".step") for name in os.listdir(out))
+    if kills >= 100:
+        assert unfinished  # some of them were caught writing
+    print(f"{killed} runs killed, {unfinished} of them while they wrote; none lost anything")
+
+
+def test_killed_rank_ends_the_others_who_say_so(text, tmp_path):
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--dp", "3", "--batch-size", "9", "--timeout", "5"], 3, tmp_path / "log")
+    ranks.wait_for("step      20/")
+    ranks.kill(2)
+    assert ranks.end(20) == [1, 1, -9]
+    lines = [line for line in ranks.printed().splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 2 and any("rank 2 gives no sign of life since step" in line for line in lines), lines
+    assert all(re.match(r"train.py: rank [01]: step \d+, \w.*", line) for line in lines) and "Traceback" not in ranks.printed()
+
+
+def test_stalled_rank_is_named_within_the_timeout(text, tmp_path):
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--tp", "2", "--pp", "2", "--timeout", "3"], 4, tmp_path / "log")
+    ranks.wait_for("step      20/")
+    ranks.kill(1, signal.SIGSTOP)
+    started = time.time()
+    assert ranks.end(15, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 2
+    lines = [line for line in ranks.printed().splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 3 and all("rank 1 gives no sign of life since step" in line for line in lines), ranks.printed()
+
+
+def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
+    flags = TRAIN + ["--data", text, "--steps", "100", "--save-every", "0", "--dp", "2"]
+    assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
+    ranks = Ranks(flags + ["--out", str(tmp_path / "run")], 2, tmp_path / "log")
+    ranks.wait_for("step  20/100")
+    ranks.kill(1, signal.SIGTERM)  # one of them is enough
+    assert ranks.end() == [0, 0] and "SIGTERM: the same command goes on from here" in ranks.printed()
+    step = end_of(tmp_path / "run")[2]
+    assert 20 <= step < 100 and max(entry["step"] for entry in log_of(tmp_path / "run")) == step
+    again = Ranks(flags + ["--out", str(tmp_path / "run")], 2, tmp_path / "log")
+    assert again.end() == [0, 0] and f"after step {step}" in again.printed()
+    assert end_of(tmp_path / "run") == end_of(tmp_path / "whole")
+
+
+def not_finite(text, out, on_nan, zero):
+    """One rank's loss is NaN in step 3; what the others do."""
+    flags = TRAIN + ["--data", text, "--steps", "5", "--on-nan", on_nan, "--zero", str(zero), "--save-every", "1", "--out", out]
+    run = train.prepare(flags, dist.get_rank(), 2, 2)
+    whole, calls = parallel.cross_entropy, []
+
+    def loss(*arguments):
+        calls.append(0)
+        return whole(*arguments) * (math.nan if len(calls) == 3 and dist.get_rank() == 1 else 1)
+
+    parallel.cross_entropy = loss
+    try:
+        return train.train(run, torch.device("cpu"))
+    except train.NotFinite as error:
+        return str(error)
+    finally:
+        parallel.cross_entropy = whole
+        if run.lock:
+            run.lock.close()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
+    if pool(2).device_type != "cpu":
+        pytest.skip("the flags say cpu")
+    for text_of_error in pool(2).run(not_finite, text, str(tmp_path / "stop"), "stop", zero):
+        assert "the loss on rank 1 is not finite" in text_of_error
+    assert log_of(tmp_path / "stop")[-1] == {"step": 3, "not_finite": "the loss on rank 1", "on_nan": "stop"}
+    assert end_of(tmp_path / "stop")[2] == 2  # what is saved is from before
+    assert pool(2).run(not_finite, text, str(tmp_path / "skip"), "skip", zero) == [True, True]
+    losses, _, step = end_of(tmp_path / "skip")
+    assert step == 5 and losses[3] == "nan" and all(math.isfinite(losses[i]) for i in (1, 2, 4, 5))
+    manifests = [train.open_checkpoint(str(tmp_path / "skip" / f"step-0000000{i}"), True).manifest for i in (4, 5)]
+    assert [(m["updates"], m["skipped"]) for m in manifests] == [(3, 1), (4, 1)]
+
+
+def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
+    flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--out", str(tmp_path / "run"), "--dp", "2"]
+    assert Ranks(flags + ["--steps", "2"], 2, tmp_path / "log").end() == [0, 0]
+    before = end_of(tmp_path / "run")
+    full = Ranks(flags + ["--resume"], 2, tmp_path / "log", file_bytes=40_000)  # room for the weights, not for the optimizer
+    assert full.end() == [1, 0], full.printed()
+    assert re.search(r"step 4/4  not saved in .*: File too large; ended, step-00000002 is complete", full.printed()), full.printed()
+    assert end_of(tmp_path / "run")[1:] == before[1:] and log_of(tmp_path / "run")[-1]["not_saved"]
+    assert not any(name.startswith(".step") for name in os.listdir(tmp_path / "run"))
+    assert Ranks(flags + ["--resume"], 2, tmp_path / "log").end() == [0, 0] and end_of(tmp_path / "run")[2] == 4
+
+
+def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    log = train.Log(str(path), 1)
+    write = os.write
+
+    def full(file, data):
+        write(file, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    assert log.write({"step": 2}).errno == errno.ENOSPC
+    assert path.read_text() == '{"step": 1}\n'
+    monkeypatch.setattr(os, "write", write)
+    assert log.write({"step": 3, "loss": math.nan}) is None
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": "nan"}\n'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
+    """Two torchrun agents, as on two machines. A rank is killed; torchrun starts all of them again, and they go on by themselves."""
+    flags = TRAIN + ["--data", text, "--steps", "400", "--save-every", "50", "--log-every", "50", "--tp", "2", "--dtype", "fp64"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    out = str(tmp_path / "run")
+    nodes = [command(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--max-restarts", "2",
+                     "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "train.py", *flags, "--out", out)
+             for _ in range(2)]
+    deadline = time.time() + 60
+    while len(train.checkpoints(out)) < 2 and time.time() < deadline:
+        time.sleep(0.05)
+    os.kill(max(processes_with(out)), signal.SIGKILL)
+    printed = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    text_of = "".join(out for out, _ in printed)
+    assert "nodes    2 of 2 processes: dp between nodes, pp and tp inside" in text_of
+    assert re.search(r"resume   \S+step-00000\d50: after step", text_of) or re.search(r"resume   \S+: after step \d+", text_of), text_of
+    assert [entry["step"] for entry in log_of(out)] == [1, *range(50, 401, 50)] and end_of(out)[2] == 400

@@ -579,8 +579,10 @@ class Trainer:
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
-        finite = self.is_finite(torch.isfinite(loss + norm), self.device.type == "cuda" and s.on_nan == "stop" and not self.scaler)
-        self.bad, self.stopping = self.agree(self.alarm(finite), self.terminated)
+        blame = 1 + dist.get_world_size() - dist.get_rank()  # 1: the gradients, of all; more: the loss, of the first such rank
+        alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
+        late = self.device.type == "cuda" and s.on_nan == "stop" and not self.scaler
+        self.bad, self.stopping = self.agree(self.read(alarm, late), self.terminated)
         if not self.bad:
             self.optimizer.step()
         self.skipped += bool(self.bad)
@@ -596,22 +598,17 @@ class Trainer:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self.control)
         return numbers.tolist()
 
-    def alarm(self, finite):
-        """A number whose largest over all ranks names the first one that was not fine."""
-        return 0 if finite else dist.get_world_size() - dist.get_rank()
-
-    def is_finite(self, flag=None, late=False):
-        """Read a flag off the device. late: the one of the step before, so that the GPU need not run dry while the CPU waits for this
-        step's; without `flag`, the last one that was put off."""
+    def read(self, alarm=None, late=False):
+        """A number off the device. late: that of the step before; reading this step's, the CPU would wait for the GPU to end it, and
+        then the GPU for the CPU. Without `alarm`, the one put off."""
         before, self.unread = self.unread, None
-        if late and flag is not None:
-            value, done = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-            value.copy_(flag, non_blocking=True)
-            done.record()
-            self.unread = value, done
+        if late:
+            self.unread = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+            self.unread[0].copy_(alarm, non_blocking=True)
+            self.unread[1].record()
         if before:
             before[1].synchronize()
-        return bool((before is None or before[0]) and (late or flag is None or flag))
+        return int(before[0] if before else 0 if late or alarm is None else alarm)
 
     def save(self, step, run):
         """Write step's checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None."""
@@ -793,10 +790,8 @@ def resume(trainer, run, say):
 def noticing_sigterm(trainer):
     """SIGTERM, by which clusters announce that a machine will be taken away, lets the step end first."""
     before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield  # and after an error it stays: torchrun sends SIGTERM to who is still telling what went wrong
+    signal.signal(signal.SIGTERM, before)
 
 
 class NotFinite(Exception):
@@ -842,12 +837,12 @@ def train_steps(trainer, run, first, say):
             write_trace(trainer, s.trace)
         where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
         saving = run.saving and (done == s.steps or trainer.stopping or s.save_every and done % s.save_every == 0)
-        if bad := trainer.bad or saving and trainer.agree(trainer.alarm(trainer.is_finite()))[0]:
-            on, numbers = dist.get_world_size() - bad, dict(loss=loss.item(), grad_norm=norm.item())
-            record(dict(step=done, not_finite=s.on_nan, first_rank=on, **numbers))
+        if bad := trainer.bad or saving and trainer.agree(trainer.read())[0]:
+            what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
+            record(dict(step=done, not_finite=what, on_nan=s.on_nan))
             if s.on_nan == "stop":
-                raise NotFinite(f"{numbers}, not finite, first on rank {on}: a smaller --lr may help, or --on-nan skip")
-            say(f"{where}  skipped: {numbers}, not finite, first on rank {on}")
+                raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
+            say(f"{where}  {what} is not finite: step skipped, {trainer.skipped} in all")
         sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
         if done == min(first + 2, s.steps):
             memory = describe_first_steps(trainer, say)
