@@ -25,6 +25,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -652,10 +653,34 @@ def initialize(device_type, timeout=600):
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    world = {} if "RANK" in os.environ else dict(store=torch_dist.HashStore(), rank=0, world_size=1)
+    world = {}
+    if "RANK" not in os.environ:
+        world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        world = dict(store=_fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
                        device_id=device if device_type == "cuda" else None, **world)
     return device
+
+
+def _fresh_store(timeout):
+    """A store for this start alone. On several nodes torchrun keeps its own over restarts, with the addresses of the processes that
+    died still in it (pytorch issue 135712); so rank 0 opens a new one, and the old one only says where."""
+    host, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout
+    old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        old.set("fresh store", str(store.port))
+        return store
+    while True:
+        port = int(old.get("fresh store"))
+        try:  # where nobody listens, rank 0 of an earlier start had its store; this one will say soon where it is
+            socket.create_connection((host, port), 2).close()
+            return torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank 0 opened no store on {host} within {timeout} s") from None
+            time.sleep(0.1)
 
 
 class Watch:
@@ -669,7 +694,7 @@ class Watch:
     """
 
     def __init__(self, name, timeout):
-        self.name, self.timeout, self.pause = name, timeout, min(0.5, timeout / 10)
+        self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
         self.store, self.beats, self.ending, self.ended, self.done = None, 0, threading.Lock(), False, False
 
     def start(self):
