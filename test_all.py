@@ -11,6 +11,7 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import gc
 import inspect
@@ -1348,6 +1349,9 @@ BAD = [  # flags, and what the one line must name
     (["--init-from", "BAD_HF"], "config.json"), (["--out", "FILE"], "--out"), (["--out", "OLD_RUN"], "--out"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", "é"], "--prompt"), (["--dtype", "int8"], "--dtype"),
     (["--warmup-steps", "-1"], "--warmup-steps"), (["--zero", "4"], "--zero"), (["--recompute", "all"], "--recompute"),
+    (["--resume"], "--out DIR"), (["--resume", "/no/such/run"], "--resume /no/such/run"), (["--resume", "--out", "HF"], "no complete checkpoint"),
+    (["--resume", "HF"], "leave --resume out"), (["--save-every", "-1"], "--save-every -1"), (["--keep", "-1"], "--keep -1"),
+    (["--keep", "two"], "--keep"), (["--timeout", "0"], "--timeout 0"), (["--on-nan", "pray"], "--on-nan"), (["--out", "READ_ONLY"], "--out"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"), (["--sample", "-5"], "--sample")]
 
 
@@ -1366,6 +1370,8 @@ def bad_files(tmp_path_factory):
     (folder / "bad_hf" / "config.json").write_text("{}")
     os.mkdir(folder / "old")
     (folder / "old" / "log.jsonl").write_text("")
+    os.mkdir(folder / "read-only", 0o555)
+    paths["READ_ONLY"] = str(folder / "read-only") if os.geteuid() else "/proc/run"  # root may write anywhere, almost
     return {**paths, "HF": str(folder / "hf"), "BAD_HF": str(folder / "bad_hf"), "OLD_RUN": str(folder / "old")}
 
 
@@ -1388,6 +1394,8 @@ def test_more_processes_than_gpus(monkeypatch):
     with pytest.raises(train.BadInput, match="needs 6 processes, 4 were started: give --dp 2"):
         train.check_layout(train.Settings(dp=3, tp=2), model.PRESETS["tiny"], 4, 4)
     assert train.check_layout(train.Settings(tp=2), model.PRESETS["tiny"], 16, 2) == 16  # eight nodes of two
+    with pytest.raises(train.BadInput, match="--tp 4 would reach over the edge of a node with 2 processes.*give --tp 2"):
+        train.check_layout(train.Settings(tp=4), model.PRESETS["tiny"], 16, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- starting and ending
@@ -1750,3 +1758,107 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
     assert "nodes    2 of 1 processes: dp between nodes, pp and tp inside" in text_of
     assert re.search(r"resume   \S+/run/step-00000[12]\d0: after step [12]\d0\n", text_of), text_of
     assert [entry["step"] for entry in log_of(out)] == [1, *range(50, 301, 50)] and end_of(out)[2] == 300
+
+
+BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must say
+    ("no manifest", [], "no complete checkpoint"), ("manifest gone", [], "manifest.json: No such file"), ("manifest cut", [], "manifest.json"),
+    ("manifest flipped", [], "manifest.json: it does not match its own checksum"), ("newer format", [], "its format is 2"),
+    ("weights cut", [], "model.safetensors: it has"), ("weights flipped", [], "model.safetensors: its checksum"),
+    ("moments flipped", [], "optimizer.safetensors: its checksum"), ("moments gone", [], "optimizer.safetensors: No such file"),
+    ("config flipped", [], "config.json: its checksum"), ("other shape", [], "wpe.weight is (16, 16), config.json makes it (12, 16)"),
+    ("other moments", [], "exp_avg.wpe.weight is ((8, 32)"), ("moment missing", [], "exp_avg_sq.wpe.weight is missing"),
+    ("moment half precision", [], "exp_avg.wpe.weight is ((16, 16), torch.bfloat16)"), ("pickled weights", [], "model.safetensors: not a whole .safetensors file"),
+    ("pickled moments", [], "not a whole .safetensors file"),
+    ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"), ("", ["--n-layer", "2"], "--n-layer 2"),
+    ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
+    ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"), ("", ["--out", "LOCKED"], "process 1 on here writes there"),
+    ("", ["--out", "IN_THE_WAY"], "step-00000003 too, which would be in the way")]
+
+
+@pytest.fixture(scope="session")
+def finished_run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--out", str(folder / "run")], 1, folder / "log")
+    assert ranks.end() == [0], ranks.printed()
+    return folder / "run"
+
+
+def damage_checkpoint(path, how):
+    """Flip, cut, forge. Where the manifest is made to match what was forged, only the contents can tell."""
+    part, _, what = how.partition(" ")
+    file = path / {"manifest": "manifest.json", "weights": "model.safetensors", "config": "config.json"}.get(part, "optimizer.safetensors")
+    if how == "no manifest":
+        shutil.rmtree(path)
+        os.mkdir(path.parent / ".step-00000003.part")
+    elif what == "gone":
+        file.unlink()
+    elif what == "cut":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif what == "flipped":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif how:
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest.pop("crc32")
+        moments = model.read_safetensors(path / "optimizer.safetensors")
+        if how == "newer format":
+            manifest["format"] = 2
+        elif how == "other shape":
+            file = path / "config.json"
+            file.write_text(file.read_text().replace('"n_positions": 16', '"n_positions": 12'))
+        elif how.startswith("pickled"):
+            file = path / ("model.safetensors" if how == "pickled weights" else "optimizer.safetensors")
+            torch.save({"wte.weight": Malice()}, file)
+        else:
+            if how == "other moments":
+                moments["exp_avg.wpe.weight"] = moments["exp_avg.wpe.weight"].view(8, 32)
+            elif how == "moment missing":
+                del moments["exp_avg_sq.wpe.weight"]
+            dtypes = {name: torch.float32 for name in moments}
+            if how == "moment half precision":
+                text = file.read_bytes()
+                header = json.loads(text[8:8 + struct.unpack("<Q", text[:8])[0]])
+                entry = header["exp_avg.wpe.weight"]
+                entry["dtype"], entry["data_offsets"][1] = "BF16", entry["data_offsets"][0] + 2 * 16 * 16
+                new = json.dumps(header).encode()
+                file.write_bytes(struct.pack("<Q", len(new)) + new + text[8 + struct.unpack("<Q", text[:8])[0]:])
+            else:
+                model.write_safetensors(str(file), {name: (dtypes[name], tuple(t.shape)) for name, t in moments.items()}, moments.__getitem__)
+        manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": train.crc_of_file(file)} if file.name in manifest["files"] else 0
+        (path / "manifest.json").write_text(json.dumps(manifest | {"crc32": train.crc_of(manifest)}))
+
+
+@pytest.mark.parametrize("how,flags,says", BAD_CHECKPOINTS, ids=lambda x: " ".join(x) if isinstance(x, list) else x)
+def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_run, bad_files, tmp_path, text, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    step = run / "step-00000003"
+    if how == "no manifest":
+        shutil.rmtree(run / "step-00000002")
+    damage_checkpoint(step, how)
+    monkeypatch.chdir(tmp_path)
+    special = {"OTHER": bad_files["ASCII"], "OTHER_RUN": str(tmp_path / "other"), "LOCKED": str(tmp_path / "locked"), "IN_THE_WAY": str(run)}
+    resume = run if how == "no manifest" else run / "step-00000002" if "IN_THE_WAY" in flags else step
+    if "OTHER_RUN" in flags:
+        shutil.copytree(run, tmp_path / "other")
+        flags = flags + ["--lr", "0.5"]
+    if "LOCKED" in flags:
+        os.mkdir(tmp_path / "locked")
+        lock = open(tmp_path / "locked" / ".lock", "w+")
+        lock.write("process 1 on here"), lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", "--resume", str(resume)] + [special.get(f, f) for f in flags])
+    monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as exit:
+        train.main()
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and err.count("\n") == 1 and says in err and not out, err
+    assert before == {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} and not os.path.exists("hacked")
+
+
+def test_bad_input_ends_real_processes_before_they_meet(finished_run, tmp_path):
+    for size, flags, says in [(1, ["--resume", str(finished_run), "--tp", "3"], "--tp 3"), (2, ["--resume", "/no/such", "--dp", "2"], "/no/such")]:
+        ranks = Ranks(flags, size, tmp_path / "log")
+        assert ranks.end() == [2] * size and ranks.printed().count("\n") == 1 and says in ranks.printed(), ranks.printed()

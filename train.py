@@ -351,7 +351,7 @@ def open_checkpoint(path, read_all):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"has no {error}" if isinstance(error, KeyError) else error
         others = [other for other in checkpoints(os.path.dirname(os.path.abspath(path))) if os.path.basename(other) != os.path.basename(path)]
-        raise BadInput(f"--resume {path}: {file}: {why}; " + (f"move that folder away to go on from {os.path.basename(others[-1])}" if others
+        raise BadInput(f"--resume {path}: {os.path.basename(file)}: {why}; " + (f"move that folder away to go on from {os.path.basename(others[-1])}" if others
                                                              else "give a complete checkpoint")) from None
 
 
