@@ -1518,7 +1518,7 @@ class Ranks:
             assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
             time.sleep(0.02)
 
-    def end(self, timeout=40, ranks=None):
+    def end(self, timeout=150, ranks=None):
         """Their exit codes, which must come within `timeout` seconds."""
         some = [p for r, p in enumerate(self.processes) if ranks is None or r in ranks]
         deadline = time.time() + timeout
@@ -1610,7 +1610,7 @@ def test_transformers_reads_a_checkpoint(pool, text, tmp_path):
 def test_killed_runs_lose_nothing(text, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
     ends with the loss, and the files, of the run that nobody killed."""
-    flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "1", "--timeout", "20", "--dp", "2", "--zero", "1"]
+    flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero", "1"]
     started = time.time()
     assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
     length, want, rng, killed, unfinished = time.time() - started, end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
