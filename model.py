@@ -323,6 +323,31 @@ def read_safetensors(path):
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 
+def write_file(path, text):
+    """On the disk, and under its name, all of it or nothing. Returns {"bytes", "crc32"} of the file."""
+    with open(path + ".part", "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+    return {"bytes": len(text.encode()), "crc32": zlib.crc32(text.encode())}
+
+
+def sync_folder(path):
+    """A file's name lives in its folder, and that must reach the disk too."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def crc_of_file(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
 def write_safetensors(path, entries, get):
     """Write tensors {name: (dtype, shape)}, calling get(name) for one after the other. Returns {"bytes", "crc32"} of the file.
 
@@ -364,12 +389,7 @@ def write_hf(folder, config, get, dtype=torch.float32):
         os.path.join(folder, "model.safetensors"),
         {hf_name: (dtype, shape[::-1] if turn[hf_name] else shape) for hf_name, (_, shape) in ours.items()},
         lambda hf_name: get(ours[hf_name][0]).t() if turn[hf_name] else get(ours[hf_name][0]))
-    text = json.dumps(hf, indent=2).encode()
-    with open(os.path.join(folder, "config.json"), "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"config.json": {"bytes": len(text), "crc32": zlib.crc32(text)}, "model.safetensors": weights}
+    return {"config.json": write_file(os.path.join(folder, "config.json"), json.dumps(hf, indent=2)), "model.safetensors": weights}
 
 
 def main():

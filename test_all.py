@@ -1761,7 +1761,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
 
 
 BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must say
-    ("no manifest", [], "no complete checkpoint"), ("manifest gone", [], "manifest.json: No such file"), ("manifest cut", [], "manifest.json"),
+    ("no manifest", [], "holds no complete checkpoint"), ("manifest gone", [], "manifest.json: No such file"), ("manifest cut", [], "manifest.json"),
     ("manifest flipped", [], "manifest.json: it does not match its own checksum"), ("newer format", [], "its format is 2"),
     ("weights cut", [], "model.safetensors: it has"), ("weights flipped", [], "model.safetensors: its checksum"),
     ("moments flipped", [], "optimizer.safetensors: its checksum"), ("moments gone", [], "optimizer.safetensors: No such file"),
@@ -1772,7 +1772,7 @@ BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must sa
     ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"), ("", ["--n-layer", "2"], "--n-layer 2"),
     ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
     ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"), ("", ["--out", "LOCKED"], "process 1 on here writes there"),
-    ("", ["--out", "IN_THE_WAY"], "step-00000003 too, which would be in the way")]
+    ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
 
 
 @pytest.fixture(scope="session")
@@ -1825,7 +1825,7 @@ def damage_checkpoint(path, how):
                 file.write_bytes(struct.pack("<Q", len(new)) + new + text[8 + struct.unpack("<Q", text[:8])[0]:])
             else:
                 model.write_safetensors(str(file), {name: (dtypes[name], tuple(t.shape)) for name, t in moments.items()}, moments.__getitem__)
-        manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": train.crc_of_file(file)} if file.name in manifest["files"] else 0
+        manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": model.crc_of_file(file)} if file.name in manifest["files"] else 0
         (path / "manifest.json").write_text(json.dumps(manifest | {"crc32": train.crc_of(manifest)}))
 
 

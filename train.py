@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, GPTConfig, materialize, open_hf, read_safetensors, shapes, write_hf, write_safetensors
+from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder, write_file,
+                   write_hf, write_safetensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------- settings
@@ -121,8 +122,8 @@ def check_numbers(s):
     for name, least, value in [("steps", 0, 450), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 2e-3),
                                ("min_lr", 0, 1e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
                                ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("pp", 1, 2), ("virtual_stages", 1, 2),
-                               ("eval_every", 0, 100), ("log_every", 0, 10), ("save_every", 0, 100), ("keep", 0, 2), ("timeout", 1, 600),
-                               ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
+                               ("eval_every", 0, 100), ("log_every", 0, 10), ("save_every", 0, 100), ("keep", 0, 2),
+                               ("timeout", 1, 600), ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
                                ("seq_len", 1, 128), ("vocab_size", 1, 256)]:
         given = getattr(s, name)
         if given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
@@ -177,8 +178,8 @@ def check_layout(s, config, world, local_world):
         raise BadInput(f"--micro-batches {s.micro_batches} is not a multiple of --pp {s.pp}, as --schedule interleaved needs: give "
                        f"--micro-batches {-(-s.micro_batches // s.pp) * s.pp}")
     if world > local_world and local_world % s.tp:
-        raise BadInput(f"--tp {s.tp} would reach over the edge of a node with {local_world} processes, and tensor parallelism talks in every "
-                       f"layer: give --tp {math.gcd(s.tp, local_world)}, and --pp for what is left")
+        raise BadInput(f"--tp {s.tp} would reach over the edge of a node with {local_world} processes, and it talks in every layer: "
+                       f"give --tp {math.gcd(s.tp, local_world)}, and --pp for what is left")
     if config.n_head % s.tp:
         raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp {math.gcd(s.tp, config.n_head)}")
     if config.inner < s.tp or config.vocab_size < s.tp:
@@ -291,7 +292,8 @@ def batch(tokens, seed, step, batch_size, seq_len, vocab_size, samples):
 # 12 bytes a parameter. Nothing in it knows the layout, and nothing is pickled. Batches, samples and initial weights are functions of
 # (seed, step), so the step is the data position, the place in the learning-rate schedule and the state of every random generator.
 
-NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype", "reduce_dtype", "on_nan")
+NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype", "reduce_dtype",
+           "on_nan")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -307,7 +309,7 @@ class Checkpoint:
 
 def run_of(s, config, data):
     """What decides a run's numbers, whatever its layout: a folder of checkpoints goes on under the same, and no other."""
-    ends = [tokens[part] for tokens in data[:2] for part in (slice(0, 1 << 20), slice(-1 << 20, None))]  # all of a .bin takes minutes
+    ends = [tokens[part] for tokens in data[:2] for part in (slice(0, 1 << 20), slice(-1 << 20, None))]  # all would take minutes
     start = {name: os.path.abspath(given) for name in ("init_from", "resume") if (given := getattr(s, name)) and given != "newest"}
     return dict(flags={name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}, start=start,
                 model=dataclasses.asdict(config), data=dict(tokens=len(data[0]) + len(data[1]), bytes=bool(data[2]),
@@ -344,23 +346,16 @@ def open_checkpoint(path, read_all):
         for name in ("config.json", "model.safetensors", "optimizer.safetensors"):
             file, entry = os.path.join(path, name), manifest["files"][name]
             if os.path.getsize(file) != entry["bytes"]:
-                raise ValueError(f"it has {os.path.getsize(file):,} bytes, the manifest says {entry['bytes']:,}: cut short, or another file")
+                raise ValueError(f"it has {os.path.getsize(file):,} bytes, by the manifest {entry['bytes']:,}: cut short, or another file")
             if read_all and crc_of_file(file) != entry["crc32"]:
                 raise ValueError("its checksum is not the manifest's: damaged, or another file")
         return Checkpoint(path, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"has no {error}" if isinstance(error, KeyError) else error
-        others = [other for other in checkpoints(os.path.dirname(os.path.abspath(path))) if os.path.basename(other) != os.path.basename(path)]
-        raise BadInput(f"--resume {path}: {os.path.basename(file)}: {why}; " + (f"move that folder away to go on from {os.path.basename(others[-1])}" if others
-                                                             else "give a complete checkpoint")) from None
-
-
-def crc_of_file(path):
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            crc = zlib.crc32(block, crc)
-    return crc
+        path = os.path.abspath(path)
+        others = [name for name in map(os.path.basename, checkpoints(os.path.dirname(path))) if name != os.path.basename(path)]
+        raise BadInput(f"--resume {path}: {os.path.basename(file)}: {why}; "
+                       + (f"move that folder away to go on from {others[-1]}" if others else "give a complete checkpoint")) from None
 
 
 def find_checkpoint(s, read_all):
@@ -376,7 +371,7 @@ def find_checkpoint(s, read_all):
         return open_checkpoint(folder, read_all)
     found = checkpoints(folder)
     if not found:
-        raise BadInput(f"--resume {folder}: no complete checkpoint (step-00000100 or the like) in it; leave --resume out to begin anew")
+        raise BadInput(f"--resume {folder}: holds no complete checkpoint, no step-00000100/; leave --resume out to begin anew")
     return open_checkpoint(found[-1], read_all)
 
 
@@ -400,15 +395,14 @@ def read_moments(checkpoint, config):
 def start_of(s, run, checkpoint, read_all):
     """(the Checkpoint to go on from or None, the run): that of --out where it holds this very run, else --resume's."""
     found = checkpoints(s.out)
-    if checkpoint and os.path.realpath(os.path.dirname(os.path.abspath(checkpoint.path))) == os.path.realpath(s.out):
-        if int(os.path.basename(found[-1])[5:]) != checkpoint.manifest["step"]:
-            raise BadInput(f"--resume {checkpoint.path}: --out {s.out} holds {os.path.basename(found[-1])} too, which would be in the way: "
-                           f"name another --out, e.g. --out {s.out.rstrip('/')}-2")
+    another = f"name a new folder, e.g. --out {s.out.rstrip('/')}-2"
+    if checkpoint and os.path.realpath(os.path.join(checkpoint.path, "..")) == os.path.realpath(s.out):
+        if os.path.realpath(found[-1]) != os.path.realpath(checkpoint.path):
+            raise BadInput(f"--resume {checkpoint.path}: {found[-1]} would be in the way of what follows: {another}")
         return checkpoint, run | {"start": checkpoint.manifest["run"]["start"]}
     there = None
     with contextlib.suppress(OSError, ValueError), open(os.path.join(s.out, "run.json")) as file:
         there = json.load(file)
-    another = f"name a new folder, e.g. --out {s.out.rstrip('/')}-2"
     if there is None and (found or os.path.exists(os.path.join(s.out, "log.jsonl"))):
         raise BadInput(f"--out {s.out} already holds files of a run, and no run.json that says which: {another}")
     if there and (how := differences(there, run)):
@@ -424,7 +418,8 @@ def claim(folder, run):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.seek(0)
-        why = f"{lock.read().strip() or 'another run'} writes there" if error.errno in (errno.EAGAIN, errno.EACCES) else error.strerror
+        held = error.errno in (errno.EAGAIN, errno.EACCES)
+        why = f"{lock.read().strip() or 'another run'} writes there" if held else error.strerror
         raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
     try:
         lock.truncate(0)
@@ -437,24 +432,6 @@ def claim(folder, run):
     except OSError as error:
         raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
     return lock
-
-
-def write_file(path, text):
-    """On the disk, and under its name, all of it or nothing."""
-    with open(path + ".part", "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".part", path)
-
-
-def sync_folder(path):
-    """Names live in the folder, and it has a cache of its own."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Log:
@@ -471,7 +448,7 @@ class Log:
 
     def write(self, entry):
         """Returns the OSError, or None."""
-        entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
+        entry = {key: str(value) if value in (math.inf, -math.inf) or value != value else value for key, value in entry.items()}
         self.waiting += json.dumps(entry).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
@@ -599,8 +576,8 @@ class Trainer:
         return numbers.tolist()
 
     def read(self, alarm=None, late=False):
-        """A number off the device. late: that of the step before; reading this step's, the CPU would wait for the GPU to end it, and
-        then the GPU for the CPU. Without `alarm`, the one put off."""
+        """A number off the device. late: that of the step before; to read this step's, the CPU would wait until the GPU has ended it,
+        and then the GPU for the CPU. Without `alarm`, the one put off."""
         before, self.unread = self.unread, None
         if late:
             self.unread = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
@@ -786,14 +763,6 @@ def resume(trainer, run, say):
     return first
 
 
-@contextlib.contextmanager
-def noticing_sigterm(trainer):
-    """SIGTERM, by which clusters announce that a machine will be taken away, lets the step end first."""
-    before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
-    yield  # and after an error it stays: torchrun sends SIGTERM to who is still telling what went wrong
-    signal.signal(signal.SIGTERM, before)
-
-
 class NotFinite(Exception):
     pass
 
@@ -804,12 +773,17 @@ def train(run, device):
     say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
     trainer = Trainer(s, config, run.source, run.data, device)
     describe(trainer, say, run)
-    with noticing_sigterm(trainer):
-        saved = train_steps(trainer, run, resume(trainer, run, say), say)
-        if s.sample and not trainer.stopping:
-            dist.progress("sampling")
-            text = trainer.sample(s.sample)
-            say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
+    # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved. After an error this
+    # stays: torchrun sends SIGTERM to those who are still telling what went wrong.
+    before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
+    saved = train_steps(trainer, run, resume(trainer, run, say), say)
+    if run.saving and not s.steps:
+        saved = trainer.save(0, run.identity) is None
+    if s.sample and not trainer.stopping:
+        dist.progress("sampling")
+        text = trainer.sample(s.sample)
+        say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
+    signal.signal(signal.SIGTERM, before)
     return saved
 
 
@@ -875,6 +849,8 @@ def train_steps(trainer, run, first, say):
             record(entry)
         if saving:
             started = time.perf_counter()
+            if log:
+                os.fsync(log.file)
             problem = trainer.save(done, run.identity)
             saved = problem is None
             if problem:
