@@ -20,11 +20,15 @@ Letters: N ranks in the group, r this rank, K elements in the tensor.
 Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
 """
 
+import contextlib
 import functools
 import gc
+import json
 import os
 import queue
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -90,6 +94,31 @@ def reset_traffic():
     _traffic.clear()
 
 
+_progress = [0, "starting", 0]
+
+
+def progress(what=None, step=None):
+    """[step, what this process does or did last, how many such things it has done]: for whoever asks why nothing moves."""
+    if step is not None:
+        _progress[0] = step
+    if what is not None:
+        _progress[1:] = what, _progress[2] + 1
+    return list(_progress)
+
+
+class PeerError(RuntimeError):
+    """A message that will not come: its sender is gone, or silent for longer than the group's timeout."""
+
+
+def wait_for(handle, what):
+    """handle.wait(); where that fails, a PeerError that says what was waited for."""
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file names and good wishes
+        raise PeerError(f"{what}: {text}") from None
+
+
 # ------------------------------------------------------------------------------------------------- a group seen as messages
 
 class Link:
@@ -128,10 +157,7 @@ class Link:
     def wait(self, handles):
         """Wait for each handle once. On NCCL the current stream waits, not the CPU."""
         for handle in handles:
-            try:
-                handle.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {torch_dist.get_rank()}: {self.name} failed in a group of {self.size}: {error}") from None
+            wait_for(handle, f"{self.name} in a group of {self.size}")
 
     def exchange(self, sends=(), receives=()):
         self.wait(self.post(sends, receives))
@@ -155,6 +181,7 @@ class Link:
             self.log.calls += 1
             with torch.no_grad():
                 body()
+            progress(f"after {name}")
 
         if self.backend == "nccl":
             return self._run_cuda(logged, tensors) if async_op else logged()
@@ -546,6 +573,7 @@ def _start(algorithm, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
     link, name = _link(group), algorithm.__name__[1:]
+    progress(name)
     if arguments.get("op", ReduceOp.SUM) not in COMBINE:
         raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
     if link.native:
@@ -569,6 +597,7 @@ def _root(group, rank, group_rank):
 
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
     """torch.distributed's own, counted in the traffic log: what pipelines send."""
+    progress("isend")
     log = _traffic["isend"]
     log.calls, log.messages, log.bytes = log.calls + 1, log.messages + 1, log.bytes + tensor.nbytes
     return _isend(tensor, dst, group, tag, group_dst)
@@ -638,8 +667,11 @@ def barrier(group=None, async_op=False):
 
 # ------------------------------------------------------------------------------------------------- starting processes, and a demo
 
-def start_again(processes):
-    """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place; exits with it."""
+def start_again(processes, saved=lambda: True):
+    """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place; exits with it.
+
+    SIGTERM goes on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says so.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -655,7 +687,9 @@ def start_again(processes):
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
-    except (SignalException, KeyboardInterrupt):
+    except (SignalException, KeyboardInterrupt) as stop:
+        if getattr(stop, "sigval", None) == signal.SIGTERM:
+            sys.exit(0 if saved() else 1)
         sys.exit(130)
     sys.exit(0)
 
@@ -678,10 +712,108 @@ def initialize(device_type, timeout=600):
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    world = {} if "RANK" in os.environ else dict(store=torch_dist.HashStore(), rank=0, world_size=1)
+    world = {}
+    if "RANK" not in os.environ:
+        world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        world = dict(store=_fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
                        device_id=device if device_type == "cuda" else None, **world)
     return device
+
+
+def _fresh_store(timeout):
+    """A store for this start alone. On several nodes torchrun keeps its own over restarts, with the addresses of the processes that
+    died still in it (pytorch issue 135712); so rank 0 opens a new one, and the old one only says where."""
+    host, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout
+    old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        old.set("fresh store", str(store.port))
+        return store
+    while True:
+        port = int(old.get("fresh store"))
+        try:  # where nobody listens, rank 0 of an earlier start had its store; this one will say soon where it is
+            socket.create_connection((host, port), 2).close()
+            return torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank 0 opened no store on {host} within {timeout} s") from None
+            time.sleep(0.1)
+
+
+class Watch:
+    """A run must not hang in silence. A thread gives signs of life, and ends the process when nothing moves for `timeout` seconds.
+
+        watch = Watch("train.py", timeout); initialize(...); watch.start()
+        except Exception as error: watch.give_up(error)
+
+    A sign is `progress()`, put into the store that torchrun keeps. Whoever gives up reads what the others said last, and names those
+    who are silent (killed, stopped, cut off); where all are alive, what each of them is doing.
+    """
+
+    def __init__(self, name, timeout):
+        self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
+        self.store, self.beats, self.ending, self.ended, self.done = None, 0, threading.Lock(), False, False
+
+    def start(self):
+        """Call when the process group stands."""
+        if get_world_size() > 1:
+            self.store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                             wait_for_workers=False)  # a connection of its own: the group's may be blocked
+            threading.Thread(target=self._live, daemon=True).start()
+
+    def stop(self):
+        self.done = True
+
+    def _sign(self, end=None):
+        self.beats += 1
+        self.store.set(f"watch/{get_rank()}", json.dumps([self.beats, end, *progress()]))
+
+    def _live(self):
+        seen, since = None, 0.0
+        while not self.done:
+            with contextlib.suppress(torch_dist.DistError):  # the store has gone with its node: the rest shows elsewhere
+                if not self.ended:
+                    self._sign()
+            now = progress()
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self.timeout and not self.ending.locked():
+                threading.Thread(target=self.give_up, args=(f"no progress for {self.timeout} s",), daemon=True).start()
+            time.sleep(self.pause)
+
+    def _others(self):
+        """What the other ranks have to do with it, in words."""
+        def signs():
+            keys = [f"watch/{r}" for r in range(get_world_size())]
+            return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+        before = signs()
+        time.sleep(4 * self.pause)
+        others = [(r, old, new) for r, (old, new) in enumerate(zip(before, signs())) if r != get_rank()]
+        silent = [f"rank {r} gives no sign of life" + (f" since step {new[2]}, {new[3]}" if new else "")
+                  for r, old, new in others if new is None or new[1] is None and new[0] == old[0]]
+        failed = [f"rank {r} failed in step {new[2]}, {new[3]}: {new[1]}" for r, _, new in others if new and new[1]]
+        return "; ".join(silent or failed or [f"rank {r}: step {new[2]}, {new[3]}" for r, _, new in others][:8])
+
+    def give_up(self, error):
+        """Say which rank, step and operation this is and what ails the others, and end the process."""
+        if not self.ending.acquire(blocking=False):
+            time.sleep(60)  # the other thread is about to end this process
+        step, what, _ = progress()
+        others = ""
+        if self.store:
+            with contextlib.suppress(torch_dist.DistError):
+                if isinstance(error, (str, PeerError, torch_dist.DistError)):
+                    others = f"; {self._others()}"
+                    self.ended = True
+                    self._sign("")
+                else:
+                    self.ended = True
+                    self._sign(f"{type(error).__name__}: {error}")
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"{self.name}: {rank}step {step}, {what}: {error}{others}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def print_in_order(text, group=None):

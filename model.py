@@ -323,31 +323,73 @@ def read_safetensors(path):
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 
-def write_hf(folder, config, get):
-    """Write config.json and model.safetensors (float32), calling get(name) for one whole parameter after the other."""
+def write_file(path, text):
+    """On the disk, and under its name, all of it or nothing. Returns {"bytes", "crc32"} of the file."""
+    with open(path + ".part", "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+    return {"bytes": len(text.encode()), "crc32": zlib.crc32(text.encode())}
+
+
+def sync_folder(path):
+    """A file's name lives in its folder, and that must reach the disk too."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def crc_of_file(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def write_safetensors(path, entries, get):
+    """Write tensors {name: (dtype, shape)}, calling get(name) for one after the other. Returns {"bytes", "crc32"} of the file.
+
+    The file has its name only when it is whole and on the disk.
+    """
+    names, header, offset = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, {}, 0
+    for name, (dtype, shape) in entries.items():
+        size = dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    start = struct.pack("<Q", len(text)) + text
+    with open(path + ".part", "wb") as file:
+        file.write(start)
+        crc = zlib.crc32(start)
+        for name, (dtype, _) in entries.items():
+            data = get(name).detach().to("cpu", dtype).contiguous().view(-1).numpy().data
+            file.write(data)
+            crc = zlib.crc32(data, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+    return {"bytes": len(start) + offset, "crc32": crc}
+
+
+def write_hf(folder, config, get, dtype=torch.float32):
+    """Write config.json and model.safetensors, calling get(name) for one whole parameter after the other; float64 loses nothing
+    of float64 weights. Returns {file: {"bytes", "crc32"}}."""
     os.makedirs(folder, exist_ok=True)
     hf = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
           "n_positions": config.seq_len, "n_embd": config.n_embd, "n_layer": config.n_layer, "n_head": config.n_head,
           "n_inner": config.inner, "activation_function": {v: k for k, v in reversed(HF_ACTIVATIONS.items())}[config.activation],
           "layer_norm_epsilon": config.norm_eps, "tie_word_embeddings": config.tied, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-          "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None, "dtype": "float32", **HF_FIXED}
-    header, offset = {}, 0
-    for name, shape in shapes(config).items():
-        size = 4 * math.prod(shape)
-        header[name if name == "lm_head.weight" else f"transformer.{name}"] = {
-            "dtype": "F32", "shape": shape[::-1] if name.endswith(TRANSPOSED) else shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    path = os.path.join(folder, "model.safetensors")
-    with open(path + ".part", "wb") as file:  # the file has its name only when it is whole
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in shapes(config):
-            tensor = get(name).detach().to("cpu", torch.float32)
-            file.write((tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous().numpy().data)
-    os.replace(path + ".part", path)
-    with open(os.path.join(folder, "config.json"), "w") as file:
-        json.dump(hf, file, indent=2)
+          "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None, "dtype": str(dtype).removeprefix("torch."), **HF_FIXED}
+    ours = {name if name == "lm_head.weight" else f"transformer.{name}": (name, shape) for name, shape in shapes(config).items()}
+    turn = {name: name.endswith(TRANSPOSED) for name in ours}
+    weights = write_safetensors(
+        os.path.join(folder, "model.safetensors"),
+        {hf_name: (dtype, shape[::-1] if turn[hf_name] else shape) for hf_name, (_, shape) in ours.items()},
+        lambda hf_name: get(ours[hf_name][0]).t() if turn[hf_name] else get(ours[hf_name][0]))
+    return {"config.json": write_file(os.path.join(folder, "config.json"), json.dumps(hf, indent=2)), "model.safetensors": weights}
 
 
 def main():

@@ -90,6 +90,28 @@ class Bucket:
         sizes = [p.numel() for p in self.params]
         return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
 
+    def overlap(self, param, own):
+        """What of a parameter lies in `own`, a slice of the flat vector: (slice of the flattened parameter, slice of `own`)."""
+        start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
+        low = max(start, own.start)
+        high = max(low, min(start + param.numel(), own.stop))
+        return slice(low - start, high - start), slice(low - own.start, high - own.start)
+
+    def gather(self, param, local, group):
+        """A parameter's part of a vector that is cut as the shard is (weights, a moment), whole on every rank; all must ask.
+
+        Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
+        """
+        whole, width = local.new_empty(param.shape), len(local)
+        for rank in range(self.numel // width):
+            own = slice(rank * width, (rank + 1) * width)
+            there, here = self.overlap(param, own)
+            if own == self.own:
+                whole.view(-1)[there] = local[here]
+            if width < self.numel and here.start < here.stop:
+                dist.broadcast(whole.view(-1)[there], group=group, group_src=rank)
+        return whole
+
 
 def make_buckets(params, megabytes, group, kind=lambda param: ()):
     """Parameters in buckets of about `megabytes`, last layers first: the order in which backward finishes their gradients.
@@ -487,10 +509,8 @@ class FSDP(nn.Module):
     def _write(self, param, value):
         """Keep of a whole parameter's value what lies in this rank's shard."""
         bucket = self.bucket_of[param]
-        start = sum(p.numel() for p in bucket.params[:next(i for i, p in enumerate(bucket.params) if p is param)])
-        low, high = max(start, bucket.own.start), min(start + param.numel(), bucket.own.stop)
-        if low < high:
-            bucket.shard.data[low - bucket.own.start:high - bucket.own.start] = value.reshape(-1)[low - start:high - start]
+        there, here = bucket.overlap(param, bucket.own)
+        bucket.shard.data[here] = value.reshape(-1)[there]
 
     def load(self, get):
         """Set every parameter to get(name), a whole tensor, one after the other."""
@@ -501,12 +521,7 @@ class FSDP(nn.Module):
     def full_parameter(self, param):
         """One parameter of the module, whole and in the master dtype. All ranks must ask."""
         bucket = self.bucket_of[param]
-        flat = bucket.new(bucket.shard.dtype)
-        if bucket.sharded:
-            dist.all_gather_into_tensor(flat, bucket.shard.detach(), self.group)
-        else:
-            flat.copy_(bucket.shard)
-        return next(view for view, p in zip(bucket.views(flat), bucket.params) if p is param).clone()
+        return bucket.gather(param, bucket.shard.detach(), self.group)
 
     def full_state_dict(self):
         """{name: whole tensor in the master dtype} on every rank. All ranks must ask."""
@@ -1361,9 +1376,9 @@ class Pipeline:
             if self.spans is not None:
                 self.spans.append((action, begin, self._now()))
             while sending and sending[0][0].is_completed():
-                sending.popleft()[0].wait()
+                dist.wait_for(sending.popleft()[0], "isend of the pipeline")
         while sending:
-            sending.popleft()[0].wait()
+            dist.wait_for(sending.popleft()[0], "isend of the pipeline")
         return losses
 
     def _record(self, actions, x, y, into):
@@ -1402,12 +1417,9 @@ class Pipeline:
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
         handle, buffer = value
-        try:
-            handle.wait()
-        except RuntimeError as error:
-            what = "activation" if way == "F" else "gradient"
-            raise RuntimeError(f"rank {dist.get_rank()} (pipeline rank {self.rank}) waited for the {what} of micro-batch {i} from rank "
-                               f"{self.ranks[source]} (pipeline rank {source}): {error}") from None
+        what = f"{'activation' if way == 'F' else 'gradient'} of micro-batch {i} from rank {self.ranks[source]}"
+        dist.progress(f"waiting for the {what}")
+        dist.wait_for(handle, f"pipeline rank {self.rank} waited for the {what} (pipeline rank {source})")
         return buffer
 
     def _now(self):
@@ -1539,6 +1551,7 @@ class ParallelGPT:
             for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline, self.lists = Pipeline(stages, count, mesh, self.loss, dtype, torch.device(device)), {}
+        self.bucket_of = {p: b for model in stages.values() if isinstance(model, FSDP) for p, b in model.bucket_of.items()}
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
@@ -1552,6 +1565,7 @@ class ParallelGPT:
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, bucket_mb, self.dtype, self.reduce_dtype,
                                               **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
+            self.bucket_of = self.optimizer.reducer.bucket_of
         return self.optimizer
 
     def actions(self, schedule, m):
@@ -1601,21 +1615,43 @@ class ParallelGPT:
     def clip_grad_norm_(self, max_norm, scale=1.0):
         return clip_grad_norm_(self.params, max_norm, [self.dp, self.tp, self.pp], scale)
 
+    def _kept(self, stage, name):
+        """(a parameter of one of this rank's stages, the tensor that the optimizer steps for it, their bucket).
+
+        The bucket is None where the parameter itself is stepped, else it knows which part of it lies in this rank's shard.
+        """
+        model = self.stages[stage]
+        param = getattr(model, "module", model).get_parameter(name)
+        bucket = self.bucket_of.get(param)
+        return param, bucket.shard if bucket else param, bucket
+
     @torch.no_grad()
-    def whole_parameter(self, name, shape):
-        """A parameter as one process would hold it, on every rank. All of them must ask, in the same order."""
+    def whole_parameter(self, name, shape, key=None):
+        """A parameter as one process would hold it, in the master dtype, or what the optimizer keeps of it under `key` (zeros
+        before its first step), on every rank. All of them must ask, in the same order."""
         owner, local = self.owners[name], None
         if owner in self.stages:
-            model = self.stages[owner]
-            module = getattr(model, "module", model)
-            param = module.get_parameter(name)
-            local = model.full_parameter(param) if isinstance(model, FSDP) else param.detach()
+            param, stepped, bucket = self._kept(owner, name)
+            local = stepped.detach() if key is None else self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+            local = bucket.gather(param, local, self.dp) if bucket else local
             local = param.shard.gather(local, shape) if hasattr(param, "shard") else local
         if self.p > 1:
-            dtype = master_dtype(self.dtype) if self.zero == 3 else self.dtype
-            local = torch.empty(shape, dtype=dtype, device=self.device) if local is None else local.clone()
+            local = torch.empty(shape, dtype=master_dtype(self.dtype), device=self.device) if local is None else local.clone()
             dist.broadcast(local, group=self.pp, group_src=owner % self.p)
         return local
+
+    @torch.no_grad()
+    def load_state(self, name, key, whole):
+        """Let the optimizer keep `whole`, of a parameter's shape, under `key`: each rank takes its part. The way back of
+        `whole_parameter`, with no communication."""
+        names = {self.owners[name]: name}
+        if self.config.tied and name == "wte.weight":
+            names.setdefault(self.count - 1, "lm_head.weight")
+        for stage in names.keys() & self.stages.keys():
+            param, stepped, bucket = self._kept(stage, names[stage])
+            there, here = bucket.overlap(param, bucket.own) if bucket else (slice(None), slice(None))
+            kept = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+            kept.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(kept)
 
 
 # -------------------------------------------------------------------------------------------------------------------- demos

@@ -10,6 +10,8 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import functools
 import gc
 import inspect
@@ -17,7 +19,11 @@ import json
 import math
 import multiprocessing
 import os
+import re
+import resource
+import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -1255,10 +1261,12 @@ def text(tmp_path_factory):
 
 def run_training(flags):
     """train.py's own `train`, in this pool's processes."""
-    s = train.parse(flags)
-    config, source = train.model_config(s)
-    train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-    train.train(s, config, source, train.load_data(s, config.vocab_size), torch.get_default_device())
+    with torch.device("cpu"):
+        run = train.prepare(flags, dist.get_rank(), dist.get_world_size(), dist.get_world_size())
+    saved = train.train(run, torch.get_default_device())
+    if run.lock:
+        run.lock.close()
+    return saved
 
 
 def log_of(folder):
@@ -1294,7 +1302,7 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         for kind in ("parameters", "gradients", "optimizer"):
             predicted, measured = memory["predicted_bytes"][kind], memory["measured_bytes"][kind]
             assert abs(measured - predicted) <= 0.02 * predicted + 200, (layout, kind, memory)  # padding
-        models = [GPT.from_hf(tmp_path / name / "model") for name in ("dp%dtp%dzero%dpp%d" % layout, "dp1tp1zero0pp1")]
+        models = [GPT.from_hf(tmp_path / name / "step-00000020") for name in ("dp%dtp%dzero%dpp%d" % layout, "dp1tp1zero0pp1")]
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
 
 
@@ -1326,7 +1334,7 @@ def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
     os.mkdir(tmp_path / "out")
     pool(2).run(run_training, ["--init-from", str(tmp_path / "hf"), "--data", text, "--dtype", "fp64", "--steps", "1", "--tp", "2",
                                "--batch-size", "4", "--sample", "0", "--lr", "0", "--min-lr", "0", "--out", str(tmp_path / "out")])
-    before, after = GPT.from_hf(tmp_path / "hf"), GPT.from_hf(tmp_path / "out" / "model")
+    before, after = GPT.from_hf(tmp_path / "hf"), GPT.from_hf(tmp_path / "out" / "step-00000001")
     assert all(p.equal(q) for p, q in zip(before.parameters(), after.parameters()))
     tokens = np.frombuffer(open(text, "rb").read(), np.uint8)
     x, y = train.batch(tokens[:len(tokens) - len(tokens) // 10], 0, 0, 4, 16, 256, slice(None))
@@ -1384,6 +1392,9 @@ BAD = [  # flags, and what the one line must name
     (["--init-from", "BAD_HF"], "config.json"), (["--out", "FILE"], "--out"), (["--out", "OLD_RUN"], "--out"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", "é"], "--prompt"), (["--dtype", "int8"], "--dtype"),
     (["--warmup-steps", "-1"], "--warmup-steps"), (["--zero", "4"], "--zero"), (["--recompute", "all"], "--recompute"),
+    (["--resume"], "--out DIR"), (["--resume", "/no/such/run"], "--resume /no/such/run"), (["--resume", "--out", "HF"], "no complete checkpoint"),
+    (["--resume", "HF"], "leave --resume out"), (["--save-every", "-1"], "--save-every -1"), (["--keep", "-1"], "--keep -1"),
+    (["--keep", "two"], "--keep"), (["--timeout", "0"], "--timeout 0"), (["--on-nan", "pray"], "--on-nan"), (["--out", "READ_ONLY"], "--out"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"), (["--sample", "-5"], "--sample")]
 
 
@@ -1402,6 +1413,8 @@ def bad_files(tmp_path_factory):
     (folder / "bad_hf" / "config.json").write_text("{}")
     os.mkdir(folder / "old")
     (folder / "old" / "log.jsonl").write_text("")
+    os.mkdir(folder / "read-only", 0o555)
+    paths["READ_ONLY"] = str(folder / "read-only") if os.geteuid() else "/proc/run"  # root may write anywhere, almost
     return {**paths, "HF": str(folder / "hf"), "BAD_HF": str(folder / "bad_hf"), "OLD_RUN": str(folder / "old")}
 
 
@@ -1424,6 +1437,8 @@ def test_more_processes_than_gpus(monkeypatch):
     with pytest.raises(train.BadInput, match="needs 6 processes, 4 were started: give --dp 2"):
         train.check_layout(train.Settings(dp=3, tp=2), model.PRESETS["tiny"], 4, 4)
     assert train.check_layout(train.Settings(tp=2), model.PRESETS["tiny"], 16, 2) == 16  # eight nodes of two
+    with pytest.raises(train.BadInput, match="--tp 4 would reach over the edge of a node with 2 processes.*give --tp 2"):
+        train.check_layout(train.Settings(tp=4), model.PRESETS["tiny"], 16, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- starting and ending
@@ -1693,3 +1708,398 @@ def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
     bench.main()
     printed = capsys.readouterr().out
     assert all(f"python bench.py {what} " in printed for what in bench.WHAT)
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints, faults
+#
+# Here processes die, so they are not the pool's: `Ranks` runs train.py's `main` in new ones, started as torchrun would but in a tenth
+# of its time.
+
+slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
+
+
+def _rank(rank, size, port, flags, log, file_bytes):
+    torch.set_num_threads(1)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    sys.argv = ["train.py", *flags]
+    train.main()
+
+
+class Ranks:
+    """`size` processes of one training run, which may be killed; what they print goes to `log`."""
+
+    def __init__(self, flags, size, log, file_bytes=None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["numpy", "pytest", "train"])
+        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
+        open(log, "a").close()
+        self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
+        self.processes = [context.Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes), daemon=True)
+                          for r in range(size)]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, rank, sig=signal.SIGKILL):
+        os.kill(self.processes[rank].pid, sig)
+
+    def printed(self):
+        with open(self.log) as file:
+            file.seek(self.since)
+            return file.read()
+
+    def wait_for(self, text, timeout=30):
+        deadline = time.time() + timeout
+        while text not in self.printed():
+            assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
+            time.sleep(0.02)
+
+    def end(self, timeout=150, ranks=None):
+        """Their exit codes, which must come within `timeout` seconds."""
+        some = [p for r, p in enumerate(self.processes) if ranks is None or r in ranks]
+        deadline = time.time() + timeout
+        for p in some:
+            p.join(max(0, deadline - time.time()))
+        codes = [p.exitcode for p in some]
+        if None in codes or ranks:
+            for p in self.processes:
+                p.kill()
+        assert None not in codes, f"{codes}\n{self.printed()}"
+        return codes
+
+
+TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
+
+
+def end_of(run):
+    """(losses by step, checksums of the newest checkpoint's files) of a run's folder."""
+    newest = train.open_checkpoint(train.checkpoints(run)[-1], True)
+    return {entry["step"]: entry["loss"] for entry in log_of(run) if "loss" in entry}, newest.manifest["files"], newest.manifest["step"]
+
+
+SAME = [(1, []), (2, ["--zero", "1", "--dtype", "bf16"]), (4, ["--tp", "2", "--zero", "2", "--dtype", "fp16"]), (4, ["--zero", "3"]),
+        (4, ["--pp", "2", "--tp", "2", "--micro-batches", "2", "--schedule", "zb-h1"]), (2, ["--zero", "3", "--dtype", "bf16"]),
+        (2, ["--dtype", "bf16"]), (2, ["--tp", "2", "--vocab-size", "259"])]
+
+
+@pytest.mark.parametrize("size,flags", SAME, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
+def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags):
+    """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for bit."""
+    flags = TRAIN + ["--data", text, "--steps", "8", "--save-every", "4", "--lr", "0.01", "--clip", "0.5", "--out", str(tmp_path), *flags]
+    flags[flags.index("--device") + 1] = pool(size).device_type
+    pool(size).run(run_training, flags)
+    want = end_of(tmp_path)
+    assert len(want[0]) == 8 and want[2] == 8
+    shutil.rmtree(tmp_path / "step-00000008")
+    pool(size).run(run_training, flags)
+    assert end_of(tmp_path) == want
+
+
+def test_checkpoint_fits_every_layout(pool, text, tmp_path):
+    """A run moves: dp 2 x tp 2, pipeline with ZeRO-1, one process, ZeRO-3, from the middle of one to the middle of the next."""
+    device = pool(4).device_type
+    flags = TRAIN + ["--data", text, "--steps", "12", "--save-every", "1", "--keep", "0", "--lr", "0.01", "--clip", "0.5", "--dtype", "fp64",
+                     "--device", device]
+    pool(1).run(run_training, flags + ["--out", str(tmp_path / "whole")])
+    moves = [(4, ["--tp", "2"], 3), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 6), (1, [], 8), (4, ["--zero", "3"], 10),
+             (3, ["--pp", "3"], 11), (2, ["--zero", "2", "--tp", "1"], 12)]
+    last, done = [], 0
+    for i, (size, layout, stop) in enumerate(moves):
+        out = str(tmp_path / str(i))
+        assert pool(size).run(run_training, flags + layout + last + ["--out", out]) == [True] * size
+        log = log_of(out)
+        assert [entry["step"] for entry in log] == list(range(done + 1, 13))
+        for a, b in zip(log, log_of(tmp_path / "whole")[done:]):
+            assert all(abs(a[key] - b[key]) <= 1e-10 * abs(b[key]) for key in ("loss", "grad_norm", "lr")), (layout, a, b)
+        last, done = ["--resume", os.path.join(out, f"step-{stop:08}")], stop
+    for file in ("model", "optimizer"):
+        want, got = (model.read_safetensors(f"{folder}/step-00000012/{file}.safetensors") for folder in (tmp_path / "whole", out))
+        assert want.keys() == got.keys() and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items())
+
+
+def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
+    flags = TRAIN + ["--data", text, "--steps", "3", "--seed", "5", "--save-every", "2", "--out", str(tmp_path / "run")]
+    assert Ranks(flags, 1, tmp_path / "log").end() == [0]
+    longer = Ranks(["--resume", "--out", str(tmp_path / "run"), "--steps", "5", "--lr", "0.005", "--device", "cpu", "--log-every", "1",
+                    "--sample", "6", "--prompt", "line"], 1, tmp_path / "log")
+    assert longer.end() == [0]
+    assert "step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here" in longer.printed(), longer.printed()
+    assert [entry["step"] for entry in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert train.open_checkpoint(tmp_path / "run" / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
+    files = sorted(os.listdir(tmp_path / "run"))
+    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line"], 1, tmp_path / "log")
+    assert sample.end() == [0]
+    assert sample.printed().split("---")[-2] == longer.printed().split("---")[-2]  # the same six bytes after "line"
+    assert files == sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
+
+
+def test_transformers_reads_a_checkpoint(pool, text, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pool(2).run(run_training, TRAIN + ["--data", text, "--steps", "2", "--tp", "2", "--out", str(tmp_path)])
+    hf = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "step-00000002").eval()
+    ours, tokens = GPT.from_hf(tmp_path / "step-00000002"), torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        assert (hf(tokens).logits - ours(tokens)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=slow)])
+def test_killed_runs_lose_nothing(text, tmp_path, kills):
+    """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
+    ends with the loss, and the files, of the run that nobody killed."""
+    flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero", "1"]
+    started = time.time()
+    assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
+    length, want, rng, killed, unfinished = time.time() - started, end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
+    while killed < kills:
+        out = str(tmp_path / f"run{killed}")
+        for _ in range(min(5, kills - killed)):  # so many times the same run, then it is let through
+            ranks = Ranks(flags + ["--out", out], 2, tmp_path / "log")
+            time.sleep(rng.uniform(0.1, 1.0) * length)
+            victims = [0, 1] if rng.random() < 0.3 else [int(rng.integers(2))]
+            for rank, process in enumerate(ranks.processes):
+                process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
+            if -9 not in ranks.end():
+                break  # it was faster
+            killed += 1
+            unfinished += any(name.startswith(".step") for name in os.listdir(out)) if os.path.exists(out) else 0
+            for path in train.checkpoints(out):
+                train.open_checkpoint(path, True)
+        last = Ranks(flags + ["--out", out], 2, tmp_path / "log")
+        assert last.end() == [0, 0], last.printed()
+        assert end_of(out) == want
+        assert not any(name.startswith(".step") for name in os.listdir(out))
+    if kills >= 100:
+        assert unfinished  # some of them were caught writing
+    print(f"{killed} runs killed, {unfinished} of them while they wrote; none lost anything")
+
+
+def test_killed_rank_ends_the_others_who_say_so(text, tmp_path):
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--dp", "3", "--batch-size", "9", "--timeout", "5"], 3, tmp_path / "log")
+    ranks.wait_for("step      20/")
+    ranks.kill(2)
+    assert ranks.end(20) == [1, 1, -9]
+    lines = [line for line in ranks.printed().splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 2 and any("rank 2 gives no sign of life since step" in line for line in lines), lines
+    assert all(re.match(r"train.py: rank [01]: step \d+, \w.*", line) for line in lines) and "Traceback" not in ranks.printed()
+
+
+def test_stalled_rank_is_named_within_the_timeout(text, tmp_path):
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--tp", "2", "--pp", "2", "--timeout", "3"], 4, tmp_path / "log")
+    ranks.wait_for("step      20/")
+    ranks.kill(1, signal.SIGSTOP)
+    started = time.time()
+    assert ranks.end(15, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 2
+    lines = [line for line in ranks.printed().splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 3 and all("rank 1 gives no sign of life since step" in line for line in lines), ranks.printed()
+
+
+def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
+    flags = TRAIN + ["--data", text, "--steps", "100", "--save-every", "0", "--dp", "2"]
+    assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
+    ranks = Ranks(flags + ["--out", str(tmp_path / "run")], 2, tmp_path / "log")
+    ranks.wait_for("step  20/100")
+    ranks.kill(1, signal.SIGTERM)  # one of them is enough
+    assert ranks.end() == [0, 0] and "SIGTERM: the same command goes on from here" in ranks.printed()
+    step = end_of(tmp_path / "run")[2]
+    assert 20 <= step < 100 and max(entry["step"] for entry in log_of(tmp_path / "run")) == step
+    again = Ranks(flags + ["--out", str(tmp_path / "run")], 2, tmp_path / "log")
+    assert again.end() == [0, 0] and f"after step {step}" in again.printed()
+    assert end_of(tmp_path / "run") == end_of(tmp_path / "whole")
+
+
+def not_finite(text, out, on_nan, zero):
+    """One rank's loss is NaN in step 3; what the others do."""
+    flags = TRAIN + ["--data", text, "--steps", "5", "--on-nan", on_nan, "--zero", str(zero), "--save-every", "1", "--out", out]
+    run = train.prepare(flags, dist.get_rank(), 2, 2)
+    whole, calls = parallel.cross_entropy, []
+
+    def loss(*arguments):
+        calls.append(0)
+        return whole(*arguments) * (math.nan if len(calls) == 3 and dist.get_rank() == 1 else 1)
+
+    parallel.cross_entropy = loss
+    try:
+        return train.train(run, torch.device("cpu"))
+    except train.NotFinite as error:
+        return str(error)
+    finally:
+        parallel.cross_entropy = whole
+        if run.lock:
+            run.lock.close()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
+    if pool(2).device_type != "cpu":
+        pytest.skip("the flags say cpu")
+    for text_of_error in pool(2).run(not_finite, text, str(tmp_path / "stop"), "stop", zero):
+        assert "the loss on rank 1 is not finite" in text_of_error
+    assert log_of(tmp_path / "stop")[-1] == {"step": 3, "not_finite": "the loss on rank 1", "on_nan": "stop"}
+    assert end_of(tmp_path / "stop")[2] == 2  # what is saved is from before
+    assert pool(2).run(not_finite, text, str(tmp_path / "skip"), "skip", zero) == [True, True]
+    losses, _, step = end_of(tmp_path / "skip")
+    assert step == 5 and losses[3] == "nan" and all(math.isfinite(losses[i]) for i in (1, 2, 4, 5))
+    manifests = [train.open_checkpoint(str(tmp_path / "skip" / f"step-0000000{i}"), True).manifest for i in (4, 5)]
+    assert [(m["updates"], m["skipped"]) for m in manifests] == [(3, 1), (4, 1)]
+
+
+def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
+    flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--out", str(tmp_path / "run"), "--dp", "2"]
+    assert Ranks(flags + ["--steps", "2"], 2, tmp_path / "log").end() == [0, 0]
+    before = end_of(tmp_path / "run")
+    full = Ranks(flags + ["--resume"], 2, tmp_path / "log", file_bytes=40_000)  # room for the weights, not for the optimizer
+    assert full.end() == [1, 0], full.printed()
+    assert re.search(r"step 4/4  not saved in .*: File too large; ended, step-00000002 is complete", full.printed()), full.printed()
+    assert end_of(tmp_path / "run")[1:] == before[1:] and log_of(tmp_path / "run")[-1]["not_saved"]
+    assert not any(name.startswith(".step") for name in os.listdir(tmp_path / "run"))
+    assert Ranks(flags + ["--resume"], 2, tmp_path / "log").end() == [0, 0] and end_of(tmp_path / "run")[2] == 4
+
+
+def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    log = train.Log(str(path), 1)
+    write = os.write
+
+    def full(file, data):
+        write(file, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    assert log.write({"step": 2}).errno == errno.ENOSPC
+    assert path.read_text() == '{"step": 1}\n'
+    monkeypatch.setattr(os, "write", write)
+    assert log.write({"step": 3, "loss": math.nan}) is None
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": "nan"}\n'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
+    """Two torchrun agents, as on two machines. A rank is killed; torchrun starts all of them again, and they go on by themselves."""
+    flags = TRAIN + ["--data", text, "--steps", "300", "--save-every", "50", "--log-every", "50"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    out = str(tmp_path / "run")
+    nodes = [command(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2",
+                     "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "train.py", *flags, "--out", out)
+             for _ in range(2)]
+    deadline = time.time() + 60
+    while len(train.checkpoints(out)) < 2 and time.time() < deadline:
+        time.sleep(0.05)
+    os.kill(max(processes_with(out)), signal.SIGKILL)
+    printed = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    text_of = "".join(out for out, _ in printed)
+    assert "nodes    2 of 1 processes: dp between nodes, pp and tp inside" in text_of
+    assert re.search(r"resume   \S+/run/step-00000[12]\d0: after step [12]\d0\n", text_of), text_of
+    assert [entry["step"] for entry in log_of(out)] == [1, *range(50, 301, 50)] and end_of(out)[2] == 300
+
+
+BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must say
+    ("no manifest", [], "holds no complete checkpoint"), ("manifest gone", [], "manifest.json: No such file"), ("manifest cut", [], "manifest.json"),
+    ("manifest flipped", [], "manifest.json: it does not match its own checksum"), ("newer format", [], "its format is 2"),
+    ("weights cut", [], "model.safetensors: it has"), ("weights flipped", [], "model.safetensors: its checksum"),
+    ("moments flipped", [], "optimizer.safetensors: its checksum"), ("moments gone", [], "optimizer.safetensors: No such file"),
+    ("config flipped", [], "config.json: its checksum"), ("other shape", [], "wpe.weight is (16, 16), config.json makes it (12, 16)"),
+    ("other moments", [], "exp_avg.wpe.weight is ((8, 32)"), ("moment missing", [], "exp_avg_sq.wpe.weight is missing"),
+    ("moment half precision", [], "exp_avg.wpe.weight is ((16, 16), torch.bfloat16)"), ("pickled weights", [], "model.safetensors: not a whole .safetensors file"),
+    ("pickled moments", [], "not a whole .safetensors file"),
+    ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"), ("", ["--n-layer", "2"], "--n-layer 2"),
+    ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
+    ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"), ("", ["--out", "LOCKED"], "process 1 on here writes there"),
+    ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
+
+
+@pytest.fixture(scope="session")
+def finished_run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--out", str(folder / "run")], 1, folder / "log")
+    assert ranks.end() == [0], ranks.printed()
+    return folder / "run"
+
+
+def damage_checkpoint(path, how):
+    """Flip, cut, forge. Where the manifest is made to match what was forged, only the contents can tell."""
+    part, _, what = how.partition(" ")
+    file = path / {"manifest": "manifest.json", "weights": "model.safetensors", "config": "config.json"}.get(part, "optimizer.safetensors")
+    if how == "no manifest":
+        shutil.rmtree(path)
+        os.mkdir(path.parent / ".step-00000003.part")
+    elif what == "gone":
+        file.unlink()
+    elif what == "cut":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif what == "flipped":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif how:
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest.pop("crc32")
+        moments = model.read_safetensors(path / "optimizer.safetensors")
+        if how == "newer format":
+            manifest["format"] = 2
+        elif how == "other shape":
+            file = path / "config.json"
+            file.write_text(file.read_text().replace('"n_positions": 16', '"n_positions": 12'))
+        elif how.startswith("pickled"):
+            file = path / ("model.safetensors" if how == "pickled weights" else "optimizer.safetensors")
+            torch.save({"wte.weight": Malice()}, file)
+        else:
+            if how == "other moments":
+                moments["exp_avg.wpe.weight"] = moments["exp_avg.wpe.weight"].view(8, 32)
+            elif how == "moment missing":
+                del moments["exp_avg_sq.wpe.weight"]
+            dtypes = {name: torch.float32 for name in moments}
+            if how == "moment half precision":
+                text = file.read_bytes()
+                header = json.loads(text[8:8 + struct.unpack("<Q", text[:8])[0]])
+                entry = header["exp_avg.wpe.weight"]
+                entry["dtype"], entry["data_offsets"][1] = "BF16", entry["data_offsets"][0] + 2 * 16 * 16
+                new = json.dumps(header).encode()
+                file.write_bytes(struct.pack("<Q", len(new)) + new + text[8 + struct.unpack("<Q", text[:8])[0]:])
+            else:
+                model.write_safetensors(str(file), {name: (dtypes[name], tuple(t.shape)) for name, t in moments.items()}, moments.__getitem__)
+        manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": model.crc_of_file(file)} if file.name in manifest["files"] else 0
+        (path / "manifest.json").write_text(json.dumps(manifest | {"crc32": train.crc_of(manifest)}))
+
+
+@pytest.mark.parametrize("how,flags,says", BAD_CHECKPOINTS, ids=lambda x: " ".join(x) if isinstance(x, list) else x)
+def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_run, bad_files, tmp_path, text, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    step = run / "step-00000003"
+    if how == "no manifest":
+        shutil.rmtree(run / "step-00000002")
+    damage_checkpoint(step, how)
+    monkeypatch.chdir(tmp_path)
+    special = {"OTHER": bad_files["ASCII"], "OTHER_RUN": str(tmp_path / "other"), "LOCKED": str(tmp_path / "locked"), "IN_THE_WAY": str(run)}
+    resume = run if how == "no manifest" else run / "step-00000002" if "IN_THE_WAY" in flags else step
+    if "OTHER_RUN" in flags:
+        shutil.copytree(run, tmp_path / "other")
+        flags = flags + ["--lr", "0.5"]
+    if "LOCKED" in flags:
+        os.mkdir(tmp_path / "locked")
+        lock = open(tmp_path / "locked" / ".lock", "w+")
+        lock.write("process 1 on here"), lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", "--resume", str(resume)] + [special.get(f, f) for f in flags])
+    monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as exit:
+        train.main()
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and err.count("\n") == 1 and says in err and not out, err
+    assert before == {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} and not os.path.exists("hacked")
+
+
+def test_bad_input_ends_real_processes_before_they_meet(finished_run, tmp_path):
+    for size, flags, says in [(1, ["--resume", str(finished_run), "--tp", "3"], "--tp 3"), (2, ["--resume", "/no/such", "--dp", "2"], "/no/such")]:
+        ranks = Ranks(flags, size, tmp_path / "log")
+        assert ranks.end() == [2] * size and ranks.printed().count("\n") == 1 and says in ranks.printed(), ranks.printed()

@@ -3,6 +3,8 @@
     python train.py                                          one process
     torchrun --nproc_per_node 4 train.py --dp 2 --tp 2       four: two replicas, each cut in two
     python train.py --dp 2 --tp 2                            the same: it starts itself again under torchrun
+    python train.py --out runs/1                             with checkpoints: the same command again goes on after the last
+    python train.py --steps 0 --sample 200 --resume runs/1   text from the newest of them
 
 With no flags it trains a 1M-parameter model on the source of Python's standard library, on the CPU, in a minute or two.
 Every layout sees the same tokens and logs the same loss: a batch is a function of (seed, step, sample), initial weights of
@@ -12,13 +14,22 @@ Every layout sees the same tokens and logs the same loss: a batch is a function 
 import argparse
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import math
 import os
 import pathlib
+import re
+import shutil
+import signal
+import socket
 import sys
 import sysconfig
+import threading
 import time
+import traceback
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, materialize, open_hf, shapes, write_hf
+from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder, write_file,
+                   write_hf, write_safetensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------- settings
@@ -80,7 +92,14 @@ class Settings:
     log_every: int = flag(10, "steps between log lines; 0: never")
     sample: int = flag(200, "tokens to generate at the end; 0: none")
     prompt: str = flag("def ", "what the sample continues (data of bytes)")
-    out: str = flag("", "a new folder for log.jsonl and, at the end, the model as a Hugging Face folder")
+    out: str = flag("", "folder for log.jsonl and checkpoints; the same command with it again goes on where they end")
+    save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
+    keep: int = flag(2, "newest checkpoints to keep; 0: all")
+    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, the newest in --out. What "
+                           "decides the numbers (data, sizes, --lr and so on) comes with it where the flag is left out",
+                       nargs="?", const="newest", metavar="PATH")
+    on_nan: str = flag("stop", "what a loss or gradient that is not finite does to all ranks", choices=["stop", "skip"])
+    timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
 
 
 class BadInput(Exception):
@@ -104,8 +123,9 @@ def check_numbers(s):
     """Numbers that make no sense on their own."""
     for name, least, value in [("steps", 0, 450), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 2e-3),
                                ("min_lr", 0, 1e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
-                               ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("pp", 1, 2), ("virtual_stages", 1, 2), ("eval_every", 0, 100), ("log_every", 0, 10),
-                               ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
+                               ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("pp", 1, 2), ("virtual_stages", 1, 2),
+                               ("eval_every", 0, 100), ("log_every", 0, 10), ("save_every", 0, 100), ("keep", 0, 2),
+                               ("timeout", 1, 600), ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
                                ("seq_len", 1, 128), ("vocab_size", 1, 256)]:
         given = getattr(s, name)
         if given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
@@ -114,13 +134,16 @@ def check_numbers(s):
         raise BadInput(f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-def model_config(s):
+def model_config(s, checkpoint=None):
     """(GPTConfig, source of weights or None) the settings ask for."""
-    if s.init_from:
+    where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
+    if checkpoint and s.init_from:
+        raise BadInput(f"--init-from {s.init_from} beside --resume: the weights can come from one of them, leave the other out")
+    if folder:
         try:
-            config, source = open_hf(s.init_from)
+            config, source = open_hf(folder)
         except (ValueError, OSError) as error:
-            raise BadInput(f"--init-from {s.init_from}: {error}") from None
+            raise BadInput(f"{where} {folder}: {error}") from None
     else:
         config, source = PRESETS[s.model], None
     given = {name: getattr(s, name) for name in ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "activation")
@@ -128,7 +151,7 @@ def model_config(s):
     if source:
         for name, value in given.items():
             if value != getattr(config, name):
-                raise BadInput(f"--{name.replace('_', '-')} {value}: the model in --init-from has {getattr(config, name)}; "
+                raise BadInput(f"--{name.replace('_', '-')} {value}: the model in {where} has {getattr(config, name)}; "
                                f"leave the flag out")
     n_head, n_embd = given.get("n_head", config.n_head), given.get("n_embd", config.n_embd)
     if n_embd % n_head:
@@ -156,6 +179,9 @@ def check_layout(s, config, world, local_world):
     if s.schedule == "interleaved" and s.virtual_stages > 1 and s.micro_batches % s.pp:
         raise BadInput(f"--micro-batches {s.micro_batches} is not a multiple of --pp {s.pp}, as --schedule interleaved needs: give "
                        f"--micro-batches {-(-s.micro_batches // s.pp) * s.pp}")
+    if world > local_world and local_world % s.tp:
+        raise BadInput(f"--tp {s.tp} would reach over the edge of a node with {local_world} processes, and it talks in every layer: "
+                       f"give --tp {math.gcd(s.tp, local_world)}, and --pp for what is left")
     if config.n_head % s.tp:
         raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp {math.gcd(s.tp, config.n_head)}")
     if config.inner < s.tp or config.vocab_size < s.tp:
@@ -209,6 +235,9 @@ def check_data(s, config, train, held_out, is_bytes):
     for part in (train, held_out):
         for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte at most: `batch` checks the rest as it comes
             check_tokens(part[start:start + (1 << 24)], config.vocab_size)
+
+
+def check_prompt(s, config, is_bytes):
     if s.sample and is_bytes and max(s.prompt.encode(), default=0) >= config.vocab_size:
         raise BadInput(f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text, or --sample 0")
 
@@ -253,6 +282,186 @@ def batch(tokens, seed, step, batch_size, seq_len, vocab_size, samples):
     check_tokens(rows, vocab_size)
     rows = torch.from_numpy(rows)
     return rows[:, :-1], rows[:, 1:]
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints
+#
+# A folder a step, whole or not there: it is written as .step-00000200.part and renamed once every byte is on the disk.
+#
+#     step-00000200/
+#         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
+#         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
+#         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
+#
+# 12 bytes a parameter. Nothing in it knows the layout, and nothing is pickled. Batches, samples and initial weights are functions of
+# (seed, step), so the step is the data position, the place in the learning-rate schedule and the state of every random generator.
+
+NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype", "reduce_dtype",
+           "on_nan")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Checkpoint:
+    path: str
+    manifest: dict
+
+    def flags(self):
+        """What it was trained with, as a command line: flags that come after it win."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.manifest["run"]["flags"].items()]
+
+
+def run_of(s, config, data):
+    """What decides a run's numbers, whatever its layout: a folder of checkpoints goes on under the same, and no other."""
+    ends = [tokens[part] for tokens in data[:2] for part in (slice(0, 1 << 20), slice(-1 << 20, None))]  # all would take minutes
+    start = {name: os.path.abspath(given) for name in ("init_from", "resume") if (given := getattr(s, name)) and given != "newest"}
+    return dict(flags={name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}, start=start,
+                model=dataclasses.asdict(config), data=dict(tokens=len(data[0]) + len(data[1]), bytes=bool(data[2]),
+                                                            crc32=zlib.crc32(np.concatenate(ends).tobytes())))
+
+
+def differences(there, here, parts=("flags", "start", "model", "data")):
+    """In words, what of two `run_of` differs. A data set may move: its contents count, not its path."""
+    return [f"{'data: ' if part == 'data' else '--'}{key.replace('_', '-')} {a.get(key)} there, {b.get(key)} here"
+            for part in parts for a, b in [(there[part], here[part])] for key in a | b
+            if a.get(key) != b.get(key) and (part, key) != ("flags", "data")]
+
+
+def checkpoints(folder):
+    """The complete ones in a folder, oldest first."""
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"step-\d{8,}", name)] if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name[5:]))]
+
+
+def crc_of(value):
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def open_checkpoint(path, read_all):
+    """A Checkpoint. BadInput names what is missing or damaged; read_all: by every byte of it, not by sizes alone."""
+    file = os.path.join(path, "manifest.json")
+    try:
+        with open(file) as text:
+            manifest = json.load(text)
+        if manifest.pop("crc32") != crc_of(manifest):
+            raise ValueError("it does not match its own checksum")
+        if manifest["format"] != 1:
+            raise ValueError(f"its format is {manifest['format']}, this train.py reads 1")
+        for name in ("config.json", "model.safetensors", "optimizer.safetensors"):
+            file, entry = os.path.join(path, name), manifest["files"][name]
+            if os.path.getsize(file) != entry["bytes"]:
+                raise ValueError(f"it has {os.path.getsize(file):,} bytes, by the manifest {entry['bytes']:,}: cut short, or another file")
+            if read_all and crc_of_file(file) != entry["crc32"]:
+                raise ValueError("its checksum is not the manifest's: damaged, or another file")
+        return Checkpoint(path, manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"has no {error}" if isinstance(error, KeyError) else error
+        path = os.path.abspath(path)
+        others = [name for name in map(os.path.basename, checkpoints(os.path.dirname(path))) if name != os.path.basename(path)]
+        raise BadInput(f"--resume {path}: {os.path.basename(file)}: {why}; "
+                       + (f"move that folder away to go on from {others[-1]}" if others else "give a complete checkpoint")) from None
+
+
+def find_checkpoint(s, read_all):
+    """The Checkpoint that --resume asks for, or None."""
+    if s.resume == "newest" and not s.out:
+        raise BadInput("--resume without a value takes the newest checkpoint in --out: give --out DIR too, or --resume DIR")
+    if not s.resume:
+        return None
+    folder = s.out if s.resume == "newest" else s.resume
+    if not os.path.isdir(folder):
+        raise BadInput(f"--resume {folder}: no such folder; give one that a run with --out has written")
+    if os.path.exists(os.path.join(folder, "manifest.json")) or folder.rstrip("/").rpartition("/")[2].startswith("step-"):
+        return open_checkpoint(folder, read_all)
+    found = checkpoints(folder)
+    if not found:
+        raise BadInput(f"--resume {folder}: holds no complete checkpoint, no step-00000100/; leave --resume out to begin anew")
+    return open_checkpoint(found[-1], read_all)
+
+
+def read_moments(checkpoint, config):
+    """{exp_avg.NAME: whole tensor}, mapped from the file; BadInput where a name, shape or dtype is not this model's."""
+    dtype = parallel.master_dtype(DTYPES[checkpoint.manifest["run"]["flags"]["dtype"]])
+    path = os.path.join(checkpoint.path, "optimizer.safetensors")
+    try:
+        moments = read_safetensors(path)
+    except ValueError as error:
+        raise BadInput(f"--resume {error}") from None
+    want = {f"{key}.{name}": (shape, dtype) for key in MOMENTS for name, shape in shapes(config).items()}
+    have = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in moments.items()}
+    for name in want | have:
+        if want.get(name) != have.get(name):
+            raise BadInput(f"--resume {path}: {name} is {have.get(name, 'missing')}, the model makes it {want.get(name, 'nothing')}: "
+                           f"give a checkpoint of this model")
+    return moments
+
+
+def start_of(s, run, checkpoint, read_all):
+    """(the Checkpoint to go on from or None, the run): that of --out where it holds this very run, else --resume's."""
+    found = checkpoints(s.out)
+    another = f"name a new folder, e.g. --out {s.out.rstrip('/')}-2"
+    if checkpoint and os.path.realpath(os.path.join(checkpoint.path, "..")) == os.path.realpath(s.out):
+        if os.path.realpath(found[-1]) != os.path.realpath(checkpoint.path):
+            raise BadInput(f"--resume {checkpoint.path}: {found[-1]} would be in the way of what follows: {another}")
+        return checkpoint, run | {"start": checkpoint.manifest["run"]["start"]}
+    there = None
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(s.out, "run.json")) as file:
+        there = json.load(file)
+    if there is None and (found or os.path.exists(os.path.join(s.out, "log.jsonl"))):
+        raise BadInput(f"--out {s.out} already holds files of a run, and no run.json that says which: {another}")
+    if there and (how := differences(there, run)):
+        raise BadInput(f"--out {s.out} holds another run ({'; '.join(how[:3])}): {another}" + (", or add --resume" if found else ""))
+    return open_checkpoint(found[-1], read_all) if found else checkpoint, run
+
+
+def claim(folder, run):
+    """Make --out this run's own, on rank 0: locked as long as the process lives. Returns the lock, a file."""
+    check_folder(folder, "--out")
+    lock = open(os.path.join(folder, ".lock"), "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        held = error.errno in (errno.EAGAIN, errno.EACCES)
+        why = f"{lock.read().strip() or 'another run'} writes there" if held else error.strerror
+        raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
+    try:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        write_file(os.path.join(folder, "run.json"), json.dumps(run))
+        for name in os.listdir(folder):  # what a run that was killed had not finished, or not finished removing
+            if re.fullmatch(r"\.step-\d+\.(part|old)", name):
+                shutil.rmtree(os.path.join(folder, name))
+    except OSError as error:
+        raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
+    return lock
+
+
+class Log:
+    """log.jsonl, an entry a line. A full disk keeps entries waiting until there is room, and tears no line."""
+
+    def __init__(self, path, step):
+        kept = []
+        with contextlib.suppress(FileNotFoundError), open(path) as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # a line that was being written when the power went
+                    kept += [line] if json.loads(line)["step"] <= step else []  # the others will come again
+        write_file(path, "".join(kept))
+        self.file, self.waiting = os.open(path, os.O_WRONLY | os.O_APPEND), b""
+
+    def write(self, entry):
+        """Returns the OSError, or None."""
+        entry = {key: str(value) if value in (math.inf, -math.inf) or value != value else value for key, value in entry.items()}
+        self.waiting += json.dumps(entry).encode() + b"\n"
+        size = os.fstat(self.file).st_size
+        try:
+            if os.write(self.file, self.waiting) < len(self.waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting = b""
+        except OSError as error:
+            os.ftruncate(self.file, size)
+            return error
 
 
 # ---------------------------------------------------------------------------------------------------------------- training
@@ -326,7 +535,9 @@ class Trainer:
         if s.comm == "torch":
             for group in (self.tp, self.dp, self.pp, None):
                 dist.use_library(group)
+        self.control = dist.new_group(backend="gloo")  # for `agree`: on the CPU, whatever the GPU is doing
         self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
+        self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
                                         s.recompute, s.virtual_stages, s.cuda_graphs == "on")
         self.optimizer = self.net.make_optimizer(torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95),
@@ -349,12 +560,85 @@ class Trainer:
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
-        finite = bool(norm.isfinite()) if self.scaler else True
-        if finite:
+        blame = 1 + dist.get_world_size() - dist.get_rank()  # 1: the gradients, of all; more: the loss, of the first such rank
+        alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
+        late = self.device.type == "cuda" and s.on_nan == "stop" and not self.scaler
+        self.bad, self.stopping = self.agree(self.read(alarm, late), self.terminated)
+        if not self.bad:
             self.optimizer.step()
+        self.skipped += bool(self.bad)
         if self.scaler:
-            self.scaler.update(finite)
+            hopeless = self.scaler.scale == 1
+            self.scaler.update(not self.bad)
+            self.bad = self.bad and hopeless  # fp16 overflows now and then: that is what the scale is for
         return loss, norm
+
+    def agree(self, *numbers):
+        """The largest of each whole number over all ranks: what one knows, all know, and all do the same in the same step."""
+        numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self.control)
+        return numbers.tolist()
+
+    def read(self, alarm=None, late=False):
+        """A number off the device. late: that of the step before; to read this step's, the CPU would wait until the GPU has ended it,
+        and then the GPU for the CPU. Without `alarm`, the one put off."""
+        before, self.unread = self.unread, None
+        if late:
+            self.unread = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+            self.unread[0].copy_(alarm, non_blocking=True)
+            self.unread[1].record()
+        if before:
+            before[1].synchronize()
+        return int(before[0] if before else 0 if late or alarm is None else alarm)
+
+    def save(self, step, run):
+        """Write step's checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None."""
+        whole, problem = shapes(self.config), None
+        asked = iter([(name, shape, key) for key in (None, *MOMENTS) for name, shape in whole.items()])
+
+        def get(name):
+            return self.net.whole_parameter(*next(asked))
+
+        if dist.get_rank() == 0:
+            part, final = (os.path.join(self.s.out, name) for name in (f".step-{step:08}.part", f"step-{step:08}"))
+            try:
+                shutil.rmtree(part, ignore_errors=True)
+                dtype = parallel.master_dtype(self.dtype)
+                files = write_hf(part, self.config, get, dtype)
+                files["optimizer.safetensors"] = write_safetensors(
+                    os.path.join(part, "optimizer.safetensors"),
+                    {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
+                updates = max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
+                manifest = dict(format=1, step=step, updates=updates, skipped=self.skipped, files=files, run=run,
+                                scaler=vars(self.scaler) if self.scaler else None)
+                write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
+                sync_folder(part)
+                os.rename(part, final)
+                sync_folder(self.s.out)
+                for old in checkpoints(self.s.out)[:-self.s.keep] if self.s.keep else []:
+                    gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
+                    os.rename(old, gone)  # first out of sight: a folder half removed must not look like a checkpoint
+                    shutil.rmtree(gone)
+            except OSError as error:
+                problem = error
+                shutil.rmtree(part, ignore_errors=True)
+        for rest in asked:  # the other ranks; and rank 0 after an error, for they wait for its part
+            self.net.whole_parameter(*rest)
+        return problem
+
+    def load(self, checkpoint, moments):
+        """Go on as if never stopped; the weights have come with the model. Each rank reads its part of the file."""
+        manifest, state = checkpoint.manifest, self.optimizer.state
+        self.skipped = manifest["skipped"]
+        if self.scaler and manifest["scaler"]:
+            vars(self.scaler).update(manifest["scaler"])
+        if manifest["updates"]:  # before the first one, an optimizer has no state
+            for name in shapes(self.config):
+                for key in MOMENTS:
+                    self.net.load_state(name, key, moments[f"{key}.{name}"])
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    state[p]["step"] = torch.tensor(float(manifest["updates"]), device=p.device if group.get("fused") else "cpu")
 
     def note_activations(self, births):
         self.activations = max(getattr(self, "activations", 0), births.alive())
@@ -402,16 +686,16 @@ class Trainer:
         materialize(whole, get, self.device if rank == 0 else "meta", parallel.master_dtype(self.dtype))
         if rank != 0:
             return None
-        prompt = list(self.s.prompt.encode()) if self.bytes else [int(self.held_out[0])]
+        prompt = list(self.s.prompt.encode()) if self.bytes else self.held_out[:1].tolist()
         tokens = torch.tensor([prompt or [10]], device=self.device)
         tokens = whole.generate(tokens, n, temperature=0.8, top_k=40, seed=self.s.seed)[0].tolist()
         return bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
 
 
-def describe(trainer, say):
-    s, c, mesh = trainer.s, trainer.config, trainer.mesh
+def describe(trainer, say, run):
+    s, c, mesh, local_world = trainer.s, trainer.config, trainer.mesh, run.local_world
     each = s.batch_size // s.dp // s.micro_batches
-    say(f"model    {s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
+    say(f"model    {run.checkpoint.path if run.checkpoint else s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{c.parameters():,} parameters, {s.dtype}")
     say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
         f"to train on, {len(trainer.held_out):,} held out")
@@ -419,6 +703,11 @@ def describe(trainer, say):
         f"({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
     say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
+    if mesh.size() > local_world:
+        node = mesh.mesh // local_world  # (pp, dp, tp): the node of each rank
+        crossing = [axis for i, axis in enumerate(("pp", "dp", "tp")) if (node.amax(i) > node.amin(i)).any()]
+        say(f"nodes    {mesh.size() // local_world} of {local_world} processes: {' and '.join(crossing)} between nodes, "
+            f"{' and '.join(axis for axis in ('pp', 'dp', 'tp') if axis not in crossing)} inside")
     say("memory   a rank, predicted: " + ", ".join(f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()))
 
 
@@ -464,31 +753,79 @@ def size(n):
     return next(f"{n / 2**k:.1f} {unit}" for k, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if n >= 2**k or k == 10)
 
 
-def train(s, config, source, data, device):
-    rank = dist.get_rank()
+def resume(trainer, run, say):
+    """Load the run's checkpoint, if it has one; returns how many steps are done."""
+    first = run.checkpoint.manifest["step"] if run.checkpoint else 0
+    least, most = trainer.agree(-first, first)
+    if most != -least:
+        raise BadInput(f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be folders that all nodes share")
+    if run.checkpoint:
+        changes = differences(run.checkpoint.manifest["run"], run.identity, ("flags",)) if run.s.steps else []
+        say(f"resume   {run.checkpoint.path}: after step {first}" + "".join(f", {change}" for change in changes))
+        if first < run.s.steps:
+            trainer.load(run.checkpoint, run.moments)
+    return first
+
+
+class NotFinite(Exception):
+    pass
+
+
+def train(run, device):
+    """All steps that are left, and a sample. Returns whether all there is to save is on the disk."""
+    s, config, rank = run.s, run.config, dist.get_rank()
     say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
-    trainer = Trainer(s, config, source, data, device)
-    describe(trainer, say)
-    log = open(os.path.join(s.out, "log.jsonl"), "x") if s.out and rank == 0 else None
-    peak, tokens = peak_flops(device), s.batch_size * config.seq_len
+    trainer = Trainer(s, config, run.source, run.data, device)
+    describe(trainer, say, run)
+    # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved. After an error this
+    # stays: torchrun sends SIGTERM to those who are still telling what went wrong.
+    before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
+    saved = train_steps(trainer, run, resume(trainer, run, say), say)
+    if run.saving and not s.steps:
+        saved = trainer.save(0, run.identity) is None
+    if s.sample and not trainer.stopping:
+        dist.progress("sampling")
+        text = trainer.sample(s.sample)
+        say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
+    signal.signal(signal.SIGTERM, before)
+    return saved
+
+
+def train_steps(trainer, run, first, say):
+    s, config, device = run.s, run.config, trainer.device
+    log = Log(os.path.join(s.out, "log.jsonl"), first) if run.lock else None
+
+    def record(entry):
+        if log and (problem := log.write(entry)):
+            say(f"log      step {entry['step']} waits to be written to {s.out}/log.jsonl: {problem.strerror}")
+
+    peak, tokens, saved = peak_flops(device), s.batch_size * config.seq_len, True
     if device.type == "cuda" and peak is None:
         say(f"speed    unknown GPU {torch.cuda.get_device_name(device)}, no MFU")
-    since, last, memory = time.perf_counter(), 0, {}
-    for step in range(s.steps):
+    since, last, memory = time.perf_counter(), first, {}
+    for step in range(first, s.steps):
+        done, entry = step + 1, None
         dist.reset_traffic()
-        tracing = s.trace and step == min(2, s.steps - 1)  # the first steps warm up
+        dist.progress("starting the step", step=done)
+        tracing = s.trace and step == min(first + 2, s.steps - 1)  # the first steps warm up
         if tracing:
             trainer.net.pipeline.record()
-        loss, norm = trainer.step(step, BirthLog() if step == 0 else None)
-        done, entry = step + 1, None
+        loss, norm = trainer.step(step, BirthLog() if step == first else None)
         if tracing:
             write_trace(trainer, s.trace)
         where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
+        saving = run.saving and (done == s.steps or trainer.stopping or s.save_every and done % s.save_every == 0)
+        if bad := trainer.bad or saving and trainer.agree(trainer.read())[0]:
+            what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
+            record(dict(step=done, not_finite=what, on_nan=s.on_nan))
+            if s.on_nan == "stop":
+                raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
+            say(f"{where}  {what} is not finite: step skipped, {trainer.skipped} in all")
         sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
-        if done == min(2, s.steps):
+        if done == min(first + 2, s.steps):
             memory = describe_first_steps(trainer, say)
         evaluate = s.eval_every and (done % s.eval_every == 0 or done == s.steps)
-        if s.log_every and (done % s.log_every == 0 or done in (1, s.steps) or evaluate):
+        if s.log_every and (done % s.log_every == 0 or done in (1, s.steps) or evaluate or trainer.stopping):
             loss, norm = trainer.mean_over_ranks(loss), norm.item()  # .item() waits for the device: only here, not every step
             now = time.perf_counter()
             speed = (done - last) * tokens / (now - since)
@@ -512,58 +849,109 @@ def train(s, config, source, data, device):
             if entry:
                 entry["val_loss"] = val_loss
             since += time.perf_counter() - started
-        if log and entry:
-            log.write(json.dumps(entry) + "\n")
-            log.flush()
-    if s.sample:
-        text = trainer.sample(s.sample)
-        say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
-    if s.out:
-        save(trainer, os.path.join(s.out, "model"))
-        say(f"saved    {s.out}: log.jsonl, model/ (Hugging Face GPT-2)")
+        if entry:
+            record(entry)
+        if saving:
+            started = time.perf_counter()
+            if log:
+                os.fsync(log.file)
+            problem = trainer.save(done, run.identity)
+            saved = problem is None
+            if problem:
+                left = checkpoints(s.out)
+                say(f"{where}  not saved in {s.out}: {problem.strerror}; {'going on' if done < s.steps else 'ended'}, "
+                    + (f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"))
+                record(dict(step=done, not_saved=problem.strerror))
+            elif trainer.stopping or done == s.steps:
+                say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
+            since += time.perf_counter() - started
+        if trainer.stopping:
+            say(f"{where}  SIGTERM: " + ("the same command goes on from here" if saving and saved else "nothing is saved"
+                                        + (" without --out" if not saving else "")))
+            break
+    return saved
 
 
-def save(trainer, folder):
-    get = trainer.whole_parameters()
-    if dist.get_rank() == 0:
-        write_hf(folder, trainer.config, get)
+# ------------------------------------------------------------------------------------------------------------------- start
+
+@dataclass
+class Run:
+    """A command line, checked, and what it led to."""
+    s: Settings
+    config: GPTConfig
+    source: object           # source(name): a parameter's initial value; None: by the seed
+    data: tuple
+    checkpoint: Checkpoint   # to go on from, or None
+    moments: dict            # of its optimizer
+    identity: dict           # `run_of`
+    processes: int
+    local_world: int
+    saving: bool
+    lock: object             # of --out, on rank 0
+
+
+def prepare(arguments, rank=0, world=1, local_world=1):
+    """The Run that a command line asks for. BadInput says what is wrong with it."""
+    s = parse(arguments)
+    checkpoint = find_checkpoint(s, rank == 0)
+    if checkpoint:
+        s = parse(checkpoint.flags() + arguments)
+    check_numbers(s)
+    config, source = model_config(s, checkpoint)
+    processes = check_layout(s, config, world, local_world)
+    if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
+        data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only to sample
     else:
-        for name in shapes(trainer.config):
-            get(name)
+        data = load_data(s, config.vocab_size)
+        check_data(s, config, *data)
+    check_prompt(s, config, data[2])
+    identity = run_of(s, config, data)
+    if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
+        raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on ({'; '.join(how)}): "
+                       f"give that, or --init-from {checkpoint.path} to start a new run from its weights")
+    saving, lock = bool(s.out) and not (checkpoint and not s.steps), None
+    if saving:
+        asked = checkpoint
+        checkpoint, identity = start_of(s, identity, asked, rank == 0)
+        if checkpoint is not asked:
+            source = open_hf(checkpoint.path)[1]
+    moments = read_moments(checkpoint, config) if checkpoint else None
+    if s.trace and rank == 0:
+        check_folder(s.trace, "--trace")
+    if saving and rank == 0:
+        lock = claim(s.out, identity)
+    return Run(s, config, source, data, checkpoint, moments, identity, processes, local_world, saving, lock)
 
 
 def main():
     rank = int(os.environ.get("RANK", 0))
     world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     try:
-        s = parse(sys.argv[1:])
-        check_numbers(s)
-        config, source = model_config(s)
-        processes = check_layout(s, config, world, local_world)
-        data = load_data(s, config.vocab_size)
-        check_data(s, config, *data)
-        if s.out and rank == 0:
-            open_out(s.out)
-        if s.trace and rank == 0:
-            check_folder(s.trace, "--trace")
+        run = prepare(sys.argv[1:], rank, world, local_world)
     except BadInput as problem:
         if rank == 0:
             print(f"train.py: {problem}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
         sys.exit(2)
-    if processes != world:
-        dist.start_again(processes)
-    device = dist.initialize(s.device)
-    train(s, config, source, data, device)
-    dist.barrier()
+    s = run.s
+    if run.processes != world:
+        if run.lock:
+            run.lock.close()
+        dist.start_again(run.processes, lambda: not s.out or "not_saved" not in open(os.path.join(s.out, "log.jsonl")).read()[-200:])
+    watch = dist.Watch("train.py", s.timeout)
+    try:
+        device = dist.initialize(s.device, s.timeout)
+        watch.start()
+        saved = train(run, device)
+        dist.barrier()
+    except Exception as error:
+        if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
+            traceback.print_exc()
+        watch.give_up(error)
+    watch.stop()
     dist.destroy_process_group()
-
-
-def open_out(folder):
-    check_folder(folder, "--out")
-    if os.path.exists(os.path.join(folder, "log.jsonl")):
-        raise BadInput(f"--out {folder} already holds a run's log.jsonl: name a new folder, e.g. --out {folder.rstrip('/')}-2")
+    sys.exit(0 if saved else 1)
 
 
 def check_folder(folder, name):
