@@ -183,7 +183,7 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
 class Message(NamedTuple):
     what: str
     op: str
-    axis: str           # the group it goes through: "dp", "tp", "pp", or "ends", first and last stage
+    axis: str           # the group it goes through: "dp", "tp", "pp", "all", or "ends", first and last stage
     elements: list      # of the tensor of each call
     width: int          # bytes an element
     times: int = 1      # a step, for each of `elements`
@@ -229,6 +229,7 @@ def messages(config, s, stages, buckets, tp_rank=0):
                           first + last)
     for axis in ("dp", "tp", "pp"):
         yield Message("gradient norm: 8 partial sums", "all_reduce", axis, [8], 8)
+    yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,8 @@ def predict(config, s, machine):
     count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
 
     # Seconds of what is sent, by axis and purpose. Ranks are counted tp innermost, then dp, then pp: so far apart are neighbours.
-    groups = {"tp": (s.tp, 1), "dp": (s.dp, s.tp), "pp": (min(s.pp, 2), s.dp * s.tp), "ends": (min(s.pp, 2), s.dp * s.tp * (s.pp - 1))}
+    groups = {"tp": (s.tp, 1), "dp": (s.dp, s.tp), "pp": (min(s.pp, 2), s.dp * s.tp), "ends": (min(s.pp, 2), s.dp * s.tp * (s.pp - 1)),
+              "all": (s.dp * s.tp * s.pp, 1)}
     spent = Counter()
     for item in messages(config, s, stages, [(matrices // count, s.zero == 3)] * count + [(vectors, False)]):
         n, stride = groups[item.axis]
@@ -536,7 +538,8 @@ def predicted_traffic(trainer):
     s, (pp_rank, dp_rank, tp_rank) = trainer.s, trainer.mesh.get_coordinate()
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count)) if i % s.pp == pp_rank]
     where = {"dp": (trainer.dp, s.dp, dp_rank), "tp": (trainer.tp, s.tp, tp_rank), "pp": (trainer.pp, s.pp, pp_rank),
-             "ends": (trainer.net.pipeline.ends, 2, int(pp_rank > 0))}
+             "ends": (trainer.net.pipeline.ends, 2, int(pp_rank > 0)),
+             "all": (trainer.control, dist.get_world_size(), dist.get_rank())}
     total = Counter()
     for item in messages(trainer.config, s, stages, buckets_of(trainer), tp_rank):
         group, *place = where[item.axis]
