@@ -74,6 +74,7 @@ def _worker(rank, size, device_type, folder, pipe):
         for group in list(torch_dist.distributed_c10d._world.pg_map):  # each holds sockets and threads: hundreds would not do
             if group is not torch_dist.group.WORLD:
                 dist.destroy_process_group(group)
+        dist.use_library(None, False)  # whoever asked for it, the next test did not
         pipe.send(result)
 
 
