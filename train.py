@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
+import kernels
 import parallel
 from model import ACTIVATIONS, GPT, PRESETS, materialize, open_hf, shapes, write_hf
 
@@ -73,6 +74,8 @@ class Settings:
     recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its activations",
                           choices=["none", "block", "attention"])
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
+    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton on CUDA, except in fp64",
+                        choices=["auto", "torch", "triton"])
     comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
@@ -168,6 +171,12 @@ def check_layout(s, config, world, local_world):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if s.device == "auto":
         s.device = "cuda" if gpus else "cpu"
+    try:
+        kernels.use(s.kernels)
+    except ValueError as problem:
+        raise BadInput(f"--kernels {s.kernels}: {problem}; give --kernels auto") from None
+    if s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED):
+        raise BadInput("--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
     local = local_world if world > 1 else processes
     if s.device == "cuda" and local > gpus:
         raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "
