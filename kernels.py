@@ -1,20 +1,29 @@
-"""The operations a training step is slow in, as Triton kernels: ELU, GELU, layer norm, cross-entropy, and the tiled matrix product.
+"""What a training step spends its time on beside cuBLAS, as Triton kernels. In lecture order:
+
+    activations      ELU and GELU, with the bias before them and its gradient
+    layer norm       with the residual sum before it, and the residual's gradient after it
+    attention        flash attention
+    cross-entropy    that never writes a probability, and puts the gradient where the logits were
+    AdamW            clipping, update and the 16-bit copy in one pass
+    matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
 Each section is a page to learn one kernel from: the math, a reference in plain PyTorch whose backward is derived by hand, the
-kernel, the autograd function, and the bytes and FLOPs it should cost. All but the product are bound by memory: they are
-fast when every element is read once and written once, at the speed of a copy, and that is what `python kernels.py` compares with.
+kernel, the autograd function, the bytes and FLOPs it should cost. All but attention and the product are bound by memory: best is
+to read every element once and write it once, at the speed of a copy, and that is what `python kernels.py` compares with.
 
-    python kernels.py          errors against float64; on a GPU also times, TB/s or TFLOP/s, and the share of what the GPU can do
+    python kernels.py              errors against float64; on a GPU also times, and the share of the speed of a copy
+    python kernels.py --compile    the same, and torch.compile beside it
 
 `use("auto")`, the default, takes Triton for CUDA tensors in bf16, fp16 or float32, PyTorch's own operations for all others.
 Without Triton (macOS) this file imports and those run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
-Letters: n elements, rows of a given width, V vocabulary; dy stands for dloss/dy.
+Letters: n elements, rows of a given width, V vocabulary, T, H, D as in model.py; dy stands for dloss/dy.
 Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
 """
 
 import math
 import os
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -142,7 +151,7 @@ def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, 
 @triton.jit
 def _bias_backward(x, bias, dy, dx, partial, rows, width,
                    SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
-    """dx, and the sums of its columns: a program walks down N columns, every so-manieth M rows, and keeps their sum.
+    """dx, and the sums of its columns: a program strides down N columns, M rows at a time, and keeps their sums in registers.
 
     partial (programs, width) takes the sums. SLOPE None: only the sums, of dy.
     """
@@ -220,8 +229,9 @@ def column_sums(dy, x=None, bias=None, dx=None, slope=None):
     width = dy.shape[-1]
     rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
     partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
-    n, warps = (64, 2) if slope is None else (128, 4)  # of 32/64/128/256/512 columns x 2/4 warps, 33/66/132 parts: best by 1 to 15 %
-    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, 3, num_warps=warps)
+    # Measured, 32768 x 768 .. 3072 and 8192 x 1600 .. 6400, of 64 .. 512 columns, 2 .. 8 warps, 1 .. 3 stages: the best by 5 to 30 %.
+    n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
+    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages, num_warps=warps)
     return sum_parts(partial, dy.dtype)[0]
 
 
@@ -315,10 +325,10 @@ def _layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, ADD
 @triton.jit
 def _layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, rows, width,
                          ADD: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
-    """As many programs as run at once, each taking every so-manieth row: dw and db stay in its registers to the end.
+    """As many programs as run at once, each striding over the rows: its share of dw and db stays in registers to the end.
 
-    partial (2, programs, width) takes them; the sum over programs is left to the caller, so no atomics and the same result every
-    time. A row whose dw and db would not fit in registers is shared by SLICES programs: each needs the sums over all of it,
+    partial (2, programs, width) takes the shares; the caller sums them up in a fixed order, so no atomics and the same result
+    every time. A row whose dw and db would not fit in registers is shared by SLICES programs: each needs the sums over all of it,
     so each reads all of it (at about the same time: from L2), and finishes its own slice of columns.
     """
     first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
@@ -554,22 +564,19 @@ class AdamW(torch.optim.AdamW):
         self.scale, self.copies = None, {}
 
     @torch.no_grad()
-    def step(self, closure=None):
-        if closure is not None:
-            raise ValueError("AdamW's kernel takes no closure: compute the gradients first")
+    def step(self):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                copy = self.copies.get(p)
-                if not on_triton(p) or p.dtype != torch.float32 or not all(t.is_contiguous() for t in (p, p.grad, *[copy][:copy is not None])):
+                if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():
                     raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on {p.device}")
                 state = self.state[p]
                 if not state:
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                 state["step"] += 1
-                t = state["step"].item()
+                t, copy = state["step"].item(), self.copies.get(p)
                 _adamw[(triton.cdiv(p.numel(), 1024),)](
                     p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy, self.scale, p.numel(), group["lr"], beta1, beta2, group["eps"],
                     group["weight_decay"], 1 - beta1**t, 1 - beta2**t, self.scale is not None, copy is not None, 1024, num_warps=4)
@@ -588,12 +595,14 @@ class AdamW(torch.optim.AdamW):
 # This is the page to learn tiling from. The model multiplies with cuBLAS, which the page does not reach (H200, bf16,
 # 32768 x 768 x 3072 with GELU: 386 us here, 340 us for cuBLAS and the GELU kernel after it).
 
-@triton.jit
-def _tile(program, tall, wide, GROUP):
+def tile_of(program, tall, wide, group):
     """(row, column) of the tile that a program computes, of tall x wide tiles."""
-    first = program // (GROUP * wide) * GROUP
-    height = min(tall - first, GROUP)  # the last group may be lower
-    return first + program % (GROUP * wide) % height, program % (GROUP * wide) // height
+    first = program // (group * wide) * group
+    height = min(tall - first, group)  # the last group may be lower
+    return first + program % (group * wide) % height, program % (group * wide) // height
+
+
+_tile = triton.jit(tile_of)
 
 
 @triton.jit
@@ -613,17 +622,17 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
     tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], FUNCTION(tile), inside)
 
 
-TILES = dict(BM=256, BN=128, BK=64, GROUP=8)  # of 128/256 x 128/256, BK 64, GROUP 4 .. 16: 3 to 25 % faster than the others
+TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: of 128/256 x 128/256 and groups of 4 .. 16, 3 to 25 % faster than the others
 
 
-def matmul(a, b, function=_identity, BM=TILES["BM"], BN=TILES["BN"], BK=TILES["BK"], GROUP=TILES["GROUP"]):
+def matmul(a, b, function=_identity, tiles=TILES):
     """function(a @ b) for a (M, K), b (K, N) of any strides, in one dtype. function: _identity, _gelu, _elu."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and (K, N) of one dtype, "
                          f"bfloat16, float16 or float32")
-    (M, K), N = a.shape, b.shape[1]
+    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles
     c = a.new_empty(M, N)
-    if a.dtype == torch.float32:
+    if a.dtype == torch.float32:  # twice the bytes, and no tensor cores at full precision
         BM, BN, BK = min(BM, 64), min(BN, 64), min(BK, 32)
     _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP,
                                                         num_warps=8, num_stages=3)
@@ -631,35 +640,96 @@ def matmul(a, b, function=_identity, BM=TILES["BM"], BN=TILES["BN"], BK=TILES["B
 
 
 def tiles_read(tall, wide, group, at_once=132):
-    """How many rows of A tiles and columns of B tiles the first programs read together, on average over all of them."""
-    def tile(program):  # the same lines as the kernel's `_tile`
-        first = program // (group * wide) * group
-        height = min(tall - first, group)
-        return first + program % (group * wide) % height, program % (group * wide) // height
-
-    waves = [[tile(p) for p in range(start, min(start + at_once, tall * wide))] for start in range(0, tall * wide, at_once)]
+    """How many rows of A tiles and columns of B tiles the programs that run at once read together, on average."""
+    tiles = [tile_of(program, tall, wide, group) for program in range(tall * wide)]
+    waves = [tiles[start:start + at_once] for start in range(0, len(tiles), at_once)]
     return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
 
 
 # -------------------------------------------------------------------------------------------------------------------- bench
 
-def relative_error(value, exact):
-    return float((value.double() - exact).norm() / exact.norm().clamp_min(1e-300))
-
-
 def operations(n, dtype, device):
-    """(name, ours, PyTorch's, inputs, passes over memory forward, backward) on tensors of about n elements."""
+    """(name, ours, PyTorch's, inputs, passes over the first input forward, backward) on tensors of about n elements."""
     def random(*shape):
         return torch.randn(*shape, device=device).to(dtype)
 
-    for name, ours, theirs in (("ELU", elu, F.elu), ("GELU", gelu, lambda x: F.gelu(x, approximate="tanh"))):
-        yield name, ours, theirs, [random(n)], 2, 3
-    for width in (768, 1600, 4096, 8192, 16384) if n > 1e6 else (24, 100):
-        x = random(max(1, n // width), width)
-        weights = [1 + random(width), random(width)]
-        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, *weights], 2, 3
-    yield (f"add + layer norm {width}", lambda *args: sum(add_layer_norm(*args)),
-           lambda x, r, w, b: x + r + F.layer_norm(x + r, w.shape, w, b), [x, torch.randn_like(x), *weights], 4, 4)
-    vocab = 50304 if n > 1e6 else 100
-    targets = torch.randint(vocab, (max(1, n // vocab),), device=device)
-    yield "cross-entropy", lambda z: cross_entropy(z, targets), lambda z: F.cross_entropy(z, targets), [random(len(targets), vocab)], 1, 2
+    yield "ELU", elu, F.elu, [random(n)], 2, 3
+    big = n > 1e6
+    x, bias = random(n // (3072 if big else 33), 3072 if big else 33), random(3072 if big else 33)
+    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [x, bias], 2, 3
+    for width in (768, 1600, 4096, 8192, 16384) if big else (24, 100):
+        x, w, b = random(n // width, width), 1 + random(width), random(width)
+        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b], 2, 3
+    yield (f"add + layer norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
+           [x, torch.randn_like(x), w, b], 4, 4)
+    vocab = 50304 if big else 100
+    targets = torch.randint(vocab, (n // vocab,), device=device)
+    yield ("cross-entropy", lambda z: cross_entropy(z, targets),
+           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(n // vocab, vocab)], 1, 2)
+
+
+def errors(function, exact, inputs):
+    """Relative errors (forward, worst gradient) of `function`; `exact` in float64 is the truth."""
+    values = []
+    for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        outputs = f(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.manual_seed(0)
+        grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
+        values.append([outputs, torch.autograd.grad(outputs, leaves, grads)])
+    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values)]
+
+
+def milliseconds(function):
+    return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median")
+
+
+def times(function, inputs):
+    """Milliseconds of forward, and of backward: what both take, less forward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        y, forward = function(*leaves), milliseconds(lambda: function(*leaves))
+    grads = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
+    return forward, milliseconds(lambda: torch.autograd.grad(function(*leaves), leaves, grads)) - forward
+
+
+def main():
+    gpu, compiled = torch.cuda.is_available(), "--compile" in sys.argv
+    if not HAVE_TRITON:
+        print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
+        return
+    if not gpu and not INTERPRETED:  # what a kernel becomes is decided when it is decorated: start again
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
+    use("triton")
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    print(f"relative error against float64, {dtype}: forward, worst gradient | PyTorch's own")
+    for name, ours, theirs, inputs, *_ in operations(1 << 22 if gpu else 3000, dtype, device):
+        print(f"  {name:22} " + " | ".join("{:.2e} {:.2e}".format(*errors(f, theirs, inputs)) for f in (ours, theirs)), flush=True)
+    a, b = torch.randn(300, 200, device=device).to(dtype), torch.randn(200, 130, device=device).to(dtype)
+    exact = gelu_reference(a.double() @ b.double())
+    print(f"  {'product + GELU':22} " + " | ".join(f"{float((c - exact).norm() / exact.norm()):.2e}         "
+                                                for c in (matmul(a, b, _gelu), F.gelu(a @ b, approximate="tanh"))))
+    tall, wide = 8192 // TILES[0], 8192 // TILES[1]
+    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs at "
+          f"once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
+    if not gpu:
+        print("times need a GPU")
+        return
+    x, y = torch.empty(2, 1 << 28, dtype=dtype, device=device).normal_()
+    copy = 4 * x.numel() / milliseconds(lambda: y.copy_(x)) / 1e9
+    del x, y
+    print(f"\ncopy {copy:.2f} TB/s. TB/s (share of it), {dtype}, forward, backward | PyTorch's own" + " | torch.compile" * compiled)
+    for name, ours, theirs, inputs, *passes in operations(1 << 27, dtype, device):
+        line = []
+        for function in [ours, theirs] + [torch.compile(theirs, dynamic=False)] * compiled:
+            rates = [n * inputs[0].numel() * dtype.itemsize / ms / 1e9 for n, ms in zip(passes, times(function, inputs))]
+            line.append("  ".join(f"{rate:.2f} ({rate / copy:.2f})" for rate in rates))
+        print(f"  {name:22} " + " | ".join(line), flush=True)
+    a, b = torch.empty(2, 8192, 8192, dtype=dtype, device=device).normal_()
+    ours, cublas = (2e-9 * 8192**3 / milliseconds(f) for f in (lambda: matmul(a, b), lambda: a @ b))
+    print(f"  product 8192           {ours:.0f} TFLOP/s, {ours / cublas:.2f} of cuBLAS")
+
+
+if __name__ == "__main__":
+    main()

@@ -1487,7 +1487,7 @@ def random(*shape, dtype=torch.float32, gaps=False):
 def no_worse_than_pytorch(ours, theirs, inputs):
     """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
 
-    Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has such errors, one.
+    Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has such errors, two.
     The interpreter does not round to bf16 but cuts digits off: twice the error.
     """
     runs = []
@@ -1500,7 +1500,7 @@ def no_worse_than_pytorch(ours, theirs, inputs):
         runs.append([y.detach().clone() for y in outputs] + list(torch.autograd.grad(outputs, leaves, grads)))
     for i, (mine, other, exact) in enumerate(zip(*runs)):
         error, allowed = (float((x.double() - exact).norm() / exact.norm().clamp_min(1e-30)) for x in (mine, other))
-        unit = torch.finfo(mine.dtype).eps * (1 if mine.dtype == torch.float32 else 0.5)
+        unit = torch.finfo(mine.dtype).eps * (2 if mine.dtype == torch.float32 else 0.5)
         slack = 2.2 if mine.dtype == torch.bfloat16 and not GPUS else 1.1
         assert mine.shape == exact.shape and error <= slack * max(allowed, unit), (i, error, allowed)
 
@@ -1610,7 +1610,7 @@ def test_matmul(dtype, triton_kernels):
         a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
         exact = kernels.gelu_reference(a.double() @ b.double())
         theirs = F.gelu(a @ b, approximate="tanh")
-        error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (kernels.matmul(a, b, kernels._gelu, *tiles), theirs))
+        error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (kernels.matmul(a, b, kernels._gelu, tiles), theirs))
         assert error <= 1.1 * max(allowed, torch.finfo(dtype).eps / 2)
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
 
@@ -1657,3 +1657,30 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
         with pytest.raises(train.BadInput, match="--kernels triton"):
             train.check_layout(train.Settings(kernels="triton", dtype="fp64"), model.PRESETS["tiny"], 1, 1)
         kernels.use("auto")
+
+
+def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
+    start, grads = random(1500), random(5, 1500)
+    mine, theirs = (torch.nn.Parameter(start.to(d)) for d in (torch.float32, torch.float64))
+    kwargs = dict(lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    ours, exact = kernels.AdamW([mine], **kwargs), torch.optim.AdamW([theirs], **kwargs)
+    ours.scale, copy = torch.tensor([0.25], device=mine.device), torch.empty(1500, dtype=torch.float16, device=mine.device)
+    ours.copies = {mine: copy}
+    for grad in grads:
+        mine.grad, theirs.grad = grad, 0.25 * grad.double()
+        ours.step(), exact.step()
+    assert close(mine, theirs, 1e-6) and torch.equal(copy, mine.detach().half())
+    exact.load_state_dict(ours.state_dict())  # the state is torch's
+    for a, b in zip(ours.state[mine].values(), exact.state[theirs].values()):
+        assert close(a, b, 1e-6)
+    with pytest.raises(ValueError, match="1500,.*torch.float64"):
+        theirs.grad = grads[0].double()
+        kernels.AdamW([theirs]).step()
+
+
+def test_python_kernels_py():
+    process = command(sys.executable, "kernels.py")
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    if kernels.HAVE_TRITON and not GPUS:
+        assert "cross-entropy" in printed and "product + GELU" in printed and printed.endswith("times need a GPU\n")
