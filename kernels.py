@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # the kernels below stay unused, and decorating them does nothing
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
 
@@ -427,10 +428,293 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 
 # ---------------------------------------------------------------------------------------------------------------- attention
+#
+# One head: queries Q (Tq, D), keys K and values V (Tk, D).
+#
+#     S = Q K^T / sqrt(D)        P = softmax(S), row by row        O = P V
+#
+# S and P are (Tq, Tk): 32 heads at T = 16384 would be 16 GiB each in bf16, and a step of PyTorch operations writes and reads
+# such a matrix some five times. But row i of O needs only row i of P, and a softmax can be summed in one pass over blocks of
+# keys: keep the largest score so far m, the sum l of e^(S-m), and the unfinished output; when a block brings a larger score,
+# scale down what is there (online softmax).
+#
+#     m' = max(m, max_j S_j)     l' = l e^(m-m') + sum_j e^(S_j-m')     acc' = acc e^(m-m') + sum_j e^(S_j-m') V_j
+#
+# In the end O = acc / l, and L = m + ln l is all that is kept for backward: 4 bytes a row instead of 2 Tk. With L any block of
+# P comes back at the price of one matmul, P = e^(S - L), and with O's gradient dO
+#
+#     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta) / sqrt(D)     dQ = dS K     dK = dS^T Q
+#
+# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id: no second pass over the keys.
+#
+# Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every block of
+# rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, as blocks above the diagonal are
+# never visited. With T >> D that is hundreds of FLOPs a byte: the tensor cores are the limit, and the exponentials beside them.
+# Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV), and
+# both make S and dP. One kernel for all would have to add up dQ over programs with atomics: in another order every run.
+#
+# FlashAttention 1 and 2 (Dao 2022, 2023); Milakov and Gimelshein 2018 (online softmax); CS336 lecture 6, assignment 2.
 
-def attention(qkv):
+
+def attention_reference(q, k, v, is_causal):
+    """What the kernels compute, with S and P in memory: O like q, and L (B, H, Tq). Shapes as in FlashAttention."""
+    Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
+    s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
+    if is_causal:
+        s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
+    lse = s.logsumexp(3)                                                              # (B, H, Tq)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = e^(-inf - inf) = 0, so O and all gradients are 0
+    return torch.exp(s - lse[..., None]) @ v, lse
+
+
+def attention_backward_reference(q, k, v, o, lse, do, is_causal):
+    """The five lines above: dQ, dK, dV."""
+    Tq, Tk, scale = q.shape[2], k.shape[2], 1 / math.sqrt(q.shape[3])
+    p = torch.exp(q @ k.transpose(2, 3) * scale - lse[..., None])                     # (B, H, Tq, Tk)
+    if is_causal:
+        p = p.tril(Tk - Tq)
+    delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
+    ds = p * (do @ v.transpose(2, 3) - delta) * scale                                 # (B, H, Tq, Tk)
+    return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
+
+
+# The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile and an engine of its own brings it
+# to shared memory, from any strides, with 64-bit addresses, zeros past the last row, and no store past it. Scores carry a factor
+# log2(e), folded into `scale`, because the hardware's exponential is 2^x; LSE is in base 2 likewise. Every loop over blocks is
+# there twice, unrolled by static_range: for blocks that all rows see whole, and with a mask for those on the diagonal and the end.
+
+@triton.jit
+def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
+    """The last key that each row sees; -1 or less: none. Under a causal mask the last row sees all keys, each above it one less."""
+    return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)
+
+
+@triton.jit
+def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """O and LSE of BM rows of one head."""
+    bh = tl.program_id(1)
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # last rows first: they see most keys, and
+    rows = m0 + tl.arange(0, BM)                                                  # the short ones then fill up the GPU's tail
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            if MASK:
+                s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * scale)
+            top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key seen yet: -inf - -inf would be NaN
+            p = tl.exp2(s * scale - top[:, None])
+            alpha = tl.exp2(m - top)
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            l = l * alpha + tl.sum(p, 1)
+            m = m_new
+    some = l > 0
+    l = tl.where(some, l, 1.0)
+    O.store([b, h, m0, 0], (acc / l[:, None]).to(O.dtype).reshape(1, 1, BM, D))
+    tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
+
+
+@triton.jit
+def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                                BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
+    bh = tl.program_id(1)
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    rows = m0 + tl.arange(0, BM)
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    do = DO.load([b, h, m0, 0]).reshape(BM, D)
+    o = O.load([b, h, m0, 0]).reshape(BM, D)
+    lse = tl.load(LSE + bh.to(tl.int64) * T_pad + rows)                           # (BM,)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(DELTA + bh.to(tl.int64) * T_pad + rows, delta)
+    dq = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            p = tl.exp2(s * scale2 - lse[:, None])
+            if MASK:
+                p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
+
+
+@triton.jit
+def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                                 BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dK and dV of BN keys of one head. 4 matmuls a block, all on transposes: S^T and dP^T come out as dV and dK need them."""
+    bh, n0 = tl.program_id(1), tl.program_id(0) * BN
+    b, h = bh // H, bh % H
+    cols = n0 + tl.arange(0, BN)
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys,
+    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # rows from here on see all of them,
+    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # unless some are past the last key
+    k = K.load([b, h, n0, 0]).reshape(BN, D)
+    v = V.load([b, h, n0, 0]).reshape(BN, D)
+    dk = tl.zeros([BN, D], tl.float32)
+    dv = tl.zeros([BN, D], tl.float32)
+    for FREE in tl.static_range(2):
+        for m0 in range(full if FREE else start, Tq if FREE else full, BM):
+            q = Q.load([b, h, m0, 0]).reshape(BM, D)
+            do = DO.load([b, h, m0, 0]).reshape(BM, D)
+            lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
+            delta = DELTA.load([bh, m0]).reshape(BM)
+            s = tl.dot(k, q.T, input_precision=PRECISION)                         # (BN, BM)
+            p = tl.exp2(s * scale2 - lse[None, :])
+            if not FREE:
+                last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
+                p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
+            dp = tl.dot(v, do.T, input_precision=PRECISION)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
+    DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
+
+
+# (BM, BN, warps, stages) of each kernel
+ATTENTION_TILES = {
+    "forward": {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)},
+    "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+}
+ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
+
+
+def _tiles(x, rows):
+    """The TMA descriptor of x, (B, H, T, D) or (B*H, T), cut into tiles of `rows`."""
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]   # of a dimension of 1 PyTorch may say anything
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, x.shape[3]] if x.dim() == 4 else [1, rows])
+
+
+def _settings(name, q, is_causal):
+    """Tile sizes, and the rest of a launch: constexprs and options."""
+    D, wide = q.shape[3], q.dtype == torch.float32
+    BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
+    return BM, BN, dict(CAUSAL=is_causal, D=D, BM=BM, BN=BN, PRECISION="tf32x3" if wide else "tf32", num_warps=warps, num_stages=stages)
+
+
+def attention_forward(q, k, v, is_causal):
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
+    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
+    BM, BN, settings = _settings("forward", q, is_causal)
+    attention_forward_kernel[T_pad // BM, B * H](_tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), lse,
+                                                 math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
+    return o, lse
+
+
+def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
+    """Write the gradients into dq, dk, dv, of any strides that _tileable accepts."""
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], lse.shape[1]
+    do, delta = _tileable(do), torch.empty_like(lse)
+    scale = 1 / math.sqrt(D)
+    BM, BN, settings = _settings("dq", q, is_causal)
+    attention_backward_q_kernel[T_pad // BM, B * H](
+        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), _tiles(do, BM), lse, delta, _tiles(dq, BM),
+        scale * math.log2(math.e), scale, Tq, Tk, T_pad, H, **settings)
+    BM, BN, settings = _settings("dkv", q, is_causal)
+    attention_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
+        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM), _tiles(lse, BM), _tiles(delta, BM), _tiles(dk, BN), _tiles(dv, BN),
+        scale * math.log2(math.e), scale, Tq, Tk, H, **settings)
+
+
+def _tileable(x):
+    """x, or a contiguous copy where TMA cannot address it: it wants 16-byte aligned rows and the last dimension contiguous."""
+    strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
+    return x if ok else x.contiguous()
+
+
+def _check(q, k, v):
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
+    if q.shape[3] not in (16, 32, 64, 128, 256):
+        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is a power of two wide")
+    if not q.numel() or not k.numel():
+        raise ValueError(f"attention over nothing: {shapes}")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype} ({shapes}): want one of bfloat16, float16, float32 for all three")
+
+
+class FlashAttention(torch.autograd.Function):
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
+
+    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, any strides that leave
+    the last dimension contiguous. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so the heads are joined without a copy.
+    Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero. Keeps q, k, v, O and one float32 a row.
+    Deterministic. Raises ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1 and 2.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        _check(q, k, v)
+        q, k, v = _tileable(q), _tileable(k), _tileable(v)
+        o, lse = attention_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        attention_backward(q, k, v, o, lse, do, ctx.is_causal, dq, dk, dv)
+        return dq, dk, dv, None
+
+
+class PackedFlashAttention(torch.autograd.Function):
+    """The same on qkv (B, T, 3, H, D), as one linear layer makes it: returns (B, T, H, D). `.apply(qkv, is_causal)`.
+
+    The gradient is one (B, T, 3, H, D) tensor that the kernels write into. Through FlashAttention autograd would first make
+    three, then copy them together: 12 T H D bytes more in bf16.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, is_causal):
+        if qkv.dim() != 5 or qkv.shape[2] != 3:
+            raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
+        qkv = _tileable(qkv)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # 3 x (B, H, T, D)
+        _check(q, k, v)
+        o, lse = attention_forward(q, k, v, is_causal)
+        ctx.save_for_backward(qkv, o, lse)
+        ctx.is_causal = is_causal
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        qkv, o, lse = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        attention_backward(*qkv.permute(2, 0, 3, 1, 4), o, lse, do.transpose(1, 2), ctx.is_causal, *dqkv.permute(2, 0, 3, 1, 4))
+        return dqkv, None
+
+
+def attention(qkv, is_causal=True):
+    """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D)."""
+    if on_triton(qkv):
+        return PackedFlashAttention.apply(qkv, is_causal)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)           # (B, T, H, D)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
 
 # ------------------------------------------------------------------------------------------------------------ cross-entropy
