@@ -142,8 +142,9 @@ def _map_backward(x, dy, dx, n, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)[:, None]
-    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    wide = tl.cdiv(width, N)
+    row = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)[:, None]
+    column = tl.program_id(0) % wide * N + tl.arange(0, N)[None]
     at, inside = row * width + column, (row < rows) & (column < width)
     v = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + column, column < width).to(tl.float32)
     tl.store(y + at, FUNCTION(v), inside)
@@ -204,7 +205,8 @@ class Map(torch.autograd.Function):
         y, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
         if rows:
-            _bias_map[(triton.cdiv(width, 256), triton.cdiv(rows, 8))](x, bias.contiguous(), y, rows, width, function, 8, 256, num_warps=4)
+            _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
+                                                                         num_warps=4)
         return y
 
     @staticmethod
@@ -466,7 +468,7 @@ def attention_reference(q, k, v, is_causal):
     if is_causal:
         s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
-    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = e^(-inf - inf) = 0, so O and all gradients are 0
+    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = 0, and so are O and the gradients
     return torch.exp(s - lse[..., None]) @ v, lse
 
 
@@ -484,11 +486,12 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
 # The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile and an engine of its own brings it
 # to shared memory, from any strides, with 64-bit addresses, zeros past the last row, and no store past it. Scores carry a factor
 # log2(e), folded into `scale`, because the hardware's exponential is 2^x; LSE is in base 2 likewise. Every loop over blocks is
-# there twice, unrolled by static_range: for blocks that all rows see whole, and with a mask for those on the diagonal and the end.
+# there twice, unrolled by static_range: for blocks that all rows see whole, and with a mask for those on the diagonal or an edge.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
-    """The last key that each row sees; -1 or less: none. Under a causal mask the last row sees all keys, each above it one less."""
+    """The last key that each row sees, negative where it sees none: under a causal mask the last row sees all, the one above it
+    all but one, and so on."""
     return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)
 
 
@@ -527,8 +530,8 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: t
 
 
 @triton.jit
-def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
-                                BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr,
+                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
     bh = tl.program_id(1)
     b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -590,18 +593,28 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale,
     DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
 
 
-# (BM, BN, warps, stages) of each kernel
+# (BM, BN, warps, stages) by head dim; those up to 64 share a row. Measured on an H200, bf16, T = 4096, 2048 wide: TFLOP/s of the
+# matmuls really done, causal / not. Small programs, two or three on a multiprocessor, often beat one large one: Triton waits for
+# S before it starts on the softmax, and then another program keeps the tensor cores busy.
 ATTENTION_TILES = {
-    "forward": {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)},
-    "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)},
-    "dkv": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+    "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
+                128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
+                256: (64, 64, 4, 2)},    # runs, not tuned
+    "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
+           128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
+           256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 3),          # 533 / 582   (64, 64, 4, 2) 496 / 484   (64, 128, 8, 2) 362 / 381
+            128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
+            256: (32, 64, 8, 2)},
 }
+# float32 is for exactness: every product as three tf32 ones, which is as exact as PyTorch's own float32 attention (and at head
+# dim 64 three times as fast as multiplying in plain float32).
 ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 
 
 def _tiles(x, rows):
     """The TMA descriptor of x, (B, H, T, D) or (B*H, T), cut into tiles of `rows`."""
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]   # of a dimension of 1 PyTorch may say anything
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]  # a dimension of 1 may have any stride
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, x.shape[3]] if x.dim() == 4 else [1, rows])
 
 
@@ -609,7 +622,8 @@ def _settings(name, q, is_causal):
     """Tile sizes, and the rest of a launch: constexprs and options."""
     D, wide = q.shape[3], q.dtype == torch.float32
     BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
-    return BM, BN, dict(CAUSAL=is_causal, D=D, BM=BM, BN=BN, PRECISION="tf32x3" if wide else "tf32", num_warps=warps, num_stages=stages)
+    return BM, BN, dict(CAUSAL=is_causal, D=D, BM=BM, BN=BN, PRECISION="tf32x3" if wide else "tf32",
+                        num_warps=warps, num_stages=stages)
 
 
 def attention_forward(q, k, v, is_causal):
@@ -634,8 +648,8 @@ def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
         scale * math.log2(math.e), scale, Tq, Tk, T_pad, H, **settings)
     BM, BN, settings = _settings("dkv", q, is_causal)
     attention_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
-        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM), _tiles(lse, BM), _tiles(delta, BM), _tiles(dk, BN), _tiles(dv, BN),
-        scale * math.log2(math.e), scale, Tq, Tk, H, **settings)
+        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM), _tiles(lse, BM), _tiles(delta, BM),
+        _tiles(dk, BN), _tiles(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H, **settings)
 
 
 def _tileable(x):
@@ -653,8 +667,12 @@ def _check(q, k, v):
         raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is a power of two wide")
     if not q.numel() or not k.numel():
         raise ValueError(f"attention over nothing: {shapes}")
+    if q.shape[0] * q.shape[1] > 65535:
+        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes at most 65535: split the batch")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype} ({shapes}): want one of bfloat16, float16, float32 for all three")
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype} ({shapes}): all three must be bfloat16, float16 or float32")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device} ({shapes}): must be one device")
 
 
 class FlashAttention(torch.autograd.Function):
@@ -708,7 +726,8 @@ class PackedFlashAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        attention_backward(*qkv.permute(2, 0, 3, 1, 4), o, lse, do.transpose(1, 2), ctx.is_causal, *dqkv.permute(2, 0, 3, 1, 4))
+        (q, k, v), (dq, dk, dv) = (x.permute(2, 0, 3, 1, 4) for x in (qkv, dqkv))
+        attention_backward(q, k, v, o, lse, do.transpose(1, 2), ctx.is_causal, dq, dk, dv)
         return dqkv, None
 
 
