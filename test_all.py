@@ -1704,10 +1704,11 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
     mine, theirs = (torch.nn.Parameter(start.to(d)) for d in (torch.float32, torch.float64))
     kwargs = dict(lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
     ours, exact = kernels.AdamW([mine], **kwargs), torch.optim.AdamW([theirs], **kwargs)
-    ours.scale, copy = torch.tensor([0.25], device=mine.device), torch.empty(1500, dtype=torch.float16, device=mine.device)
+    copy = torch.empty(1500, dtype=torch.float16, device=mine.device)
     ours.copies = {mine: copy}
-    for grad in grads:
-        mine.grad, theirs.grad = grad, 0.25 * grad.double()
+    for i, grad in enumerate(grads):  # another scale every time: Adam divides one that stays the same out again
+        ours.scale = torch.tensor([0.25 + i], device=mine.device)
+        mine.grad, theirs.grad = grad, (0.25 + i) * grad.double()
         ours.step(), exact.step()
     assert close(mine, theirs, 1e-6) and torch.equal(copy, mine.detach().half())
     exact.load_state_dict(ours.state_dict())  # the state is torch's
