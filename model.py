@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+
+import kernels
 
 
-ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "elu": F.elu}
+ACTIVATIONS = {"gelu": kernels.gelu, "elu": kernels.elu}
 
 
 # ------------------------------------------------------------------------------------------------------------------- sizes
@@ -88,31 +89,52 @@ PRESETS = {
 
 # ------------------------------------------------------------------------------------------------------------------- layers
 
+class Linear(nn.Linear):
+    """nn.Linear that also gives its product without the bias: what follows may add the bias in a pass that it makes anyway."""
+
+    linear = staticmethod(kernels.linear)
+
+    def forward(self, x):
+        return self.linear(x, self.weight, self.bias)
+
+    def product(self, x):
+        return self.linear(x, self.weight)
+
+
 class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the activations, so a slice of the heads runs through unchanged."""
 
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v: three thirds, each H heads of D
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)     # q, k, v: three thirds, each H heads of D
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):                                                                     # (B, T, C)
         B, T, _ = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)      # 3 x (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)                           # (B, H, T, D)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))                               # (B, T, C)
+        qkv = self.c_attn(x).view(B, T, 3, -1, self.head_dim)                                 # (B, T, 3, H, D)
+        y = kernels.attention(qkv)                                                            # (B, T, H, D)
+        return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.inner)
-        self.c_proj = nn.Linear(config.inner, config.n_embd)
+        self.c_fc = Linear(config.n_embd, config.inner)
+        self.c_proj = Linear(config.inner, config.n_embd)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x):
-        return self.c_proj(self.activation(self.c_fc(x)))
+        return self.c_proj(self.activation(self.c_fc.product(x), self.c_fc.bias))
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x, residual=None):
+        """(x + residual, the norm of it): one pass over memory where two kernels take three."""
+        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class Block(nn.Module):
@@ -120,14 +142,15 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, config.norm_eps)
+        self.ln_1 = LayerNorm(config.n_embd, config.norm_eps)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, config.norm_eps)
+        self.ln_2 = LayerNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        x, y = self.ln_1.add(x)                     # x itself, and its norm: in backward both gradients meet in one kernel
+        x, y = self.ln_2.add(x, self.attn(y))       # x + attention, and the norm of that
+        return x + self.mlp(y)
 
 
 class GPT(nn.Module):
@@ -147,8 +170,8 @@ class GPT(nn.Module):
                                       for n in (config.vocab_size, config.seq_len))
             self.h = nn.ModuleDict({str(i - 1): Block(config) for i in pieces if 1 <= i <= config.n_layer})
             if last:
-                self.ln_f = nn.LayerNorm(config.n_embd, config.norm_eps)
-                self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+                self.ln_f = LayerNorm(config.n_embd, config.norm_eps)
+                self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
             if first and last and config.tied:
                 self.lm_head.weight = self.wte.weight
         self.pieces = [self.embed] * first + list(self.h.values()) + [self.head] * last

@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
-from model import GPT, PRESETS, initial_weight, materialize
+import kernels
+from model import GPT, PRESETS, Linear, initial_weight, materialize
 
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
@@ -765,10 +766,13 @@ class ColumnParallelLinear(nn.Module):
         self.group, shard = group, Shard(group, 0, parts)
         self.weight, self.bias = _cut(linear.weight, shard), _cut(linear.bias, shard)
 
-    linear = staticmethod(F.linear)
+    linear = staticmethod(kernels.linear)
 
     def forward(self, x):
         return self.linear(CopyToGroup.apply(x, self.group), self.weight, self.bias)
+
+    def product(self, x):
+        return self.linear(CopyToGroup.apply(x, self.group), self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -778,7 +782,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.weight, self.bias = group, _cut(linear.weight, Shard(group, 1)), linear.bias
 
-    linear = staticmethod(F.linear)
+    linear = staticmethod(kernels.linear)
 
     def forward(self, x):
         y = ReduceFromGroup.apply(self.linear(x, self.weight, None), self.group)
@@ -822,6 +826,16 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, group, first):
+        ctx.kernel = kernels.on_triton(logits)
+        if ctx.kernel:
+            z, local = logits.contiguous(), targets - first
+            mine, total, target = kernels.softmax_sums(z, local)
+            top = mine.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            sums = torch.stack([total * (mine - top).exp(), target])
+            dist.all_reduce(sums, group=group)
+            ctx.save_for_backward(z, local, top, sums[0])
+            return (sums[0].log() + (top - sums[1])).mean()
         z = logits if logits.dtype == torch.float64 else logits.float()
         top = z.amax(-1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
@@ -840,6 +854,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if ctx.kernel:
+            z, local, top, total = ctx.saved_tensors
+            return kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float()), None, None, None
         p, local, elsewhere = ctx.saved_tensors
         p = p.clone()  # saved tensors stay as they are: backward may run again
         p.scatter_add_(1, local.unsqueeze(1), elsewhere.to(p.dtype).sub(1).unsqueeze(1))
@@ -850,7 +867,7 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     """Mean loss in nats of logits (B, T, V) or, under tensor parallelism over `group`, (B, T, V/N), against targets (B, T)."""
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.shape[1] == vocab_size:
-        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+        return kernels.cross_entropy(logits, targets)
     return VocabParallelCrossEntropy.apply(logits, targets, group, _first_row(vocab_size, Shard(group, 0)))
 
 
@@ -1179,9 +1196,7 @@ def split_linears(module):
         return SplitLinear.apply(x, weight.detach(), later, (weight, bias))
 
     for layer in module.modules():
-        if type(layer) is nn.Linear:
-            layer.forward = lambda x, layer=layer: linear(x, layer.weight, layer.bias)
-        elif isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+        if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)):
             layer.linear = linear
     return later
 

@@ -38,15 +38,19 @@ import torch.distributed as torch_dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+if not GPUS:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when `kernels` is imported; what runs them asks for them by name
+
 import bench
 import collectives as dist
+import kernels
 import model
 import parallel
 import train
 from model import GPT, GPTConfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 # ------------------------------------------------------------------------------------------------------------ pool of processes
@@ -2104,3 +2108,272 @@ def test_bad_input_ends_real_processes_before_they_meet(finished_run, tmp_path):
     for size, flags, says in [(1, ["--resume", str(finished_run), "--tp", "3"], "--tp 3"), (2, ["--resume", "/no/such", "--dp", "2"], "/no/such")]:
         ranks = Ranks(flags, size, tmp_path / "log")
         assert ranks.end() == [2] * size and ranks.printed().count("\n") == 1 and says in ranks.printed(), ranks.printed()
+
+
+# --------------------------------------------------------------------------------------------------------------------- kernels
+#
+# Without a GPU the kernels run in Triton's interpreter: the same code, line by line, in NumPy. With one, they run on it.
+
+KERNEL_DEVICE = "cuda" if GPUS else "cpu"
+LENGTHS = [1, 17, 127, 1000, 4096]
+
+
+@pytest.fixture
+def triton_kernels():
+    """Kernels run, wherever; memory that PyTorch hands out holds NaN, so that what a kernel leaves out is seen."""
+    if not kernels.HAVE_TRITON:
+        pytest.skip("no package triton for this machine")
+    kernels.use("triton")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+    kernels.use("auto")
+
+
+def random(*shape, dtype=torch.float32, gaps=False):
+    x = torch.randn(*shape, device=KERNEL_DEVICE).to(dtype)
+    return _spread(x.cpu()).to(KERNEL_DEVICE) if gaps and KERNEL_DEVICE == "cpu" else x.t().contiguous().t() if gaps else x
+
+
+def no_worse_than_pytorch(ours, theirs, inputs):
+    """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
+
+    Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has such errors, two.
+    The interpreter does not round to bf16 but cuts digits off: twice the error.
+    """
+    runs = []
+    for function, cast in ((ours, lambda x: x), (theirs, lambda x: x), (theirs, lambda x: x.double())):
+        leaves = [cast(x.detach()).requires_grad_() for x in inputs]
+        outputs = function(*[x * 1 for x in leaves])  # not leaves: cross-entropy overwrites its input
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.manual_seed(1)
+        grads = [cast(torch.randn(y.shape, device=y.device).to(inputs[0].dtype)).to(y.dtype) for y in outputs]
+        runs.append([y.detach().clone() for y in outputs] + list(torch.autograd.grad(outputs, leaves, grads)))
+    for i, (mine, other, exact) in enumerate(zip(*runs)):
+        if exact.norm() < 1e-12:  # a gradient of exactly 0, as that of a single key
+            assert mine.norm() < 1e-5
+            continue
+        error, allowed = (float((x.double() - exact).norm() / exact.norm()) for x in (mine, other))
+        unit = torch.finfo(mine.dtype).eps * (2 if mine.dtype == torch.float32 else 0.5)
+        slack = 2.2 if mine.dtype == torch.bfloat16 and not GPUS else 1.1
+        assert mine.shape == exact.shape and error <= slack * max(allowed, unit), (i, error, allowed)
+
+
+def test_hand_derived_backwards_equal_autograd():
+    x, r, w, b, dy = (torch.randn(5, 7, dtype=torch.float64) for _ in range(5))
+    x.requires_grad_()
+    for forward, backward, library in [(kernels.elu_reference, kernels.elu_backward_reference, F.elu),
+                                       (kernels.gelu_reference, kernels.gelu_backward_reference, lambda x: F.gelu(x, approximate="tanh"))]:
+        assert close(forward(x), library(x), 1e-14) and close(backward(x, dy).detach(), torch.autograd.grad(library(x), x, dy)[0], 1e-14)
+    w, b = w[0].clone().requires_grad_(), b[0].clone().requires_grad_()
+    y, m, k = kernels.layer_norm_reference(x, w, b, 1e-5)
+    assert close(y, F.layer_norm(x, (7,), w, b), 1e-14)
+    for mine, exact in zip(kernels.layer_norm_backward_reference(x, dy, w, m, k), torch.autograd.grad(y, (x, w, b), dy)):
+        assert close(mine.detach(), exact, 1e-14)
+    q, k, v, do = (torch.randn(2, 3, T, 4, dtype=torch.float64, requires_grad=True) for T in (5, 7, 7, 5))
+    for is_causal in (True, False):
+        o, lse = kernels.attention_reference(q, k, v, is_causal)
+        assert close(o.detach(), plain_attention(q, k, v, is_causal).detach(), 1e-14)
+        for mine, exact in zip(kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal), torch.autograd.grad(o, (q, k, v), do)):
+            assert close(mine.detach(), exact, 1e-13)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    loss = F.cross_entropy(x, targets)
+    assert close(kernels.cross_entropy_reference(x, targets), loss, 1e-14)
+    assert close(kernels.cross_entropy_backward_reference(x, targets, 3.0).detach(), torch.autograd.grad(3 * loss, x)[0], 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["elu", "gelu"])
+def test_activations(name, dtype, triton_kernels):
+    theirs = F.elu if name == "elu" else functools.partial(F.gelu, approximate="tanh")
+    for n in LENGTHS:
+        no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(n, dtype=dtype)])
+    no_worse_than_pytorch(getattr(kernels, name), theirs, [random(3, 50, 7, dtype=dtype).transpose(0, 2)])
+    for rows, width in [(1, 1), (300, 130)]:
+        no_worse_than_pytorch(getattr(kernels, name), lambda x, b: theirs(x + b), [random(2, rows, width, dtype=dtype), random(width, dtype=dtype)])
+    tiny = torch.tensor([-1e-7, -1e-3, -0.3, -0.36, -100.0, 0.0, 1e-7, 50.0], device=KERNEL_DEVICE)
+    assert torch.allclose(getattr(kernels, name)(tiny).double(), theirs(tiny.double()), rtol=1e-6, atol=0 if name == "elu" else 1e-8)
+    assert getattr(kernels, name)(torch.empty(0, 4, device=KERNEL_DEVICE)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 17), (7, 127), (2, 1000), (5, 768), (4, 1600), (2, 4096), (2, 9000)])
+def test_layer_norm(rows, width, dtype, triton_kernels):
+    def plain(x, w, b):
+        return F.layer_norm(x, w.shape, w, b, 1e-3)
+
+    w, b = (1 + random(width)).to(dtype), random(width, dtype=dtype)
+    x, r = 1 + 2 * random(rows, width, dtype=dtype), random(rows, width, dtype=dtype)
+    no_worse_than_pytorch(lambda *a: kernels.layer_norm(*a, 1e-3), plain, [x, w, b])
+    no_worse_than_pytorch(lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-3),
+                          lambda x, r, w, b: (x + r, plain(x + r, w, b)), [x, r, w, b])
+    no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b, 1e-3), lambda x, w, b: (x, plain(x, w, b)),
+                          [random(2, width, rows, dtype=dtype).transpose(1, 2), w, b])
+
+
+def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
+    x, r, w, b = random(50, 96).requires_grad_(), random(50, 96), random(96).requires_grad_(), random(96).requires_grad_()
+    grads = [torch.autograd.grad(kernels.add_layer_norm(x, r, w, b)[1].square().sum(), (x, w, b)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    assert torch.equal(torch.autograd.grad(kernels.add_layer_norm(x, r, w, b)[0].sum(), x)[0], torch.ones_like(x))
+
+
+def plain_attention(q, k, v, is_causal):
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2]) if is_causal else None
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128)] + ([(1000, 1000, 64)] if GPUS else []))
+def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
+    q, k, v = random(2, 3, Tq, D, dtype=dtype), random(2, 3, Tk, D, dtype=dtype), random(2, 3, Tk, D, dtype=dtype)
+    no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal), functools.partial(plain_attention, is_causal=is_causal),
+                          [q, k, v])
+    if Tq == Tk:
+        qkv = random(2, Tq, 3, 3, D, dtype=dtype)
+        no_worse_than_pytorch(functools.partial(kernels.attention, is_causal=is_causal), lambda qkv: plain_attention(
+            *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv])
+
+
+def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
+    q, k, v = (random(1, 2, T, 16).requires_grad_() for T in (20, 5, 5))
+    y = kernels.FlashAttention.apply(q, k, v, True)
+    y.sum().backward()
+    assert not y[:, :, :15].any() and not q.grad[:, :, :15].any() and y[:, :, 15:].any() and q.grad.isfinite().all() and v.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows,vocab", [(1, 1), (17, 127), (3, 4096), (2, 5000)])
+def test_cross_entropy(rows, vocab, dtype, triton_kernels):
+    targets = torch.randint(vocab, (rows,), device=KERNEL_DEVICE)
+    no_worse_than_pytorch(lambda z: 3 * kernels.cross_entropy(z, targets), lambda z: 3 * F.cross_entropy(
+        z if z.dtype == torch.float64 else z.float(), targets), [5 * random(rows, vocab, dtype=dtype)])
+    no_worse_than_pytorch(lambda z: kernels.cross_entropy(z.T, targets), lambda z: F.cross_entropy(
+        z.T if z.dtype == torch.float64 else z.T.float(), targets), [5 * random(vocab, rows, dtype=dtype)])
+
+    if vocab > 4096:
+        z = random(rows, vocab)
+        z[:, :4097] = -math.inf  # more than the kernel reads at a time
+        targets = targets * 0 + vocab - 1
+        assert close(kernels.cross_entropy(z, targets), F.cross_entropy(z.double(), targets), 1e-6)
+
+
+def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
+    x, targets = random(6, 40).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
+    logits = x * 1
+    loss = kernels.cross_entropy(logits, targets)
+    loss.backward(retain_graph=True)
+    assert torch.equal(logits, x.grad)  # no second tensor of that size was made
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    logits = x * 1
+    loss, other = kernels.cross_entropy(logits, targets), logits.square().sum()  # saves the logits too
+    loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def vocabulary_parallel_loss(dtype, choice):
+    kernels.use(choice)
+    torch.manual_seed(0)
+    logits, targets = (4 * torch.randn(2, 3, 41, device="cpu")).to(dtype), torch.randint(41, (2, 3), device="cpu")
+    logits, targets = logits.to(torch.get_default_device()), targets.to(torch.get_default_device())
+    mine = logits.tensor_split(dist.get_world_size(), 2)[dist.get_rank()].clone().requires_grad_()
+    loss = parallel.cross_entropy(mine * 1, targets, 41, None)
+    loss.backward()
+    kernels.use("auto")
+    return loss.item(), mine.grad.cpu()
+
+
+def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
+    if not kernels.HAVE_TRITON:
+        pytest.skip("no package triton for this machine")
+    ours, exact = (pool(3).run(vocabulary_parallel_loss, dtype, choice)
+                   for dtype, choice in ((torch.float32, "triton"), (torch.float64, "torch")))
+    for (loss, grad), (exact_loss, exact_grad) in zip(ours, exact):
+        assert close(loss, exact_loss, 1e-6) and close(grad, exact_grad, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
+def test_matmul(dtype, triton_kernels):
+    for (M, K, N), tiles in [((1, 1, 1), (16, 16, 16, 1)), ((17, 127, 33), (16, 16, 32, 2)), ((127, 40, 100), (32, 16, 16, 3))]:
+        a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
+        exact = kernels.gelu_reference(a.double() @ b.double())
+        theirs = F.gelu(a @ b, approximate="tanh")
+        error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (kernels.matmul(a, b, kernels._gelu, tiles), theirs))
+        assert error <= 1.1 * max(allowed, torch.finfo(dtype).eps / 2)
+    assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
+
+
+def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
+    x, w = random(3, 4), random(4)
+    for call, words in [(lambda: kernels.gelu(x.double()), r"\(3, 4\) of torch.float64"), (lambda: kernels.elu(x.int()), "torch.int32"),
+                        (lambda: kernels.layer_norm(x, w[:3], w), r"\(3, 4\) with weight \(3,\)"),
+                        (lambda: kernels.layer_norm(random(1, 65537), random(65537), random(65537)), "1 to 65536"),
+                        (lambda: kernels.add_layer_norm(x, x[:1], w, w), r"\(1, 4\)"),
+                        (lambda: kernels.cross_entropy(x, torch.zeros(2, dtype=torch.int64)), r"\(3, 4\) and targets \(2,\)"),
+                        (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"), (lambda: kernels.use("cuda"), "'cuda'")]:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_training_with_kernels_follows_pytorch(triton_kernels):
+    config, losses = GPTConfig(61, 16, 2, 2, 32), {}
+    for choice in ("triton", "torch"):
+        kernels.use(choice)
+        net = GPT(config).to(KERNEL_DEVICE)
+        optimizer = torch.optim.SGD(net.parameters(), 0.3)
+        for step in range(4):
+            x = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(0)).to(KERNEL_DEVICE)
+            loss = parallel.cross_entropy(net(x[:, :-1]), x[:, 1:], 61)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.setdefault(choice, []).append(loss.item())
+    assert close(losses["triton"], losses["torch"], 1e-5) and losses["torch"][-1] < losses["torch"][0] - 0.1
+
+
+def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
+    monkeypatch.setattr(kernels.Map, "apply", lambda *args: pytest.fail("a Triton kernel ran"))
+    kernels.gelu(torch.ones(3, device="cpu")), kernels.gelu(torch.ones(3, dtype=torch.float64, device=KERNEL_DEVICE))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
+        kernels.use("triton")
+    with pytest.raises(train.BadInput, match="--kernels triton.*give --kernels auto"):
+        train.check_layout(train.Settings(kernels="triton"), model.PRESETS["tiny"], 1, 1)
+    if kernels.HAVE_TRITON:
+        monkeypatch.setattr(kernels, "INTERPRETED", True)
+        with pytest.raises(train.BadInput, match="--kernels triton"):
+            train.check_layout(train.Settings(kernels="triton", dtype="fp64"), model.PRESETS["tiny"], 1, 1)
+        kernels.use("auto")
+
+
+def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
+    start, grads = random(1500), random(5, 1500)
+    mine, theirs = (torch.nn.Parameter(start.to(d)) for d in (torch.float32, torch.float64))
+    kwargs = dict(lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    ours, exact = kernels.AdamW([mine], **kwargs), torch.optim.AdamW([theirs], **kwargs)
+    copy = torch.empty(1500, dtype=torch.float16, device=mine.device)
+    ours.copies = {mine: copy}
+    for i, grad in enumerate(grads):  # another scale every time: Adam divides one that stays the same out again
+        ours.scale = torch.tensor([0.25 + i], device=mine.device)
+        mine.grad, theirs.grad = grad, (0.25 + i) * grad.double()
+        ours.step(), exact.step()
+    assert close(mine, theirs, 1e-6) and torch.equal(copy, mine.detach().half())
+    exact.load_state_dict(ours.state_dict())  # the state is torch's
+    for a, b in zip(ours.state[mine].values(), exact.state[theirs].values()):
+        assert close(a, b, 1e-6)
+    with pytest.raises(ValueError, match="1500,.*torch.float64"):
+        theirs.grad = grads[0].double()
+        kernels.AdamW([theirs]).step()
+
+
+def test_python_kernels_py():
+    process = command(sys.executable, "kernels.py")
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    if kernels.HAVE_TRITON and not GPUS:
+        assert "cross-entropy" in printed and "product + GELU" in printed and printed.endswith("times need a GPU\n")

@@ -38,6 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
+import kernels
 import parallel
 from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder, write_file,
                    write_hf, write_safetensors)
@@ -87,6 +88,8 @@ class Settings:
     cuda_graphs: str = flag("off", "on: record a micro-batch's kernels once and replay them, for runs whose CPU cannot launch them fast enough",
                             choices=["off", "on"])
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
+    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton on CUDA, except in fp64",
+                        choices=["auto", "torch", "triton"])
     comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
@@ -198,6 +201,12 @@ def check_layout(s, config, world, local_world):
         s.device = "cuda" if gpus else "cpu"
     if s.cuda_graphs == "on" and (s.device != "cuda" or s.zero > 1):
         raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave it out")
+    try:
+        kernels.use(s.kernels)
+    except ValueError as problem:
+        raise BadInput(f"--kernels {s.kernels}: {problem}; give --kernels auto") from None
+    if s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED):
+        raise BadInput("--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
     local = local_world if world > 1 else processes
     if s.device == "cuda" and local > gpus:
         raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "

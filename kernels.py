@@ -1,0 +1,1041 @@
+"""What a training step spends its time on beside cuBLAS, as Triton kernels. In lecture order:
+
+    activations      ELU and GELU, with the bias before them and its gradient
+    layer norm       with the residual sum before it, and the residual's gradient after it
+    attention        flash attention
+    cross-entropy    that never writes a probability, and puts the gradient where the logits were
+    AdamW            clipping, update and the 16-bit copy in one pass
+    matrix product   tiles, the order that shares L2, an activation while the tile is in registers
+
+Each section is a page to learn one kernel from: the math, a reference in plain PyTorch whose backward is derived by hand, the
+kernel, the autograd function, the bytes and FLOPs it should cost. All but attention and the product are bound by memory: best is
+to read every element once and write it once, at the speed of a copy, and that is what `python kernels.py` compares with.
+
+    python kernels.py              errors against float64; on a GPU also times, and the share of the speed of a copy
+    python kernels.py --compile    the same, and torch.compile beside it
+
+`use("auto")`, the default, takes Triton for CUDA tensors in bf16, fp16 or float32, PyTorch's own operations for all others.
+Without Triton (macOS) this file imports and those run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
+
+Letters: n elements, rows of a given width, V vocabulary, T, H, D as in model.py; dy stands for dloss/dy.
+Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
+"""
+
+import math
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # the kernels below stay unused, and decorating them does nothing
+    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+
+
+# ------------------------------------------------------------------------------------------------------------------ choice
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HAVE_TRITON, INTERPRETED = hasattr(triton, "cdiv"), os.environ.get("TRITON_INTERPRET") == "1"
+_choice = "auto"
+
+
+def use(choice):
+    """"triton": our kernels, and an error where they do not apply; "torch": PyTorch's own; "auto": ours on CUDA, except float64."""
+    global _choice
+    if choice not in ("auto", "torch", "triton"):
+        raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
+    if choice == "triton" and not (HAVE_TRITON and (INTERPRETED or torch.cuda.is_available())):
+        raise ValueError("triton kernels need " + ("a CUDA GPU" if HAVE_TRITON else "the package triton")
+                         + ", or TRITON_INTERPRET=1 to run them slowly on the CPU")
+    _choice = choice
+
+
+def on_triton(x):
+    """Whether our kernels take this tensor. ValueError where they were asked for and cannot."""
+    able = HAVE_TRITON and x.dtype in DTYPES and (x.is_cuda or INTERPRETED)
+    if _choice == "triton" and not able:
+        raise ValueError(f"no Triton kernel for a tensor {tuple(x.shape)} of {x.dtype} on {x.device}: kernels take "
+                         f"bfloat16, float16 or float32 on CUDA; use('auto') gives such tensors to PyTorch")
+    return able and _choice != "torch" and (x.is_cuda or _choice == "triton")
+
+
+def programs_at_once(device):
+    """Multiprocessors: what a grid must fill, and how many programs a persistent kernel starts."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+# -------------------------------------------------------------------------------------------------------------- activations
+#
+#     ELU    y = x where x > 0, exp(x) - 1 elsewhere        dx = dy where x > 0, dy exp(x) elsewhere
+#     GELU   y = x s,  s = 1 / (1 + exp(-u)),  u = 2 sqrt(2/pi) (x + 0.044715 x^3)
+#            dx = dy (s + x s (1 - s) du/dx),  du/dx = 2 sqrt(2/pi) (1 + 0.134145 x^2)
+#
+# (GELU's tanh form is 0.5 x (1 + tanh(u/2)), and (1 + tanh(u/2)) / 2 is the sigmoid of u: one exp, no tanh.)
+# Bytes: forward 2 n, backward 3 n, times the element size. In float32 inside, whatever comes in.
+
+def elu_reference(x):
+    return torch.where(x > 0, x, x.exp() - 1)
+
+
+def elu_backward_reference(x, dy):
+    return torch.where(x > 0, dy, dy * x.exp())
+
+
+def gelu_reference(x):
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def gelu_backward_reference(x, dy):
+    s = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return dy * (s + x * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 0.134145 * x**2))
+
+
+@triton.jit
+def _identity(x):
+    return x
+
+
+@triton.jit
+def _elu(x):
+    # Near 0, exp(x) - 1 loses its digits; above -0.35 seven terms of its series have them all.
+    series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))))
+    return tl.where(x > 0, x, tl.where(x > -0.35, series, tl.exp(x) - 1))
+
+
+@triton.jit
+def _elu_slope(x):
+    return tl.where(x > 0, 1.0, tl.exp(x))
+
+
+@triton.jit
+def _gelu(x):
+    return x / (1 + tl.exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
+
+
+@triton.jit
+def _gelu_slope(x):
+    u = 1.5957691216057308 * x * (1 + 0.044715 * x * x)
+    e = tl.exp(-tl.abs(u))  # never overflows, and s (1 - s) = e r^2 loses no digits where s is near 1
+    r = 1 / (1 + e)
+    return tl.where(u > 0, r, e * r) + x * e * r * r * 1.5957691216057308 * (1 + 0.134145 * x * x)
+
+
+@triton.jit
+def _map(x, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, at < n).to(tl.float32)
+    tl.store(y + at, FUNCTION(v), at < n)
+
+
+@triton.jit
+def _map_backward(x, dy, dx, n, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, at < n).to(tl.float32)
+    tl.store(dx + at, tl.load(dy + at, at < n).to(tl.float32) * SLOPE(v), at < n)
+
+
+@triton.jit
+def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    wide = tl.cdiv(width, N)
+    row = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)[:, None]
+    column = tl.program_id(0) % wide * N + tl.arange(0, N)[None]
+    at, inside = row * width + column, (row < rows) & (column < width)
+    v = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + column, column < width).to(tl.float32)
+    tl.store(y + at, FUNCTION(v), inside)
+
+
+@triton.jit
+def _bias_backward(x, bias, dy, dx, partial, rows, width,
+                   SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
+    """dx, and the sums of its columns: a program strides down N columns, M rows at a time, and keeps their sums in registers.
+
+    partial (programs, width) takes the sums. SLOPE None: only the sums, of dy.
+    """
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    total = tl.zeros((M, N), tl.float32)
+    b = tl.load(bias + column, column < width, 0).to(tl.float32) if SLOPE is not None else 0.0
+    for start in tl.range(tl.program_id(1) * M, rows, tl.num_programs(1) * M, num_stages=STAGES):
+        row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
+        at, inside = row * width + column, (row < rows) & (column < width)
+        d = tl.load(dy + at, inside, 0).to(tl.float32)
+        if SLOPE is not None:
+            d *= SLOPE(tl.load(x + at, inside, 0).to(tl.float32) + b)
+            tl.store(dx + at, d, inside)
+        total += d
+    tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+
+
+@triton.jit
+def _sum_parts(partial, out, parts, width, M: tl.constexpr, N: tl.constexpr):
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    partial += tl.program_id(1).to(tl.int64) * parts * width
+    total = tl.zeros((M, N), tl.float32)
+    for start in tl.range(0, parts, M):
+        row = start + tl.arange(0, M)[:, None]
+        total += tl.load(partial + row * width + column, (row < parts) & (column < width), 0)
+    tl.store(out + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+
+
+def sum_parts(partial, dtype):
+    """(k, parts, width) float32 -> (k, width): what programs have summed up each for itself, always in the same order."""
+    k, parts, width = partial.shape
+    out = torch.empty(k, width, dtype=dtype, device=partial.device)
+    _sum_parts[(triton.cdiv(width, 32), k)](partial, out, parts, width, 128, 32, num_warps=4)
+    return out
+
+
+class Map(torch.autograd.Function):
+    """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x."""
+
+    @staticmethod
+    def forward(ctx, x, bias, function, slope):
+        if bias is not None and bias.shape != x.shape[-1:]:
+            raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of {tuple(x.shape[-1:])}")
+        x = x.contiguous()
+        ctx.save_for_backward(x, bias)
+        ctx.slope = slope
+        if bias is None:
+            return launch_map(_map, x, [x], function)
+        y, width = torch.empty_like(x), x.shape[-1]
+        rows = x.numel() // width
+        if rows:
+            _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
+                                                                         num_warps=4)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, bias = ctx.saved_tensors
+        if bias is None:
+            return launch_map(_map_backward, x, [x, dy.contiguous()], ctx.slope), None, None, None
+        dx = torch.empty_like(x)
+        return dx, column_sums(dy.contiguous(), x, bias.contiguous(), dx, ctx.slope), None, None
+
+
+def launch_map(kernel, like, inputs, function):
+    # 4 KiB a program, 4 warps: 32 bytes a thread. Of 1024 .. 16384 elements the fastest in either dtype, within 1 % of a copy.
+    out, n, block = torch.empty_like(like), like.numel(), 4096 // like.element_size()
+    if n:
+        kernel[(triton.cdiv(n, block),)](*inputs, out, n, function, block, num_warps=4)
+    return out
+
+
+def column_sums(dy, x=None, bias=None, dx=None, slope=None):
+    """Sums over all rows of dy (..., width), or of dx = dy slope(x + bias), which is then written: a bias's gradient."""
+    width = dy.shape[-1]
+    rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
+    partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
+    # Measured at 32768 x 768 .. 3072 and 8192 x 1600 .. 6400. GELU's at 32768 x 3072: 168 us; with 3 stages 237, with 1 179.
+    n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
+    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages, num_warps=warps)
+    return sum_parts(partial, dy.dtype)[0]
+
+
+def elu(x, bias=None):
+    """ELU with alpha 1 of x + bias; x (..., width), bias (width) or None. Clevert et al. (2015)."""
+    if on_triton(x):
+        return Map.apply(x, bias, _elu, _elu_slope)
+    return F.elu(x if bias is None else x + bias)
+
+
+def gelu(x, bias=None):
+    """GELU in its tanh form, GPT-2's, of x + bias; x (..., width), bias (width) or None. Hendrycks & Gimpel (2016)."""
+    if on_triton(x):
+        return Map.apply(x, bias, _gelu, _gelu_slope)
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+# ------------------------------------------------------------------------------------------------------------------ linear
+#
+# y = x A^T + b is left to cuBLAS, forward and dx = dy A, dA = dy^T x. But db, the sum over the rows of dy, costs another pass over
+# dy, and PyTorch's reduction takes 46 us for (32768, 768) where reading it takes 12. Ours takes 25; and where an activation
+# follows, its backward has dy in registers already: ask the layer for its product alone, and give the bias to the activation.
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = dy.contiguous()
+        rows = dy.flatten(0, -2)
+        return (dy @ weight if ctx.needs_input_grad[0] else None, rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None,
+                column_sums(rows) if ctx.needs_input_grad[2] else None)
+
+
+def linear(x, weight, bias=None):
+    """x A^T + b for x (..., in), weight A (out, in), bias (out)."""
+    return F.linear(x, weight) if bias is None else Linear.apply(x, weight, bias) if on_triton(x) else F.linear(x, weight, bias)
+
+
+# --------------------------------------------------------------------------------------------------------------- layer norm
+#
+# Over each row, m = mean(x), k = 1 / sqrt(mean((x - m)^2) + eps), xhat = (x - m) k:
+#
+#     y = xhat w + b        dw = sum over rows of dy xhat        db = sum over rows of dy
+#
+# x moves all of its row through m and k: both projections of g = dy w are taken out of the gradient,
+#
+#     dx = k (g - mean(g) - xhat mean(g xhat))
+#
+# Bytes: forward 2 passes of x, backward 3 (x, dy, dx); with the residual fused 4 and 4, where separate kernels move 5 and 6.
+
+def layer_norm_reference(x, weight, bias, eps):
+    """(y, m, k), m and k (rows, 1)."""
+    m = x.mean(-1, keepdim=True)
+    k = ((x - m).square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (x - m) * k * weight + bias, m, k
+
+
+def layer_norm_backward_reference(x, dy, weight, m, k):
+    """(dx, dw, db)."""
+    xhat, g = (x - m) * k, dy * weight
+    dx = k * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    return dx, (dy * xhat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
+
+
+@triton.jit
+def _layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """A row a program, all of it in registers: the mean, the squares and y come from one read."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside, at = column < width, row * width + column
+    v = tl.load(x + at, inside, 0).to(tl.float32)
+    if ADD:
+        v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, v, inside)
+        v = v.to(tl.float32)  # the norm of what was stored, which is what backward will read
+    m = tl.sum(v, 0) / width
+    centred = tl.where(inside, v - m, 0)
+    k = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(mean + row, m)
+    tl.store(rstd + row, k)
+    w, b = tl.load(weight + column, inside, 0).to(tl.float32), tl.load(bias + column, inside, 0).to(tl.float32)
+    tl.store(y + at, centred * k * w + b, inside)
+
+
+@triton.jit
+def _layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, rows, width,
+                         ADD: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
+    """As many programs as run at once, each striding over the rows: its share of dw and db stays in registers to the end.
+
+    partial (2, programs, width) takes the shares; the caller sums them up in a fixed order, so no atomics and the same result
+    every time. A row whose dw and db would not fit in registers is shared by SLICES programs: each needs the sums over all of it,
+    so each reads all of it (at about the same time: from L2), and finishes its own slice of columns.
+    """
+    first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
+    column = own * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    w = tl.load(weight + column, inside, 0).to(tl.float32)
+    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(first, rows, programs, num_stages=STAGES):
+        start = tl.cast(row, tl.int64) * width
+        m, k = tl.load(mean + row), tl.load(rstd + row)
+        d = tl.load(dy + start + column, inside, 0).to(tl.float32)
+        xhat = tl.where(inside, (tl.load(x + start + column, inside, 0).to(tl.float32) - m) * k, 0)
+        g = d * w
+        sum_g, sum_gx = g, g * xhat
+        for other in tl.static_range(1, SLICES):
+            c = (own + other) % SLICES * BLOCK + tl.arange(0, BLOCK)
+            gc = tl.load(dy + start + c, c < width, 0).to(tl.float32) * tl.load(weight + c, c < width, 0).to(tl.float32)
+            sum_g += gc
+            sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
+        dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
+        if ADD:  # x has another use, the residual stream: its gradient is added here instead of in a pass of its own
+            dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
+        tl.store(dx + start + column, dv, inside)
+        dw += d * xhat
+        db += d
+    at = partial + first.to(tl.int64) * width + column
+    tl.store(at, dw, inside)
+    tl.store(at + programs.to(tl.int64) * width, db, inside)
+
+
+class LayerNorm(torch.autograd.Function):
+    """(x + residual, its norm). Keeps the sum and two numbers a row."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps):
+        shape, width, x = x.shape, x.shape[-1], x.contiguous()
+        if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
+            raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: the last "
+                             f"three sizes must be the same width, 1 to 65536: a row has to fit in a multiprocessor's registers")
+        if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
+            raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} {residual.dtype}: they must be alike")
+        rows, add = x.numel() // width, residual is not None
+        residual = residual.contiguous() if add else x
+        y, total = torch.empty_like(x), torch.empty_like(x) if add else x
+        mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        # A warp for 1024 columns, for 2048 from 8192 on: 3.93, 3.95, 3.91, 3.94, 3.77 TB/s at widths 768, 1600, 4096, 8192, 16384;
+        # half or twice as many lose up to 8 %, 32 for 16384 columns 38 %.
+        warps = max(1, block // (1024 if block < 8192 else 2048))
+        if rows:
+            _layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add, block,
+                                 num_warps=warps)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.add = add
+        ctx.set_materialize_grads(False)
+        return total if add else x.view_as(x), y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal, dy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        width = x.shape[-1]
+        rows, use_dtotal = x.numel() // width, dtotal is not None
+        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        dtotal = dtotal.contiguous() if use_dtotal else dy
+        # Up to 8192 columns a program, dw and db a quarter of the registers; a warp for 1024 columns, 8192 columns a multiprocessor.
+        # Two rows on their way while one is computed, where shared memory has room for them (8 KiB of slack). TB/s at the
+        # widths above: 3.86, 3.73, 3.81, 3.84, 3.21; with one row on its way 3.0 at 768.
+        block = min(triton.next_power_of_2(width), 8192)
+        slices = triton.cdiv(width, block)
+        row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
+        ahead = min(2, (shared_memory(x.device) - 8192) // row_bytes)
+        programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
+        dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
+        if rows:
+            _layer_norm_backward[(programs * slices,)](x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width,
+                                                       use_dtotal, block, slices, 1 + ahead, num_warps=max(1, block // 1024))
+        dw, db = sum_parts(partial, weight.dtype)
+        return dx, dx if ctx.add else None, dw, db, None
+
+
+def shared_memory(device):
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**16
+
+
+def add_layer_norm(x, residual, weight, bias, eps=1e-5):
+    """(x + residual, layer norm of it), x and residual (..., width) with width to 65,536. Ba et al. (2016).
+
+    The residual stream goes on as the first result. residual None: (x, norm of x): both uses of x then share one backward.
+    """
+    if on_triton(x):
+        return LayerNorm.apply(x, residual, weight, bias, eps)
+    x = x if residual is None else x + residual
+    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def layer_norm(x, weight, bias, eps=1e-5):
+    return add_layer_norm(x, None, weight, bias, eps)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------- attention
+#
+# One head: queries Q (Tq, D), keys K and values V (Tk, D).
+#
+#     S = Q K^T / sqrt(D)        P = softmax(S), row by row        O = P V
+#
+# S and P are (Tq, Tk): 32 heads at T = 16384 would be 16 GiB each in bf16, and a step of PyTorch operations writes and reads
+# such a matrix some five times. But row i of O needs only row i of P, and a softmax can be summed in one pass over blocks of
+# keys: keep the largest score so far m, the sum l of e^(S-m), and the unfinished output; when a block brings a larger score,
+# scale down what is there (online softmax).
+#
+#     m' = max(m, max_j S_j)     l' = l e^(m-m') + sum_j e^(S_j-m')     acc' = acc e^(m-m') + sum_j e^(S_j-m') V_j
+#
+# In the end O = acc / l, and L = m + ln l is all that is kept for backward: 4 bytes a row instead of 2 Tk. With L any block of
+# P comes back at the price of one matmul, P = e^(S - L), and with O's gradient dO
+#
+#     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta) / sqrt(D)     dQ = dS K     dK = dS^T Q
+#
+# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id: no second pass over the keys.
+#
+# Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every block of
+# rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, as blocks above the diagonal are
+# never visited. With T >> D that is hundreds of FLOPs a byte: the tensor cores are the limit, and the exponentials beside them.
+# Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV), and
+# both make S and dP. One kernel for all would have to add up dQ over programs with atomics: in another order every run.
+#
+# FlashAttention 1 and 2 (Dao 2022, 2023); Milakov and Gimelshein 2018 (online softmax); CS336 lecture 6, assignment 2.
+
+
+def attention_reference(q, k, v, is_causal):
+    """What the kernels compute, with S and P in memory: O like q, and L (B, H, Tq). Shapes as in FlashAttention."""
+    Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
+    s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
+    if is_causal:
+        s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
+    lse = s.logsumexp(3)                                                              # (B, H, Tq)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = 0, and so are O and the gradients
+    return torch.exp(s - lse[..., None]) @ v, lse
+
+
+def attention_backward_reference(q, k, v, o, lse, do, is_causal):
+    """The five lines above: dQ, dK, dV."""
+    Tq, Tk, scale = q.shape[2], k.shape[2], 1 / math.sqrt(q.shape[3])
+    p = torch.exp(q @ k.transpose(2, 3) * scale - lse[..., None])                     # (B, H, Tq, Tk)
+    if is_causal:
+        p = p.tril(Tk - Tq)
+    delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
+    ds = p * (do @ v.transpose(2, 3) - delta) * scale                                 # (B, H, Tq, Tk)
+    return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
+
+
+# The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile and an engine of its own brings it
+# to shared memory, from any strides, with 64-bit addresses, zeros past the last row, and no store past it. Scores carry a factor
+# log2(e), folded into `scale`, because the hardware's exponential is 2^x; LSE is in base 2 likewise. Every loop over blocks is
+# there twice, unrolled by static_range: for blocks that all rows see whole, and with a mask for those on the diagonal or an edge.
+
+@triton.jit
+def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
+    """The last key that each row sees, negative where it sees none: under a causal mask the last row sees all, the one above it
+    all but one, and so on."""
+    return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)
+
+
+@triton.jit
+def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """O and LSE of BM rows of one head."""
+    bh = tl.program_id(1)
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # last rows first: they see most keys, and
+    rows = m0 + tl.arange(0, BM)                                                  # the short ones then fill up the GPU's tail
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            if MASK:
+                s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * scale)
+            top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key seen yet: -inf - -inf would be NaN
+            p = tl.exp2(s * scale - top[:, None])
+            alpha = tl.exp2(m - top)
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            l = l * alpha + tl.sum(p, 1)
+            m = m_new
+    some = l > 0
+    l = tl.where(some, l, 1.0)
+    O.store([b, h, m0, 0], (acc / l[:, None]).to(O.dtype).reshape(1, 1, BM, D))
+    tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
+
+
+@triton.jit
+def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr,
+                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
+    bh = tl.program_id(1)
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    rows = m0 + tl.arange(0, BM)
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    do = DO.load([b, h, m0, 0]).reshape(BM, D)
+    o = O.load([b, h, m0, 0]).reshape(BM, D)
+    lse = tl.load(LSE + bh.to(tl.int64) * T_pad + rows)                           # (BM,)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(DELTA + bh.to(tl.int64) * T_pad + rows, delta)
+    dq = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            p = tl.exp2(s * scale2 - lse[:, None])
+            if MASK:
+                p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
+
+
+@triton.jit
+def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                                 BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dK and dV of BN keys of one head. 4 matmuls a block, all on transposes: S^T and dP^T come out as dV and dK need them."""
+    bh, n0 = tl.program_id(1), tl.program_id(0) * BN
+    b, h = bh // H, bh % H
+    cols = n0 + tl.arange(0, BN)
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys,
+    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # rows from here on see all of them,
+    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # unless some are past the last key
+    k = K.load([b, h, n0, 0]).reshape(BN, D)
+    v = V.load([b, h, n0, 0]).reshape(BN, D)
+    dk = tl.zeros([BN, D], tl.float32)
+    dv = tl.zeros([BN, D], tl.float32)
+    for FREE in tl.static_range(2):
+        for m0 in range(full if FREE else start, Tq if FREE else full, BM):
+            q = Q.load([b, h, m0, 0]).reshape(BM, D)
+            do = DO.load([b, h, m0, 0]).reshape(BM, D)
+            lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
+            delta = DELTA.load([bh, m0]).reshape(BM)
+            s = tl.dot(k, q.T, input_precision=PRECISION)                         # (BN, BM)
+            p = tl.exp2(s * scale2 - lse[None, :])
+            if not FREE:
+                last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
+                p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
+            dp = tl.dot(v, do.T, input_precision=PRECISION)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
+    DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
+
+
+# (BM, BN, warps, stages) by head dim; those up to 64 share a row. Measured on an H200, bf16, T = 4096, 2048 wide: TFLOP/s of the
+# matmuls really done, causal / not. Small programs, two or three on a multiprocessor, often beat one large one: Triton waits for
+# S before it starts on the softmax, and then another program keeps the tensor cores busy.
+ATTENTION_TILES = {
+    "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
+                128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
+                256: (64, 64, 4, 2)},    # runs, not tuned
+    "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
+           128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
+           256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 3),          # 533 / 582   (64, 64, 4, 2) 496 / 484   (64, 128, 8, 2) 362 / 381
+            128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
+            256: (32, 64, 8, 2)},
+}
+# float32 is for exactness: every product as three tf32 ones, which is as exact as PyTorch's own float32 attention (and at head
+# dim 64 three times as fast as multiplying in plain float32).
+ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
+
+
+def _tiles(x, rows):
+    """The TMA descriptor of x, (B, H, T, D) or (B*H, T), cut into tiles of `rows`."""
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]  # a dimension of 1 may have any stride
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, x.shape[3]] if x.dim() == 4 else [1, rows])
+
+
+def _settings(name, q, is_causal):
+    """Tile sizes, and the rest of a launch: constexprs and options."""
+    D, wide = q.shape[3], q.dtype == torch.float32
+    BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
+    return BM, BN, dict(CAUSAL=is_causal, D=D, BM=BM, BN=BN, PRECISION="tf32x3" if wide else "tf32",
+                        num_warps=warps, num_stages=stages)
+
+
+def attention_forward(q, k, v, is_causal):
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
+    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
+    BM, BN, settings = _settings("forward", q, is_causal)
+    attention_forward_kernel[T_pad // BM, B * H](_tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), lse,
+                                                 math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
+    return o, lse
+
+
+def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
+    """Write the gradients into dq, dk, dv, of any strides that _tileable accepts."""
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], lse.shape[1]
+    do, delta = _tileable(do), torch.empty_like(lse)
+    scale = 1 / math.sqrt(D)
+    BM, BN, settings = _settings("dq", q, is_causal)
+    attention_backward_q_kernel[T_pad // BM, B * H](
+        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), _tiles(do, BM), lse, delta, _tiles(dq, BM),
+        scale * math.log2(math.e), scale, Tq, Tk, T_pad, H, **settings)
+    BM, BN, settings = _settings("dkv", q, is_causal)
+    attention_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
+        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM), _tiles(lse, BM), _tiles(delta, BM),
+        _tiles(dk, BN), _tiles(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H, **settings)
+
+
+def _tileable(x):
+    """x, or a contiguous copy where TMA cannot address it: it wants 16-byte aligned rows and the last dimension contiguous."""
+    strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
+    return x if ok else x.contiguous()
+
+
+def _check(q, k, v):
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
+    if q.shape[3] not in (16, 32, 64, 128, 256):
+        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is a power of two wide")
+    if not q.numel() or not k.numel():
+        raise ValueError(f"attention over nothing: {shapes}")
+    if q.shape[0] * q.shape[1] > 65535:
+        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes at most 65535: split the batch")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype} ({shapes}): all three must be bfloat16, float16 or float32")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device} ({shapes}): must be one device")
+
+
+class FlashAttention(torch.autograd.Function):
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
+
+    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, any strides that leave
+    the last dimension contiguous. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so the heads are joined without a copy.
+    Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero. Keeps q, k, v, O and one float32 a row.
+    Deterministic. Raises ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1 and 2.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        _check(q, k, v)
+        q, k, v = _tileable(q), _tileable(k), _tileable(v)
+        o, lse = attention_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        attention_backward(q, k, v, o, lse, do, ctx.is_causal, dq, dk, dv)
+        return dq, dk, dv, None
+
+
+class PackedFlashAttention(torch.autograd.Function):
+    """The same on qkv (B, T, 3, H, D), as one linear layer makes it: returns (B, T, H, D). `.apply(qkv, is_causal)`.
+
+    The gradient is one (B, T, 3, H, D) tensor that the kernels write into. Through FlashAttention autograd would first make
+    three, then copy them together: 12 T H D bytes more in bf16.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, is_causal):
+        if qkv.dim() != 5 or qkv.shape[2] != 3:
+            raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
+        qkv = _tileable(qkv)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # 3 x (B, H, T, D)
+        _check(q, k, v)
+        o, lse = attention_forward(q, k, v, is_causal)
+        ctx.save_for_backward(qkv, o, lse)
+        ctx.is_causal = is_causal
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        qkv, o, lse = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        (q, k, v), (dq, dk, dv) = (x.permute(2, 0, 3, 1, 4) for x in (qkv, dqkv))
+        attention_backward(q, k, v, o, lse, do.transpose(1, 2), ctx.is_causal, dq, dk, dv)
+        return dqkv, None
+
+
+def attention(qkv, is_causal=True):
+    """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D)."""
+    if on_triton(qkv):
+        return PackedFlashAttention.apply(qkv, is_causal)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
+
+
+# ------------------------------------------------------------------------------------------------------------ cross-entropy
+#
+# Logits z (rows, V), one target t a row. With top = max(z) and total = sum exp(z - top), p = softmax(z) = exp(z - top) / total:
+#
+#     loss = mean over rows of log(total) + top - z_t        dz = (p - onehot(t)) / rows
+#
+# p needs only two numbers a row, so probabilities are never written. GPT-2 at 32 x 1024 tokens has 3.3 GB of logits in bf16:
+# a float32 copy, its log-softmax and their gradients would be 20 GB more. Bytes: forward one pass, backward two.
+#
+# dz goes where z was. That is safe because nothing but this backward wants z: a product's backward needs its inputs, not its
+# result. Should something else have saved z, or backward run twice, the raised version number makes autograd say so.
+
+def cross_entropy_reference(z, targets):
+    return (z.logsumexp(-1) - z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def cross_entropy_backward_reference(z, targets, dloss):
+    return (z.softmax(-1) - F.one_hot(targets, z.shape[-1])) * (dloss / len(z))
+
+
+@triton.jit
+def _softmax_sums(z, targets, tops, totals, picked, vocab, BLOCK: tl.constexpr):
+    """One row: a running maximum, and the sum of exponentials relative to it, rescaled when the maximum grows."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    z += row * vocab
+    top, total = -3.4e38, 0.0  # not -inf: a block of logits that are all -inf would give -inf - -inf
+    for start in tl.range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(z + at, at < vocab, -float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(v, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(v - higher), 0)
+        top = higher
+    tl.store(tops + row, top)
+    tl.store(totals + row, total)
+    tl.store(picked + row, tl.load(z + target, (target >= 0) & (target < vocab), 0).to(tl.float32))
+
+
+@triton.jit
+def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target, top, factor = tl.load(targets + row), tl.load(tops + row), tl.load(scale)
+    share = factor / tl.load(totals + row)
+    z += row * vocab
+    for start in tl.range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(z + at, at < vocab, -float("inf")).to(tl.float32)
+        tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target, factor, 0.0), at < vocab)
+
+
+def softmax_sums(z, targets):
+    """(top, total, z_t) of each row of z (rows, V), float32. A target outside of 0 .. V-1, on another rank's slice, gives z_t = 0."""
+    top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
+    if len(z):  # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
+        _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], 4096, num_warps=4)
+    return top, total, picked
+
+
+def softmax_minus_onehot_(z, targets, top, total, scale):
+    """z becomes (exp(z - top) / total - onehot(t)) scale, for scale a tensor of one float32."""
+    if len(z):
+        _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale, z.shape[1], 4096, num_warps=4)
+    torch.autograd.graph.increment_version(z)
+    return z
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Mean loss of logits (rows, V). Keeps the logits and two numbers a row; backward leaves the gradient in the logits' memory."""
+
+    @staticmethod
+    def forward(ctx, z, targets):
+        z = z.contiguous()
+        top, total, picked = softmax_sums(z, targets)
+        ctx.save_for_backward(z, targets, top, total)
+        return (total.log() + (top - picked)).mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        z, targets, top, total = ctx.saved_tensors
+        return softmax_minus_onehot_(z.detach(), targets, top, total, (dloss / len(z)).float()), None
+
+
+def cross_entropy(logits, targets):
+    """Mean cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows). Backward overwrites the logits."""
+    if not on_triton(logits):
+        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: needs (rows, V) and (rows)")
+    return CrossEntropy.apply(logits, targets)
+
+
+# ------------------------------------------------------------------------------------------------------------------- AdamW
+#
+#     m <- m + (1 - beta1) (g - m)        v <- v + (1 - beta2) (g^2 - v)        at step t, with learning rate l and decay d:
+#     p <- p (1 - l d) - l (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+#
+# g is the gradient times `scale`, the clipping coefficient. Bytes a parameter: read p, g, m, v, write p, m, v, all float32, and
+# the 16-bit copy that layers compute with: 30. Separate kernels for clipping, stepping and copying move 8 + 28 + 6.
+
+@triton.jit
+def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2,
+           SCALE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    d = tl.load(g + at, inside).to(tl.float32)
+    if SCALE:
+        d *= tl.load(scale).to(tl.float32)
+    m1, v1, p1 = tl.load(m + at, inside), tl.load(v + at, inside), tl.load(p + at, inside)
+    m1 += (d - m1) * (1 - beta1)
+    v1 += (d * d - v1) * (1 - beta2)
+    p1 = p1 * (1 - lr * decay) - lr * (m1 / correction1) / (tl.sqrt(v1 / correction2) + eps)
+    tl.store(m + at, m1, inside)
+    tl.store(v + at, v1, inside)
+    tl.store(p + at, p1, inside)
+    if COPY:
+        tl.store(copy + at, p1, inside)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, its state and its update, in one pass over float32 parameters on which Triton runs.
+
+    scale: None, or a tensor of one element that gradients are multiplied by as they are read. copies: {parameter: tensor of
+    the same number of elements}, to be given the new values in their own dtype. Loshchilov & Hutter (2019).
+    """
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.scale, self.copies = None, {}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():
+                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on {p.device}")
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                t, copy = state["step"].item(), self.copies.get(p)
+                _adamw[(triton.cdiv(p.numel(), 1024),)](
+                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy, self.scale, p.numel(), group["lr"], beta1, beta2, group["eps"],
+                    group["weight_decay"], 1 - beta1**t, 1 - beta2**t, self.scale is not None, copy is not None, 1024, num_warps=4)
+
+
+# ----------------------------------------------------------------------------------------------------------- matrix product
+#
+# C = activation(A B), A (M, K), B (K, N). 2 M N K FLOPs; done element by element, A is read N times and B M times. A program
+# keeps a BM x BN tile of C in registers and walks once over K: every element of A is then read N / BN times, of B M / BM times.
+# The activation runs on the tile while it is in registers, which saves writing C and reading it again.
+#
+# Programs run about 132 at a time, in the order of their numbers, and what they read meets in L2. Row after row of C, they
+# would share one row of A and need all of B; in groups of GROUP rows, walked column by column, they need GROUP rows of A and
+# 132 / GROUP columns of B: `tiles_read` counts them.
+#
+# This is the page to learn tiling from. The model multiplies with cuBLAS, which the page does not reach (H200, bf16,
+# 32768 x 768 x 3072 with GELU: 386 us here, 340 us for cuBLAS and the GELU kernel after it).
+
+def tile_of(program, tall, wide, group):
+    """(row, column) of the tile that a program computes, of tall x wide tiles."""
+    first = program // (group * wide) * group
+    height = min(tall - first, group)  # the last group may be lower
+    return first + program % (group * wide) % height, program % (group * wide) // height
+
+
+_tile = triton.jit(tile_of)
+
+
+@triton.jit
+def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
+            FUNCTION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    row, column = _tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    rows, columns, ks = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, BK)
+    # Beyond the edge, rows and columns wrap around: in bounds without a mask in the loop, and never stored.
+    a += (rows % M)[:, None].to(tl.int64) * a_row + ks[None] * a_column                         # (BM, BK)
+    b += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                      # (BK, BN)
+    tile = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        tile = tl.dot(tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0), tile, input_precision="ieee")
+        a += BK * a_column
+        b += BK * b_row
+    inside = (rows[:, None] < M) & (columns[None] < N)
+    tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], FUNCTION(tile), inside)
+
+
+TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
+
+
+def matmul(a, b, function=_identity, tiles=TILES):
+    """function(a @ b) for a (M, K), b (K, N) of any strides, in one dtype. function: _identity, _gelu, _elu."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
+        raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and (K, N) of one dtype, "
+                         f"bfloat16, float16 or float32")
+    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles
+    c = a.new_empty(M, N)
+    if a.dtype == torch.float32:  # twice the bytes, and no tensor cores at full precision
+        BM, BN, BK = min(BM, 64), min(BN, 64), min(BK, 32)
+    _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP,
+                                                        num_warps=8, num_stages=3)
+    return c
+
+
+def tiles_read(tall, wide, group, at_once=132):
+    """How many rows of A tiles and columns of B tiles the programs that run at once read together, on average."""
+    tiles = [tile_of(program, tall, wide, group) for program in range(tall * wide)]
+    waves = [tiles[start:start + at_once] for start in range(0, len(tiles), at_once)]
+    return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
+
+
+# -------------------------------------------------------------------------------------------------------------------- bench
+
+def operations(n, dtype, device):
+    """(name, ours, PyTorch's, inputs, passes over the first input forward, backward) on tensors of about n elements."""
+    def random(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    yield "ELU", elu, F.elu, [random(n)], 2, 3
+    big = n > 1e6
+    x, bias = random(n // (3072 if big else 33), 3072 if big else 33), random(3072 if big else 33)
+    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [x, bias], 2, 3
+    for width in (768, 1600, 4096, 8192, 16384) if big else (24, 100):
+        x, w, b = random(n // width, width), 1 + random(width), random(width)
+        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b], 2, 3
+    yield (f"add + layer norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
+           [x, torch.randn_like(x), w, b], 4, 4)
+    vocab = 50304 if big else 100
+    targets = torch.randint(vocab, (n // vocab,), device=device)
+    yield ("cross-entropy", lambda z: cross_entropy(z, targets),
+           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(n // vocab, vocab)], 1, 2)
+
+
+def errors(function, exact, inputs):
+    """Relative errors (forward, worst gradient) of `function`; `exact` in float64 is the truth."""
+    values = []
+    for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        outputs = f(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.manual_seed(0)
+        grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
+        values.append([outputs, torch.autograd.grad(outputs, leaves, grads)])
+    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values)]
+
+
+def milliseconds(function):
+    return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median")
+
+
+def times(function, inputs):
+    """Milliseconds of forward, and of backward: what both take, less forward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        y, forward = function(*leaves), milliseconds(lambda: function(*leaves))
+    grads = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
+    return forward, milliseconds(lambda: torch.autograd.grad(function(*leaves), leaves, grads)) - forward
+
+
+def main():
+    gpu, compiled = torch.cuda.is_available(), "--compile" in sys.argv
+    if not HAVE_TRITON:
+        print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
+        return
+    if not gpu and not INTERPRETED:  # what a kernel becomes is decided when it is decorated: start again
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
+    use("triton")
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    print(f"relative error against float64, {dtype}: forward, worst gradient | PyTorch's own")
+    for name, ours, theirs, inputs, *_ in operations(1 << 22 if gpu else 3000, dtype, device):
+        print(f"  {name:22} " + " | ".join("{:.2e} {:.2e}".format(*errors(f, theirs, inputs)) for f in (ours, theirs)), flush=True)
+    a, b = torch.randn(300, 200, device=device).to(dtype), torch.randn(200, 130, device=device).to(dtype)
+    exact = gelu_reference(a.double() @ b.double())
+    print(f"  {'product + GELU':22} " + " | ".join(f"{float((c - exact).norm() / exact.norm()):.2e}         "
+                                                for c in (matmul(a, b, _gelu), F.gelu(a @ b, approximate="tanh"))))
+    tall, wide = 8192 // TILES[0], 8192 // TILES[1]
+    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs at "
+          f"once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
+    if not gpu:
+        print("times need a GPU")
+        return
+    x, y = torch.empty(2, 1 << 28, dtype=dtype, device=device).normal_()
+    copy = 4 * x.numel() / milliseconds(lambda: y.copy_(x)) / 1e9
+    del x, y
+    print(f"\ncopy {copy:.2f} TB/s. TB/s (share of it), {dtype}, forward, backward | PyTorch's own" + " | torch.compile" * compiled)
+    for name, ours, theirs, inputs, *passes in operations(1 << 27, dtype, device):
+        line = []
+        for function in [ours, theirs] + [torch.compile(theirs, dynamic=False)] * compiled:
+            rates = [n * inputs[0].numel() * dtype.itemsize / ms / 1e9 for n, ms in zip(passes, times(function, inputs))]
+            line.append("  ".join(f"{rate:.2f} ({rate / copy:.2f})" for rate in rates))
+        print(f"  {name:22} " + " | ".join(line), flush=True)
+    a, b = torch.empty(2, 8192, 8192, dtype=dtype, device=device).normal_()
+    ours, cublas = (2e-9 * 8192**3 / milliseconds(f) for f in (lambda: matmul(a, b), lambda: a @ b))
+    print(f"  product 8192           {ours:.0f} TFLOP/s, {ours / cublas:.2f} of cuBLAS")
+
+
+if __name__ == "__main__":
+    main()
