@@ -1,5 +1,6 @@
 """What the lecture predicts | what we measure | what PyTorch's own does, side by side:
 
+    python bench.py kernels                        every kernel against eager, compiled, SDPA's backends, and the roofline
     python bench.py collectives                    time and bandwidth by size, bytes sent against the formula, latency and bandwidth
     python bench.py strategies                     one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64                 no GPU needed: layouts that fit, their predicted step time, what limits each
@@ -41,6 +42,7 @@ import torch.distributed as torch_dist
 import torch.nn.functional as F
 
 import collectives as dist
+import kernels
 import parallel
 import train
 from model import GPT, PRESETS, Block, GPTConfig, materialize, shapes
@@ -133,7 +135,7 @@ def environment(device):
     cuda = device.type == "cuda"
     return dict(hardware=torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
                 processes=int(os.environ.get("WORLD_SIZE", 1)), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
-                triton=__import__("triton").__version__ if cuda else None, nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None)
+                triton=getattr(kernels.triton, "__version__", None), nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None)
 
 
 def write_json(path, what, device, tables, **more):
@@ -427,6 +429,112 @@ def describe_machine(machine):
             + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network else ""))
 
 
+# ------------------------------------------------------------------------------------------------------------------ kernels
+
+class Operation(NamedTuple):
+    name: str
+    who: dict        # {who: (function, its inputs)}
+    moved: tuple     # bytes read and written at the least, forward and backward
+    flops: tuple = (0, 0)
+
+
+def lecture_elu(x):
+    return torch.where(x < 0, torch.exp(x) - 1, x)
+
+
+def operations(device, dtype, n, only):
+    """What a training step is slow in, on tensors of about n elements, as Operations."""
+    def random(*shape):
+        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+
+    def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
+        who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
+        return Operation(f"{name} {str(dtype)[6:]}", {key: (f, inputs) for key, f in who.items()},
+                         tuple(count * inputs[0].nbytes for count in passes))
+
+    if "elu" in only:
+        yield against("ELU", lecture_elu, kernels.elu, [random(n)], (2, 3), **{"F.elu": F.elu})
+    if "gelu" in only:
+        yield against("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [random(n)], (2, 3))
+    for c in (768, 1600, 4096, 16384) if "layer_norm" in only else ():
+        x, w, b = random(max(2, n // 2 // c), c), random(c), random(c)
+        yield against(f"layer norm {c}", lambda x, w, b: F.layer_norm(x, w.shape, w, b), kernels.layer_norm, [x, w, b], (2, 3))
+        if c == 1600:  # x + r, and its norm
+            yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), kernels.add_layer_norm,
+                          [x, random(*x.shape), w, b], (4, 4))
+    if "cross_entropy" in only:
+        v = 50304 if n > 1 << 20 else 300
+        z, y = random(max(2, n // 2 // v), v), torch.randint(v, (max(2, n // 2 // v),), device=device)
+        yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y), [z], (1, 2))
+    for t, d in ((1024, 64), (4096, 64), (16384, 64), (1024, 128), (4096, 128), (16384, 128)) if "attention" in only else ():
+        t = t if n > 1 << 20 else t // 64
+        b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
+        q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
+
+        def sdpa(backend):
+            def run(q, k, v):
+                with torch.nn.attention.sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return run, [q, k, v]
+        backends = dict(FLASH="FLASH_ATTENTION", cuDNN="CUDNN_ATTENTION") if device.type == "cuda" else dict(math="MATH")
+        yield Operation(f"attention T={t} D={d} causal", {
+            **{f"SDPA {key}": sdpa(getattr(torch.nn.attention.SDPBackend, value)) for key, value in backends.items()},
+            "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
+    if "matmul" in only:
+        side = 8192 if n > 1 << 20 else 64
+        with torch.no_grad():
+            a, b = torch.randn(2, side, side, dtype=dtype, device=device)
+        yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])}, (3 * a.nbytes, 0),
+                        (2 * side**3, 0))
+
+
+def seconds_of(operation, device, repeats):
+    """{who: (median seconds forward, backward)}, in turns. A write of 2 GiB goes first: it empties L2, and while it runs the CPU is
+    done launching what is measured."""
+    samples, flush = {who: [] for who in operation.who}, torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
+    for i in range(-2, repeats):
+        for who, (function, inputs) in operation.who.items():
+            flush.zero_()
+            marks = [mark(device)]
+            out = function(*inputs)
+            marks.append(mark(device))
+            outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+            if outs:
+                grads = [torch.ones_like(o) for o in outs]
+                flush.zero_()
+                marks.append(mark(device))
+                torch.autograd.backward(outs, grads)
+                marks.append(mark(device))
+            synchronize(device)
+            samples[who] += [[between(a, b) for a, b in zip(marks[::2], marks[1::2])]] * (i >= 0)
+            for x in inputs:
+                x.grad = None
+    return {who: [statistics.median(column) for column in zip(*rows)] for who, rows in samples.items()}
+
+
+def measure_kernels(a):
+    device = torch.device(a.device, *[0] * (a.device == "cuda"))
+    kernels.use("triton")  # ours or an error
+    n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
+    x, y, m = torch.zeros(n, device=device), torch.zeros(n, device=device), torch.randn(side, side, device=device).bfloat16()
+    ceilings = seconds_of(Operation("", {"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}, ()), device, repeats)
+    hbm, peak = 2 * x.nbytes / ceilings["copy"][0], 2 * side**3 / ceilings["matmul"][0]
+    del x, y, m
+    say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the slower of bytes over "
+        f"the one and FLOPs over the other\nwhat torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
+    table = Table("bytes that must move over seconds; bfloat16 but for the second ELU", dict(
+        op="operation:<30", way="way:<8", who="who:<14", ms="ms:>9.3f", tb="TB/s:>6.2f", tflops="TFLOP/s:>8.0f", bound="bound by:<8",
+        share="% of roofline:>13.0f"))
+    for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
+        for operation in operations(device, dtype, n, only):
+            for who, seconds in seconds_of(operation, device, repeats).items():
+                for way, t, moved, flops in zip(("forward", "backward"), seconds, operation.moved, operation.flops):
+                    table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12, tflops=flops / t / 1e12 if flops else None,
+                              bound="memory" if moved / hbm > flops / peak else "compute", share=100 * max(moved / hbm, flops / peak) / t)
+            torch._dynamo.reset()
+    write_json(a.json, "kernels", device, [table], copy_bytes_per_s=hbm, matmul_flops=peak)
+
+
 # --------------------------------------------------------------------------------------------------------------- collectives
 
 # Bus bandwidth as nccl-tests defines it: bytes of the whole tensor / seconds x this. What a link carries, whatever N is.
@@ -614,6 +722,8 @@ def stage_costs(trainer, device, repeats):
 def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
+    for block in model.h.values():  # every layer called as a module: hooks, which DTensor needs, see nothing else
+        block.mlp.forward = functools.partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh")), block.mlp)
     return model
 
 
@@ -771,8 +881,13 @@ def measure_strategy(name, s, a, device, machines):
 
     def build_peer():
         step, title = PEERS[name](config, s, device, *batches)
-        step(), step()
-        return step, "torch " + title
+
+        def in_pytorch():  # PyTorch's own all the way down: its kernels know autocast and DTensor, ours do not
+            kernels.use("torch")
+            step()
+            kernels.use("auto")
+        in_pytorch(), in_pytorch()
+        return in_pytorch, "torch " + title
 
     def ours(comm):
         for group in {trainer.pp, trainer.dp, trainer.tp, trainer.net.pipeline.ends} - {None}:
@@ -954,15 +1069,15 @@ def scaling(a):
 
 # -------------------------------------------------------------------------------------------------------------------- flags
 
-WHAT = {"collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling}
-OF_A_MODEL, MEASURED, TRAINED = ("strategies", "plan", "scaling"), ("collectives", "strategies", "scaling"), ("strategies", "scaling")
+WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling}
+OF_A_MODEL, MEASURED, TRAINED = ("strategies", "plan", "scaling"), ("kernels", "collectives", "strategies", "scaling"), ("strategies", "scaling")
 SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")
 FLAGS = [  # which of WHAT take it, its name, the rest
     (tuple(WHAT), "--json", dict(default="", metavar="FILE", help="leave the rows there, with hardware, versions, commit")),
     (tuple(WHAT), "--gpus", dict(type=parallel.positive, help="processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2")),
     (MEASURED, "--device", dict(choices=["auto", "cpu", "cuda"], default="auto")),
     (MEASURED, "--quick", dict(action="store_true", help="tiny sizes, few repeats: does it work?")),
-    (MEASURED, "--only", dict(nargs="+", metavar="NAME", help="of the collectives or strategies; left out, all; scaling: ddp zero3")),
+    (MEASURED, "--only", dict(nargs="+", metavar="NAME", help="of the kernels, collectives or strategies; left out, all; scaling: ddp zero3")),
     (("collectives",), "--max-bytes", dict(type=parallel.positive, help="largest tensor; left out, 1 GiB, on the CPU 16 MiB")),
     (OF_A_MODEL, "--model", dict(choices=list(PRESETS), help="preset; left out, gpt2, on the CPU tiny, plan gpt2-xl")),
     *((OF_A_MODEL, "--" + name.replace("_", "-"), dict(type=parallel.positive, help="instead of the preset's")) for name in SIZES),
@@ -1001,6 +1116,14 @@ def check(a, world):
         a.machine = load_machine(a)
     else:
         check_processes(a, world)
+    if a.what == "kernels":
+        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "matmul")
+        a.only = a.only or names
+        for name in set(a.only) - set(names):
+            raise BadInput(f"--only {name}: there are {', '.join(names)}")
+        if a.device == "cpu" and not kernels.INTERPRETED:
+            raise BadInput("--device cpu: kernels are Triton's and want a GPU; TRITON_INTERPRET=1 with --quick shows that they work")
+        return 1
     if a.what == "collectives":
         a.max_bytes, a.only = a.max_bytes or (1 << 20 if a.quick else 1 << 30 if a.device == "cuda" else 1 << 24), a.only or [*BUS, "barrier"]
         if a.gpus == 1:

@@ -1687,7 +1687,7 @@ def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
 
 
 BAD_BENCH = [
-    ("bogus", "WHAT"), ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
+    ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"), ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
     ("collectives --max-bytes 7", "--max-bytes 7"), ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
