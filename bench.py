@@ -230,7 +230,7 @@ def messages(config, s, stages, buckets, tp_rank=0):
             yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (s.dp if s.zero else 1))], wide,
                           first + last)
     for axis in ("dp", "tp", "pp"):
-        yield Message("gradient norm: 8 partial sums", "all_reduce", axis, [8], 8)
+        yield Message("gradient norm: 4 partial sums", "all_reduce", axis, [4], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
 

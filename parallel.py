@@ -152,6 +152,7 @@ class Reducer:
         self.buckets, self.group, self.stage, self.on_complete = buckets, group, stage, on_complete
         self.grad_dtype, self.reduce_dtype = grad_dtype, reduce_dtype
         self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
+        self.fixed = False  # whether CUDA graphs know where the flat vectors lie
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         ready = weakref.WeakMethod(self._ready)  # or a parameter would keep all buckets alive, and they it, for good
         for param in self.bucket_of:
@@ -216,8 +217,9 @@ class Reducer:
     def _views(self, bucket):
         """The flat vector's parts, one a parameter; there from now on, and free of what an earlier step left in it."""
         if bucket.flat is None:
-            bucket.flat = bucket.new(self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype)
-            bucket.stale = True
+            dtype = self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype
+            bucket.flat, bucket.stale = torch.empty(bucket.numel, dtype=dtype, device=bucket.device), True
+            bucket.flat[sum(p.numel() for p in bucket.params):] = 0  # the padding
         kept = bucket.shard is not None and bucket.stale and bucket.shard.grad
         if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr():
             bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
@@ -225,7 +227,7 @@ class Reducer:
 
     def accumulators(self):
         """{parameter: where its gradients add up this step}, zeroed, for backwards that run no hooks. Stages 0 and 1."""
-        into = {}
+        into, self.fixed = {}, True
         for bucket in self.buckets:
             into.update(zip(bucket.params, self._views(bucket)))
             bucket.flat.zero_()
@@ -382,12 +384,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        casts = [b for b in self.buckets if b.dtype != b.shard.dtype]
+        if isinstance(self.inner, kernels.AdamW):  # it writes the 16-bit copy in the pass that it makes anyway
+            self.inner.copies, casts = {b.shard: b.weights[b.own] for b in casts}, []
+        self.casts = casts
         self.reducer = Reducer(self.buckets, group, stage, master_dtype(self.buckets[0].dtype), reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def zero_grad(self, set_to_none=True):
         for param in [*self.params, *self.shards]:
             param.grad = None
+        if not self.reducer.fixed:
+            for bucket in self.buckets:
+                bucket.flat = None  # forward needs the room more: it comes back bucket by bucket, as activations go
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -401,11 +410,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         handles = []
         for bucket in self.buckets:
-            mine = bucket.weights[bucket.own]
-            if mine.data_ptr() != bucket.shard.data_ptr():
-                mine.copy_(bucket.shard)  # the cast down to bf16 or fp16
+            if bucket in self.casts:
+                bucket.weights[bucket.own].copy_(bucket.shard)  # down to bf16 or fp16
             if self.stage:
-                handles.append(dist.all_gather_into_tensor(bucket.weights, mine, self.group, async_op=True))
+                handles.append(dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], self.group, async_op=True))
         for handle in handles:
             handle.wait()
         return loss
@@ -1483,11 +1491,12 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     for key, grads in by_groups.items():
         squares[key] = torch.nn.utils.get_total_norm(grads).double().square()
+    by_bit = squares.view((2,) * len(groups))  # the last dimension is bit 0
     for i, group in enumerate(groups):
-        cut = torch.tensor([key >> i & 1 for key in range(len(squares))], dtype=torch.bool, device=squares.device)
-        part = squares * cut  # every rank takes part, whatever it holds
-        dist.all_reduce(part, group=group)
-        squares = torch.where(cut, part, squares)
+        if dist.get_world_size(group) > 1:
+            part = by_bit.select(len(groups) - 1 - i, 1).contiguous()  # every rank takes part, whatever it holds
+            dist.all_reduce(part, group=group)
+            by_bit.select(len(groups) - 1 - i, 1).copy_(part)
     norm = squares.sum().sqrt()
     if max_norm and parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -1628,7 +1637,12 @@ class ParallelGPT:
         return total
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
-        return clip_grad_norm_(self.params, max_norm, [self.dp, self.tp, self.pp], scale)
+        groups, inner = [self.dp, self.tp, self.pp], getattr(self.optimizer, "inner", self.optimizer)
+        if not isinstance(inner, kernels.AdamW):
+            return clip_grad_norm_(self.params, max_norm, groups, scale)
+        norm = clip_grad_norm_(self.params, 0, groups) / scale
+        inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale  # as it reads gradients
+        return norm
 
     def _kept(self, stage, name):
         """(a parameter of one of this rank's stages, the tensor that the optimizer steps for it, their bucket).

@@ -1702,6 +1702,7 @@ def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monke
     cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
     monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(SystemExit) as exit:
         bench.main()
     out, err = capsys.readouterr()

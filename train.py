@@ -31,6 +31,7 @@ import time
 import traceback
 import zlib
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -549,15 +550,18 @@ class Trainer:
         self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
                                         s.recompute, s.virtual_stages, s.cuda_graphs == "on")
-        self.optimizer = self.net.make_optimizer(torch.optim.AdamW, s.weight_decay, lr=s.lr, betas=(0.9, 0.95),
-                                                 fused=device.type == "cuda")
+        flat = self.dtype != parallel.master_dtype(self.dtype) and device.type == "cuda" and kernels.HAVE_TRITON and s.kernels != "torch"
+        adamw = kernels.AdamW if flat else partial(torch.optim.AdamW, fused=device.type == "cuda")
+        self.optimizer = self.net.make_optimizer(adamw, s.weight_decay, lr=s.lr, betas=(0.9, 0.95))
 
     def micro_batches(self, tokens, seed, step):
         """This rank's share of a step: (inputs, targets), a list of micro-batches each. Tensor and pipeline peers get the same."""
         mine = self.s.batch_size // self.s.dp
         first = dist.get_rank(self.dp) * mine
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.config.vocab_size, slice(first, first + mine))
-        return [t.to(self.device).split(mine // self.s.micro_batches) for t in rows]
+        if self.device.type == "cuda":  # from pageable memory the copy would stop the CPU, and soon the GPU
+            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
+        return [t.split(mine // self.s.micro_batches) for t in rows]
 
     def step(self, step, births=None):
         """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping), on the device."""
