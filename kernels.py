@@ -14,13 +14,15 @@ to read every element once and write it once, at the speed of a copy, and that i
     python kernels.py              errors against float64; on a GPU also times, and the share of the speed of a copy
     python kernels.py --compile    the same, and torch.compile beside it
 
-`use("auto")`, the default, takes Triton for CUDA tensors in bf16, fp16 or float32, PyTorch's own operations for all others.
+`use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, PyTorch's own operations
+for all others; `use("triton")` takes it on any.
 Without Triton (macOS) this file imports and those run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
 Letters: n elements, rows of a given width, V vocabulary, T, H, D as in model.py; dy stands for dloss/dy.
 Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
 """
 
+import functools
 import math
 import os
 import sys
@@ -46,7 +48,7 @@ _choice = "auto"
 
 
 def use(choice):
-    """"triton": our kernels, and an error where they do not apply; "torch": PyTorch's own; "auto": ours on CUDA, except float64."""
+    """"triton": our kernels, and an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64."""
     global _choice
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
@@ -62,7 +64,13 @@ def on_triton(x):
     if _choice == "triton" and not able:
         raise ValueError(f"no Triton kernel for a tensor {tuple(x.shape)} of {x.dtype} on {x.device}: kernels take "
                          f"bfloat16, float16 or float32 on CUDA; use('auto') gives such tensors to PyTorch")
-    return able and _choice != "torch" and (x.is_cuda or _choice == "triton")
+    return able and (_choice == "triton" or _choice == "auto" and x.is_cuda and _measured(x.device))
+
+
+@functools.cache
+def _measured(device):
+    """Hopper or later: the tiles below were chosen on an H200, and other GPUs may not have the shared memory for them."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def programs_at_once(device):
@@ -593,6 +601,7 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale,
     DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
 
 
+HEAD_DIMS = (16, 32, 64, 128, 256)
 # (BM, BN, warps, stages) by head dim; those up to 64 share a row. Measured on an H200, bf16, T = 4096, 2048 wide: TFLOP/s of the
 # matmuls really done, causal / not. Small programs, two or three on a multiprocessor, often beat one large one: Triton waits for
 # S before it starts on the softmax, and then another program keeps the tensor cores busy.
@@ -663,7 +672,7 @@ def _check(q, k, v):
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
-    if q.shape[3] not in (16, 32, 64, 128, 256):
+    if q.shape[3] not in HEAD_DIMS:
         raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is a power of two wide")
     if not q.numel() or not k.numel():
         raise ValueError(f"attention over nothing: {shapes}")
@@ -732,8 +741,11 @@ class PackedFlashAttention(torch.autograd.Function):
 
 
 def attention(qkv, is_causal=True):
-    """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D)."""
-    if on_triton(qkv):
+    """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D).
+
+    "auto" leaves head dims that the kernels do not know to PyTorch; "triton" raises.
+    """
+    if on_triton(qkv) and (_choice == "triton" or qkv.shape[4] in HEAD_DIMS):
         return PackedFlashAttention.apply(qkv, is_causal)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)

@@ -89,7 +89,7 @@ class Settings:
     cuda_graphs: str = flag("off", "on: record a micro-batch's kernels once and replay them, for runs whose CPU cannot launch them fast enough",
                             choices=["off", "on"])
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
-    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton on CUDA, except in fp64",
+    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, except in fp64",
                         choices=["auto", "torch", "triton"])
     comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
@@ -550,7 +550,7 @@ class Trainer:
         self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
                                         s.recompute, s.virtual_stages, s.cuda_graphs == "on")
-        flat = self.dtype != parallel.master_dtype(self.dtype) and device.type == "cuda" and kernels.HAVE_TRITON and s.kernels != "torch"
+        flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=device))
         adamw = kernels.AdamW if flat else partial(torch.optim.AdamW, fused=device.type == "cuda")
         self.optimizer = self.net.make_optimizer(adamw, s.weight_decay, lr=s.lr, betas=(0.9, 0.95))
 
