@@ -1641,14 +1641,20 @@ def test_killed_runs_lose_nothing(text, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
     ends with the loss, and the files, of the run that nobody killed."""
     flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero", "1"]
-    started = time.time()
     assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
-    length, want, rng, killed, unfinished = time.time() - started, end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
+    want, rng, killed, unfinished = end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
+
+    def newest(out):
+        return max([0] + [int(path[-8:]) for path in train.checkpoints(out)])
+
     while killed < kills:
         out = str(tmp_path / f"run{killed}")
         for _ in range(min(5, kills - killed)):  # so many times the same run, then it is let through
             ranks = Ranks(flags + ["--out", out], 2, tmp_path / "log")
-            time.sleep(rng.uniform(0.1, 1.0) * length)
+            step = rng.integers(newest(out), 60) if rng.random() < 0.8 else 0  # in training, or while they start
+            while newest(out) < step and ranks.processes[0].is_alive():
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.05 if step else 2))
             victims = [0, 1] if rng.random() < 0.3 else [int(rng.integers(2))]
             for rank, process in enumerate(ranks.processes):
                 process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
