@@ -698,7 +698,7 @@ def _die_with_torchrun():
     """Whoever started this rank may die without a word, by SIGKILL: then go too, and leave no orphan behind."""
     if sys.platform == "linux" and "RANK" in os.environ:
         import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; by SIGTERM it would save and end as if all were well
 
 
 def initialize(device_type, timeout=600):

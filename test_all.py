@@ -15,6 +15,7 @@ import fcntl
 import functools
 import gc
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -1724,12 +1725,21 @@ def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes):
+def _rank(rank, size, port, flags, log, file_bytes, deaths):
     torch.set_num_threads(1)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     if file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if deaths:  # SIGKILL just before, or just after, the nth time that something becomes durable, gets its name or goes
+        count, (nth, after) = itertools.count(1), deaths
+        for name in ("fsync", "replace", "rename", "unlink"):
+            def deadly(*arguments, call=getattr(os, name), **more):
+                last = next(count) == nth
+                last and not after and os.kill(os.getpid(), signal.SIGKILL)
+                call(*arguments, **more)
+                last and os.kill(os.getpid(), signal.SIGKILL)
+            setattr(os, name, deadly)
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -1740,13 +1750,13 @@ def _rank(rank, size, port, flags, log, file_bytes):
 class Ranks:
     """`size` processes of one training run, which may be killed; what they print goes to `log`."""
 
-    def __init__(self, flags, size, log, file_bytes=None):
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["numpy", "pytest", "train"])
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        self.processes = [context.Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes), daemon=True)
+        self.processes = [context.Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes, deaths), daemon=True)
                           for r in range(size)]
         for process in self.processes:
             process.start()
@@ -1759,7 +1769,7 @@ class Ranks:
             file.seek(self.since)
             return file.read()
 
-    def wait_for(self, text, timeout=30):
+    def wait_for(self, text, timeout=60):
         deadline = time.time() + timeout
         while text not in self.printed():
             assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
@@ -1783,9 +1793,10 @@ TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
 
 
 def end_of(run):
-    """(losses by step, checksums of the newest checkpoint's files) of a run's folder."""
-    newest = train.open_checkpoint(train.checkpoints(run)[-1], True)
-    return {entry["step"]: entry["loss"] for entry in log_of(run) if "loss" in entry}, newest.manifest["files"], newest.manifest["step"]
+    """(step of the newest checkpoint, losses in the order of the log, checksums of its files, loss scale) of a run's folder."""
+    newest = train.open_checkpoint(train.checkpoints(run)[-1], True).manifest
+    losses = [(entry["step"], entry["loss"]) for entry in log_of(run) if "loss" in entry]
+    return newest["step"], losses, newest["files"], newest["updates"], newest["scaler"]
 
 
 SAME = [(1, []), (2, ["--zero", "1", "--dtype", "bf16"]), (4, ["--tp", "2", "--zero", "2", "--dtype", "fp16"]), (4, ["--zero", "3"]),
@@ -1800,7 +1811,7 @@ def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags):
     flags[flags.index("--device") + 1] = pool(size).device_type
     pool(size).run(run_training, flags)
     want = end_of(tmp_path)
-    assert len(want[0]) == 8 and want[2] == 8
+    assert [step for step, _ in want[1]] == list(range(1, 9)) and want[0] == 8
     shutil.rmtree(tmp_path / "step-00000008")
     pool(size).run(run_training, flags)
     assert end_of(tmp_path) == want
@@ -1853,19 +1864,44 @@ def test_transformers_reads_a_checkpoint(pool, text, tmp_path):
         assert (hf(tokens).logits - ours(tokens)).abs().max() < 1e-5
 
 
+def test_killed_at_each_point_of_a_write(text, tmp_path):
+    """The same run, killed again and again, each time a little later in the writing of its first or second checkpoint."""
+    flags = TRAIN + ["--data", text, "--steps", "16", "--save-every", "2", "--keep", "1"]
+    assert Ranks(flags + ["--out", str(tmp_path / "whole")], 1, tmp_path / "log").end() == [0]
+    out, half, last = str(tmp_path / "run"), 0, 0
+    for nth in (1, 6, 8, 11, 13, 15, 16, 17, 18, 20, 21, 22):  # 5 is the log, 15 the checkpoint's name, 17 the older one's, which then goes
+        assert Ranks(flags + ["--out", out], 1, tmp_path / "log", deaths=(nth, nth % 2)).end() == [-9]
+        found = [train.open_checkpoint(path, True).manifest["step"] for path in train.checkpoints(out)]
+        assert max(found, default=0) >= last  # never less than before
+        last = max(found, default=0)
+        for name in os.listdir(out):
+            if name.startswith(".step") and nth < 22:  # or removing it would count
+                half += 1
+                shutil.rmtree(os.path.join(out, name))
+    assert half >= 6 and 4 <= last < 16
+    assert Ranks(flags + ["--out", out], 1, tmp_path / "log").end() == [0]
+    assert end_of(out) == end_of(tmp_path / "whole") and not any(name.startswith(".step") for name in os.listdir(out))
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=slow)])
 def test_killed_runs_lose_nothing(text, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
     ends with the loss, and the files, of the run that nobody killed."""
     flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero", "1"]
-    started = time.time()
     assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
-    length, want, rng, killed, unfinished = time.time() - started, end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
+    want, rng, killed, unfinished = end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
+
+    def newest(out):
+        return max([0] + [int(path[-8:]) for path in train.checkpoints(out)])
+
     while killed < kills:
         out = str(tmp_path / f"run{killed}")
         for _ in range(min(5, kills - killed)):  # so many times the same run, then it is let through
             ranks = Ranks(flags + ["--out", out], 2, tmp_path / "log")
-            time.sleep(rng.uniform(0.1, 1.0) * length)
+            step = rng.integers(newest(out), 60) if rng.random() < 0.8 else 0  # in training, or while they start
+            while newest(out) < step and ranks.processes[0].is_alive():
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.05 if step else 2))
             victims = [0, 1] if rng.random() < 0.3 else [int(rng.integers(2))]
             for rank, process in enumerate(ranks.processes):
                 process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
@@ -1885,7 +1921,7 @@ def test_killed_runs_lose_nothing(text, tmp_path, kills):
 
 
 def test_killed_rank_ends_the_others_who_say_so(text, tmp_path):
-    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--dp", "3", "--batch-size", "9", "--timeout", "5"], 3, tmp_path / "log")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--dp", "3", "--batch-size", "9", "--timeout", "60"], 3, tmp_path / "log")
     ranks.wait_for("step      20/")
     ranks.kill(2)
     assert ranks.end(20) == [1, 1, -9]
@@ -1895,11 +1931,11 @@ def test_killed_rank_ends_the_others_who_say_so(text, tmp_path):
 
 
 def test_stalled_rank_is_named_within_the_timeout(text, tmp_path):
-    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--tp", "2", "--pp", "2", "--timeout", "3"], 4, tmp_path / "log")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "1000000", "--tp", "2", "--pp", "2", "--timeout", "8"], 4, tmp_path / "log")
     ranks.wait_for("step      20/")
     ranks.kill(1, signal.SIGSTOP)
     started = time.time()
-    assert ranks.end(15, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 2
+    assert ranks.end(30, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 6
     lines = [line for line in ranks.printed().splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 3 and all("rank 1 gives no sign of life since step" in line for line in lines), ranks.printed()
 
@@ -1911,7 +1947,7 @@ def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
     ranks.wait_for("step  20/100")
     ranks.kill(1, signal.SIGTERM)  # one of them is enough
     assert ranks.end() == [0, 0] and "SIGTERM: the same command goes on from here" in ranks.printed()
-    step = end_of(tmp_path / "run")[2]
+    step = end_of(tmp_path / "run")[0]
     assert 20 <= step < 100 and max(entry["step"] for entry in log_of(tmp_path / "run")) == step
     again = Ranks(flags + ["--out", str(tmp_path / "run")], 2, tmp_path / "log")
     assert again.end() == [0, 0] and f"after step {step}" in again.printed()
@@ -1946,9 +1982,10 @@ def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
     for text_of_error in pool(2).run(not_finite, text, str(tmp_path / "stop"), "stop", zero):
         assert "the loss on rank 1 is not finite" in text_of_error
     assert log_of(tmp_path / "stop")[-1] == {"step": 3, "not_finite": "the loss on rank 1", "on_nan": "stop"}
-    assert end_of(tmp_path / "stop")[2] == 2  # what is saved is from before
+    assert end_of(tmp_path / "stop")[0] == 2  # what is saved is from before
     assert pool(2).run(not_finite, text, str(tmp_path / "skip"), "skip", zero) == [True, True]
-    losses, _, step = end_of(tmp_path / "skip")
+    step, losses, *_ = end_of(tmp_path / "skip")
+    losses = dict(losses)
     assert step == 5 and losses[3] == "nan" and all(math.isfinite(losses[i]) for i in (1, 2, 4, 5))
     manifests = [train.open_checkpoint(str(tmp_path / "skip" / f"step-0000000{i}"), True).manifest for i in (4, 5)]
     assert [(m["updates"], m["skipped"]) for m in manifests] == [(3, 1), (4, 1)]
@@ -1961,9 +1998,9 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
     full = Ranks(flags + ["--resume"], 2, tmp_path / "log", file_bytes=40_000)  # room for the weights, not for the optimizer
     assert full.end() == [1, 0], full.printed()
     assert re.search(r"step 4/4  not saved in .*: File too large; ended, step-00000002 is complete", full.printed()), full.printed()
-    assert end_of(tmp_path / "run")[1:] == before[1:] and log_of(tmp_path / "run")[-1]["not_saved"]
+    assert end_of(tmp_path / "run")[2:] == before[2:] and log_of(tmp_path / "run")[-1]["not_saved"]
     assert not any(name.startswith(".step") for name in os.listdir(tmp_path / "run"))
-    assert Ranks(flags + ["--resume"], 2, tmp_path / "log").end() == [0, 0] and end_of(tmp_path / "run")[2] == 4
+    assert Ranks(flags + ["--resume"], 2, tmp_path / "log").end() == [0, 0] and end_of(tmp_path / "run")[0] == 4
 
 
 def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
@@ -2004,7 +2041,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
     text_of = "".join(out for out, _ in printed)
     assert "nodes    2 of 1 processes: dp between nodes, pp and tp inside" in text_of
     assert re.search(r"resume   \S+/run/step-00000[12]\d0: after step [12]\d0\n", text_of), text_of
-    assert [entry["step"] for entry in log_of(out)] == [1, *range(50, 301, 50)] and end_of(out)[2] == 300
+    assert [entry["step"] for entry in log_of(out)] == [1, *range(50, 301, 50)] and end_of(out)[0] == 300
 
 
 BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must say
@@ -2072,7 +2109,8 @@ def damage_checkpoint(path, how):
                 file.write_bytes(struct.pack("<Q", len(new)) + new + text[8 + struct.unpack("<Q", text[:8])[0]:])
             else:
                 model.write_safetensors(str(file), {name: (dtypes[name], tuple(t.shape)) for name, t in moments.items()}, moments.__getitem__)
-        manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": model.crc_of_file(file)} if file.name in manifest["files"] else 0
+        if file.name in manifest["files"]:
+            manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": model.crc_of_file(file)}
         (path / "manifest.json").write_text(json.dumps(manifest | {"crc32": train.crc_of(manifest)}))
 
 

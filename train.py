@@ -41,8 +41,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 import parallel
-from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder, write_file,
-                   write_hf, write_safetensors)
+from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder,
+                   write_file, write_hf, write_safetensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------- settings
