@@ -26,6 +26,7 @@ import functools
 import math
 import os
 import sys
+import warnings
 from types import SimpleNamespace
 
 import torch
@@ -986,6 +987,15 @@ def operations(n, dtype, device):
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(n // vocab, vocab)], 1, 2)
 
 
+def attentions(T, heads, dtype, device):
+    """(name, ours, PyTorch's, [q, k, v], FLOPs forward; backward 2.5 times as many) of causal and full attention."""
+    for D in (64, 128) if T > 1000 else (16,):
+        q, k, v = (torch.randn(2, heads * 64 // max(D, 64), T, D, device=device).to(dtype) for _ in range(3))
+        for causal in (True, False):
+            yield (f"attention {D}{' causal' * causal}", lambda q, k, v, causal=causal: FlashAttention.apply(q, k, v, causal),
+                   lambda q, k, v, causal=causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal), [q, k, v], 4 * q.numel() * T / (1 + causal))
+
+
 def errors(function, exact, inputs):
     """Relative errors (forward, worst gradient) of `function`; `exact` in float64 is the truth."""
     values = []
@@ -1020,9 +1030,11 @@ def main():
     if not gpu and not INTERPRETED:  # what a kernel becomes is decided when it is decorated: start again
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     use("triton")
+    warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's, of exp in branches that are not taken
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}: forward, worst gradient | PyTorch's own")
-    for name, ours, theirs, inputs, *_ in operations(1 << 22 if gpu else 3000, dtype, device):
+    for name, ours, theirs, inputs, *_ in (*operations(1 << 22 if gpu else 3000, dtype, device),
+                                           *attentions(1024 if gpu else 40, 2, dtype, device)):
         print(f"  {name:22} " + " | ".join("{:.2e} {:.2e}".format(*errors(f, theirs, inputs)) for f in (ours, theirs)), flush=True)
     a, b = torch.randn(300, 200, device=device).to(dtype), torch.randn(200, 130, device=device).to(dtype)
     exact = gelu_reference(a.double() @ b.double())
@@ -1043,6 +1055,10 @@ def main():
         for function in [ours, theirs] + [torch.compile(theirs, dynamic=False)] * compiled:
             rates = [n * inputs[0].numel() * dtype.itemsize / ms / 1e9 for n, ms in zip(passes, times(function, inputs))]
             line.append("  ".join(f"{rate:.2f} ({rate / copy:.2f})" for rate in rates))
+        print(f"  {name:22} " + " | ".join(line), flush=True)
+    print("TFLOP/s, forward, backward | PyTorch's own")
+    for name, ours, theirs, inputs, flops in attentions(4096, 64, dtype, device):
+        line = ["  ".join(f"{n * flops / ms / 1e9:.0f}" for n, ms in zip((1, 2.5), times(function, inputs))) for function in (ours, theirs)]
         print(f"  {name:22} " + " | ".join(line), flush=True)
     a, b = torch.empty(2, 8192, 8192, dtype=dtype, device=device).normal_()
     ours, cublas = (2e-9 * 8192**3 / milliseconds(f) for f in (lambda: matmul(a, b), lambda: a @ b))
