@@ -56,7 +56,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 # ------------------------------------------------------------------------------------------------------------ pool of processes
 
-def _worker(rank, size, device_type, folder, pipe):
+def _worker(rank, size, device_type, port, pipe):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     device = torch.device("cpu")
@@ -64,7 +64,7 @@ def _worker(rank, size, device_type, folder, pipe):
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     torch_dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size,
-                                  store=torch_dist.FileStore(f"{folder}/store", size),
+                                  store=torch_dist.TCPStore("127.0.0.1", port, is_master=False),
                                   device_id=device if device_type == "cuda" else None)
     torch.set_default_device(device)
     while True:
@@ -86,14 +86,15 @@ def _worker(rank, size, device_type, folder, pipe):
 class Pool:
     """`size` processes that have joined one group; run(function, *args) calls a function of this file on all of them."""
 
-    def __init__(self, size, device_type, folder):
+    def __init__(self, size, device_type):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"])  # slow, and they leave CUDA alone, which cannot be forked
         self.processes, self.pipes, self.device_type = [], [], device_type
+        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(size):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            self.processes.append(context.Process(target=_worker, args=(rank, size, device_type, folder, theirs), daemon=True))
+            self.processes.append(context.Process(target=_worker, args=(rank, size, device_type, self.store.port, theirs), daemon=True))
             self.processes[-1].start()
 
     def run(self, function, *args, timeout=60, **options):
@@ -122,7 +123,7 @@ DEVICES = ["cpu"] + (["cuda"] if GPUS > 1 else [])
 
 
 @pytest.fixture(scope="session", params=DEVICES)
-def pool(request, tmp_path_factory):
+def pool(request):
     """pool(size): the processes of that world."""
     pools = {}
 
@@ -130,7 +131,7 @@ def pool(request, tmp_path_factory):
         if request.param == "cuda" and size > GPUS:
             pytest.skip(f"{size} ranks need {size} GPUs, this machine has {GPUS}")
         if size not in pools or not pools[size].processes:
-            pools[size] = Pool(size, request.param, str(tmp_path_factory.mktemp("pool")))
+            pools[size] = Pool(size, request.param)
         return pools[size]
 
     get.device_type = request.param
@@ -237,8 +238,9 @@ def test_collective_equals_library(pool, name, size):
     else:
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
-    for direct in (False, True) if name in DIRECT else (False,):
-        pool(size).run(compare_with_library, name, cases, direct)
+    pool(size).run(compare_with_library, name, cases, False)
+    if name in DIRECT:
+        pool(size).run(compare_with_library, name, cases[::3] if size == 8 else cases, True)
 
 
 def all_to_all_cases():
@@ -1466,18 +1468,18 @@ def processes_with(mark):
     return found
 
 
-LAYOUT = ["--dp", "2", "--tp", "2", "--device", "cpu", "--eval-every", "2", "--sample", "4"]
+LAYOUT = ["--dp", "2", "--device", "cpu", "--eval-every", "2", "--sample", "4"]
 
 
 @pytest.mark.parametrize("start", [
     [sys.executable, "train.py"], [sys.executable, "-m", "torch.distributed.run", "train.py"],
-    [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "train.py"]], ids=["python", "torchrun", "torchrun 4"])
+    [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py"]], ids=["python", "torchrun", "torchrun 2"])
 def test_three_ways_to_start(start, text, tmp_path):
     out = str(tmp_path / "out")
     process = command(*start, *TINY, *LAYOUT, "--data", text, "--steps", "2", "--out", out)
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "dp 2 x tp 2 = 4 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
+    assert "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
     assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
     assert [entry["step"] for entry in log_of(out)] == [1, 2]
 
@@ -1491,7 +1493,7 @@ def test_all_processes_end_together(how, text, tmp_path):
         if line.startswith("step"):
             break
     everyone = processes_with(out)
-    assert len(everyone) == 5, process.stderr.read()
+    assert len(everyone) == 3, process.stderr.read()
     if how == "killed rank":
         os.kill(max(everyone), signal.SIGKILL)
     else:
@@ -2237,7 +2239,7 @@ def test_activations(name, dtype, triton_kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,width", [(1, 1), (3, 17), (7, 127), (2, 1000), (5, 768), (4, 1600), (2, 4096), (2, 9000)])
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 17), (7, 127), (2, 1000), (5, 768), (4, 1600), (2, 5000)])
 def test_layer_norm(rows, width, dtype, triton_kernels):
     def plain(x, w, b):
         return F.layer_norm(x, w.shape, w, b, 1e-3)
