@@ -10,6 +10,7 @@ Letters: B sequences, T tokens each, C embedding width, H heads, D = C/H width o
 Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
+import functools
 import json
 import math
 import mmap
@@ -244,8 +245,9 @@ def initial_weight(config, name, seed):
     return torch.empty(shape, device="cpu").normal_(0, std, generator=generator)
 
 
+@functools.cache
 def shapes(config):
-    """Name -> shape of every parameter of the whole model."""
+    """Name -> shape of every parameter of the whole model (one dict for all who ask: not to be changed)."""
     return {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
 
 

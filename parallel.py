@@ -16,6 +16,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "
 """
 
 import argparse
+import functools
 import math
 import os
 import time
@@ -659,7 +660,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     pipeline holds `held` of them. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; all where left out.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    matrix, vector = local_elements(config, tp, pieces)
+    matrix, vector = local_elements(config, tp, tuple(pieces))
     wide, narrow = master_dtype(dtype).itemsize, dtype.itemsize
     all_ = matrix + vector
     mine = matrix / dp + vector if zero == 3 else all_ / dp if zero else all_  # what this rank's optimizer steps
@@ -670,6 +671,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
                 activations=held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces))
 
 
+@functools.cache
 def local_elements(config, tp, pieces):
     """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
     count = [0, 0]
