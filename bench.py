@@ -1215,6 +1215,8 @@ def main():
     if dist.is_initialized():
         torch_dist.barrier()
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # everything is written, and now and then a thread that a peer has left aborts Python's own way out
 
 
 if __name__ == "__main__":

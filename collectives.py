@@ -724,7 +724,7 @@ def initialize(device_type, timeout=600):
 
 def _fresh_store(timeout):
     """A store for this start alone. On several nodes torchrun keeps its own over restarts, with the addresses of the processes that
-    died still in it (pytorch issue 135712); so rank 0 opens a new one, and the old one only says where."""
+    died still in it (pytorch #135712); so rank 0 opens a new one, and the old one only says where."""
     host, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout
     old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     if os.environ["RANK"] == "0":
@@ -812,7 +812,8 @@ class Watch:
                     self.ended = True
                     self._sign(f"{type(error).__name__}: {error}")
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{self.name}: {rank}step {step}, {what}: {error}{others}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")  # in one piece: all ranks write at once
+        sys.stderr.flush()
         os._exit(1)
 
 
