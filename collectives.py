@@ -53,7 +53,8 @@ RECEIVES_AHEAD = 4
 # Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) rounds with an Nth.
 # Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
 # NCCL, 4 H200: a round costs its launch, about 170 us, so 4 KiB to 16 MiB take 0.35 ms against 1.0; level at 64 MiB.
-# Where a switch joins all ranks, one round does: everybody sends everybody all of it.
+# Where a switch joins all ranks, one round does: everybody sends everybody all of it. (Not measured: twice the rounds for a
+# quarter of the bytes, so it must lose somewhere between 64 KiB and 16 MiB.)
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
 
 
@@ -646,7 +647,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits.
 
     Ring reduce-scatter, then ring all-gather: each rank sends 2(N-1)/N x K elements, nearly independent of N. Up to
-    DOUBLING_BYTES, recursive doubling: log2(N) messages of K elements.
+    DOUBLING_BYTES, recursive doubling: log2(N) messages of K elements. Between GPUs of one node direct exchange: as many elements in
+    two rounds, or for small tensors (N-1) K in one.
     """
     return _start(_all_reduce, group, async_op, tensor=tensor, op=op)
 
