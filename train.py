@@ -26,7 +26,6 @@ import signal
 import socket
 import sys
 import sysconfig
-import threading
 import time
 import traceback
 import zlib
