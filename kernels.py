@@ -1047,7 +1047,7 @@ def main():
         print("times need a GPU")
         return
     x, y = torch.empty(2, 1 << 28, dtype=dtype, device=device).normal_()
-    copy = 4 * x.numel() / milliseconds(lambda: y.copy_(x)) / 1e9
+    copy = 4 * x.numel() / milliseconds(lambda x=x, y=y: y.copy_(x)) / 1e9
     del x, y
     print(f"\ncopy {copy:.2f} TB/s. TB/s (share of it), {dtype}, forward, backward | PyTorch's own" + " | torch.compile" * compiled)
     for name, ours, theirs, inputs, *passes in operations(1 << 27, dtype, device):
