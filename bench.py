@@ -1204,11 +1204,7 @@ def main():
         a = parse(sys.argv[1:])
         processes = check(a, world)
     except BadInput as problem:
-        if rank == 0:
-            print(f"bench.py: {problem}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
-        sys.exit(2)
+        train.refuse("bench.py", problem, rank)
     if processes > world or (processes > 1 and "RANK" not in os.environ):
         dist.start_again(processes)
     WHAT[a.what](a)

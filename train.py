@@ -109,6 +109,15 @@ class BadInput(Exception):
     """One line for the user: the flag or the file, what is wrong, a value that would work."""
 
 
+def refuse(program, problem, rank):
+    """End this process with exit code 2; rank 0 says why, in one line."""
+    if rank == 0:
+        print(f"{program}: {problem}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
+    sys.exit(2)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # argparse would print its whole usage, and exit on every rank before rank 0 has spoken
         raise BadInput(message.removeprefix("argument ") + "; see --help")
@@ -941,11 +950,7 @@ def main():
     try:
         run = prepare(sys.argv[1:], rank, world, local_world)
     except BadInput as problem:
-        if rank == 0:
-            print(f"train.py: {problem}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
-        sys.exit(2)
+        refuse("train.py", problem, rank)
     s = run.s
     if run.processes != world:
         if run.lock:
