@@ -383,10 +383,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        casts = [b for b in self.buckets if b.dtype != b.shard.dtype]
+        self.casts = {b for b in self.buckets if b.dtype != b.shard.dtype}
         if isinstance(self.inner, kernels.AdamW):  # it writes the 16-bit copy in the pass that it makes anyway
-            self.inner.copies, casts = {b.shard: b.weights[b.own] for b in casts}, []
-        self.casts = casts
+            self.inner.copies, self.casts = {b.shard: b.weights[b.own] for b in self.casts}, set()
         self.reducer = Reducer(self.buckets, group, stage, master_dtype(self.buckets[0].dtype), reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
@@ -1349,7 +1348,7 @@ class Pipeline:
         self.ranks = mesh.mesh[:, dp, tp].tolist()
         self.channels, self.ends = pipeline_groups(mesh)
         self.later = dict.fromkeys(stages, SimpleNamespace(queue=None))  # until a schedule splits a backward
-        self.recordings, self.recorded_for = {}, None
+        self.split, self.recordings, self.warm, self.recorded_for = False, {}, None, None
         self.spans = None  # a list: record (action, start, end) of what really runs
 
     def run(self, actions, x, y, width, scale=1.0, syncs=None, on_forward=lambda: None, into=None, eager_last=True):
@@ -1359,7 +1358,7 @@ class Pipeline:
         no_sync()}, left for the stage's last backward. into: {stage: {parameter: tensor}}: from the second run on, micro-batches
         are replayed from CUDA graphs that add gradients there, all but the last, whose hooks send them (or all: `eager_last`).
         """
-        if (into or any(a.kind == "I" for a in actions)) and not hasattr(self, "split"):
+        if (into or any(a.kind == "I" for a in actions)) and not self.split:
             self.split, self.later = True, {s: split_linears(module) for s, module in self.stages.items()}
         final = {(a.kind, a.stage): a for a in actions}  # the last of its kind on its stage
         self.shape, self.passing, self.expected = (*x[0].shape, width), {}, defaultdict(deque)
@@ -1409,8 +1408,8 @@ class Pipeline:
         asked = into and (x.shape, tuple(actions))
         if not asked or asked == self.recorded_for:
             return
-        self.recordings = {}
-        if asked == getattr(self, "warm", None):
+        self.recordings, self.recorded_for = {}, None
+        if asked == self.warm:
             kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
             for s, module in self.stages.items():
                 change = [{"F": 1, "B": -1, "W": -1}.get(a.kind, 0) for a in actions if a.stage == s]
