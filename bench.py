@@ -890,7 +890,7 @@ def measure_strategy(name, s, a, device, machines):
         return in_pytorch, "torch " + title
 
     def ours(comm):
-        for group in {trainer.pp, trainer.dp, trainer.tp, trainer.net.pipeline.ends} - {None}:
+        for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.pipeline.ends] * (s.pp > 1):
             dist.use_library(group, comm == "torch")
         trainer.step(2)
 

@@ -53,9 +53,14 @@ RECEIVES_AHEAD = 4
 # Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) rounds with an Nth.
 # Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
 # NCCL, 4 H200: a round costs its launch, about 170 us, so 4 KiB to 16 MiB take 0.35 ms against 1.0; level at 64 MiB.
-# Where a switch joins all ranks, one round does: everybody sends everybody all of it. (Not measured: twice the rounds for a
-# quarter of the bytes, so it must lose somewhere between 64 KiB and 16 MiB.)
+# Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
+# against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
+# Direct exchange in at most this many pieces of at least these bytes: one is summed while the next is on the wire.
+DIRECT_PIECES, DIRECT_PIECE_BYTES = 4, 1 << 24
+# On NCCL a batch of messages costs the CPU some 100 us to issue, a CUDA graph of several 10: up to here, operations that come back
+# are replayed on buffers of their own, at the price of copying in and out.
+REPLAY_BYTES = 1 << 25
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -140,6 +145,7 @@ class Link:
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
+        self._graphs, self._pools = {}, {}
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -202,6 +208,35 @@ class Link:
             t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
+    def replayed(self, algorithm, arguments):
+        """Run an algorithm; from the second time on with tensors of these shapes, by replaying a CUDA graph of it.
+
+        The graph is of buffers that stay where they are: what is read is copied in, what is written is copied out.
+        """
+        tensors, stream = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}, torch.cuda.current_stream().cuda_stream
+        key = algorithm, arguments.get("op"), stream, *((t.shape, t.dtype) for t in tensors.values())
+        if torch.cuda.is_current_stream_capturing() or key not in self._graphs:
+            self._graphs.setdefault(key)
+            return algorithm(self, **arguments)
+        if self._graphs[key] is None:
+            pool = self._pools.setdefault(stream, torch.cuda.graph_pool_handle())  # one for all: they run one after the other
+            kept = {k: torch.empty_like(t, memory_format=torch.contiguous_format) for k, t in tensors.items()}
+            before, graph, side = (self.log.messages, self.log.bytes), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
+                algorithm(self, **{**arguments, **kept})
+                graph.capture_end()
+            self._graphs[key] = graph, kept, self.log.messages - before[0], self.log.bytes - before[1]
+            self.log.messages, self.log.bytes = before  # nothing was sent yet
+        graph, kept, messages, sent = self._graphs[key]
+        for name in tensors.keys() & {"tensor", "input", "input_tensor"}:
+            kept[name].copy_(tensors[name])
+        graph.replay()
+        self.log.messages, self.log.bytes = self.log.messages + messages, self.log.bytes + sent
+        for name in tensors.keys() & {"tensor", "output", "output_tensor"}:
+            tensors[name].copy_(kept[name])
+
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
         if self._jobs is None:
@@ -242,19 +277,21 @@ def _link(group):
 
 def destroy_process_group(group=None):
     """torch.distributed's own, for one group or all; the threads and buffers kept for it go too."""
-    if torch.cuda.is_initialized():
-        gc.collect()  # NCCL waits for CUDA graphs of a group's kernels to be gone before the group may go
     for name, link in list(_links.items()):
         if group is None or link.group is group:
             del _links[name]
             if link._jobs:
                 link._jobs.put((None, None))
+    if torch.cuda.is_initialized():
+        link = None
+        gc.collect()  # NCCL waits for CUDA graphs of a group's kernels to be gone before the group may go
     torch_dist.destroy_process_group(group)
 
 
 def use_library(group, library=True):
     """Let torch.distributed's own collectives serve this group from now on (`--comm torch`), or ours again with False."""
-    _link(group).native = library
+    if group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
+        _link(group).native = library
 
 
 # -------------------------------------------------------------------------------------------------------- reduction and cuts
@@ -351,27 +388,31 @@ def _ring_all_gather(link, chunks):
 # rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
 # float32 whatever the dtype; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
 
-def _swap(link, mine, theirs):
-    """Send mine[r] to rank r and receive theirs[r] from it, for every other rank at once."""
-    others = [r for r in range(link.size) if r != link.rank]
-    link.exchange([(mine[r], r) for r in others], [(theirs[r], r) for r in others])
-
-
-def _direct_reduce_scatter(link, chunks, result, op):
-    """Sum chunk r over all ranks into `result` on rank r (which may be chunk r itself)."""
-    own = chunks[link.rank]
-    rows = link.scratch(own, link.size * own.numel()).view(link.size, -1)
-    rows[link.rank] = own
-    _swap(link, chunks, rows)
-    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point():
-        torch.sum(rows, 0, out=result)
-    else:
-        result.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), rows.unbind()))
+def _direct_reduce_scatter(link, chunks, result, op, summed=lambda piece: None):
+    """Sum chunk r over all ranks into `result` on rank r (which may be chunk r itself), piece by piece; calls summed(piece)."""
+    others, own = [r for r in range(link.size) if r != link.rank], chunks[link.rank]
+    count = min(DIRECT_PIECES, max(1, own.numel() * own.element_size() * link.size // DIRECT_PIECE_BYTES))
+    pieces = list(zip(*(chunk.tensor_split(count) for chunk in chunks)))
+    rows = [row.view(link.size, -1) for row in link.scratch(own, link.size * own.numel()).split(
+        [link.size * piece[link.rank].numel() for piece in pieces])]
+    handles = []
+    for piece, row in zip(pieces, rows):
+        handles.append(link.post([(piece[r], r) for r in others], [(row[r], r) for r in others]))
+        row[link.rank] = piece[link.rank]
+    for i, (row, out) in enumerate(zip(rows, result.tensor_split(count))):
+        link.wait(handles[i])  # the next piece is on the wire while this one is summed
+        if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point():
+            torch.sum(row, 0, out=out)
+        else:
+            out.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), row.unbind()))
+        _average(op, out, link.size)
+        summed(pieces[i])
 
 
 def _direct_all_gather(link, chunks):
-    """Rank c holds chunk c; afterwards every rank holds all."""
-    _swap(link, [chunks[link.rank]] * link.size, chunks)
+    """Rank c holds chunk c; post what lets every rank hold all."""
+    others = [r for r in range(link.size) if r != link.rank]
+    return link.post([(chunks[link.rank], r) for r in others], [(chunks[r], r) for r in others])
 
 
 def _reduce_scatter_tensor(link, output, input, op):
@@ -388,7 +429,7 @@ def _reduce_scatter_tensor(link, output, input, op):
         _direct_reduce_scatter(link, chunks, result, op)
     else:
         _ring_reduce_scatter(link, chunks, [result] * (link.size - 1), op)
-    _average(op, result, link.size)
+        _average(op, result, link.size)
     output.copy_(result.view(output.shape)) if result.data_ptr() != output.data_ptr() else None
 
 
@@ -401,26 +442,27 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
     own = _flat(input_tensor)
     if chunks[link.rank].data_ptr() != own.data_ptr():  # in place: the input may already lie where it belongs
         chunks[link.rank].copy_(own)
-    (_direct_all_gather if link.switched else _ring_all_gather)(link, chunks)
+    link.wait(_direct_all_gather(link, chunks)) if link.switched else _ring_all_gather(link, chunks)
     _unflatten(flat, output_tensor)
 
 
 def _all_reduce(link, tensor, op):
     flat = _flat(tensor)
     small = flat.numel() * flat.element_size() <= DOUBLING_BYTES["switched" if link.switched else link.backend]
+    chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
     if small and link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
         _direct_reduce_scatter(link, [flat] * link.size, flat, op)
-        _average(op, flat, link.size)
+    elif link.switched:
+        gathered = []
+        _direct_reduce_scatter(link, chunks, chunks[link.rank], op, lambda piece: gathered.append(_direct_all_gather(link, piece)))
+        for handles in gathered:
+            link.wait(handles)
     elif small:
         _recursive_doubling(link, flat, op)
     else:
-        chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
-        if link.switched:
-            _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
-        else:
-            _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
+        _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
         _average(op, chunks[link.rank], link.size)
-        (_direct_all_gather if link.switched else _ring_all_gather)(link, chunks)
+        _ring_all_gather(link, chunks)
     _unflatten(flat, tensor)
 
 
@@ -570,6 +612,9 @@ def _barrier(link):
 
 # ------------------------------------------------------------------------------------------------------------ public functions
 
+REPLAYED = _all_reduce, _reduce_scatter_tensor, _all_gather_into_tensor  # what training does step after step
+
+
 def _start(algorithm, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
@@ -584,7 +629,9 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    return link.run(name, lambda: algorithm(link, **arguments), tensors, async_op)
+    repeats = algorithm in REPLAYED and link.backend == "nccl" and 0 < sum(t.nbytes for t in tensors) <= 2 * REPLAY_BYTES
+    body = functools.partial(link.replayed, algorithm, arguments) if repeats else functools.partial(algorithm, link, **arguments)
+    return link.run(name, body, tensors, async_op)
 
 
 def _root(group, rank, group_rank):
@@ -714,6 +761,7 @@ def initialize(device_type, timeout=600):
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
     world = {}
     if "RANK" not in os.environ:
         world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)

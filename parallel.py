@@ -21,7 +21,7 @@ import math
 import os
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -1202,8 +1202,9 @@ def split_linears(module):
     def linear(x, weight, bias=None):
         return SplitLinear.apply(x, weight.detach(), later, (weight, bias))
 
-    for layer in module.modules():
-        if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)):
+    owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
+    for layer in module.modules():  # a weight tied to another layer's stays with autograd, which adds the two up
+        if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
             layer.linear = linear
     return later
 
