@@ -323,7 +323,8 @@ def stage_seconds(config, s, machine, stages):
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp))
     f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm   # gradients into their buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
-    slow = max(1.0, machine.launch * (1 if s.recompute == "none" else 4 / 3) / (f + i + w))
+    launch = machine.launch * (1 if s.recompute == "none" else 4 / 3) if s.cuda_graphs == "off" else 0.0
+    slow = max(1.0, launch / (f + i + w))
     f, i, w = (blocks * slow * x for x in (f, i, w))
     if head:
         product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
@@ -388,7 +389,8 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         return run
 
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
-    block, attention, tiny = (Block(size).to(device, dtype) for size in (config, config, GPTConfig(n_embd=32, n_head=1)))
+    block, attention = (Block(config).to(device, dtype) for _ in range(2))
+    tiny = torch.nn.Sequential(*(Block(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
@@ -405,7 +407,7 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
         torch.cuda.get_device_properties(device).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n,
         matmul, 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
-        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"])
+        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny))
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
     for comm in comms if n > 1 else ():

@@ -44,6 +44,8 @@ from torch.distributed import (  # noqa: F401  re-exported, so that this module 
     init_process_group, irecv, is_initialized, new_group)
 from torch.distributed import isend as _isend
 
+import kernels
+
 # A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
 # wire; but every message costs a wake-up or a kernel launch, so pieces are large.
 PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
@@ -56,8 +58,6 @@ RECEIVES_AHEAD = 4
 # Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
 # against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
-# Direct exchange in at most this many pieces of at least these bytes: one is summed while the next is on the wire.
-DIRECT_PIECES, DIRECT_PIECE_BYTES = 4, 1 << 24
 # On NCCL a batch of messages costs the CPU some 100 us to issue, a CUDA graph of several 10: up to here, operations that come back
 # are replayed on buffers of their own, at the price of copying in and out.
 REPLAY_BYTES = 1 << 25
@@ -145,7 +145,7 @@ class Link:
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
-        self._graphs, self._pools = {}, {}
+        self._graphs = {}
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -213,29 +213,36 @@ class Link:
 
         The graph is of buffers that stay where they are: what is read is copied in, what is written is copied out.
         """
-        tensors, stream = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}, torch.cuda.current_stream().cuda_stream
-        key = algorithm, arguments.get("op"), stream, *((t.shape, t.dtype) for t in tensors.values())
-        if torch.cuda.is_current_stream_capturing() or key not in self._graphs:
-            self._graphs.setdefault(key)
-            return algorithm(self, **arguments)
-        if self._graphs[key] is None:
-            pool = self._pools.setdefault(stream, torch.cuda.graph_pool_handle())  # one for all: they run one after the other
-            kept = {k: torch.empty_like(t, memory_format=torch.contiguous_format) for k, t in tensors.items()}
-            before, graph, side = (self.log.messages, self.log.bytes), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
-                algorithm(self, **{**arguments, **kept})
-                graph.capture_end()
-            self._graphs[key] = graph, kept, self.log.messages - before[0], self.log.bytes - before[1]
-            self.log.messages, self.log.bytes = before  # nothing was sent yet
-        graph, kept, messages, sent = self._graphs[key]
-        for name in tensors.keys() & {"tensor", "input", "input_tensor"}:
-            kept[name].copy_(tensors[name])
+        tensors = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}
+        key = algorithm, arguments.get("op"), torch.cuda.current_stream().cuda_stream, *[(t.shape, t.dtype) for t in tensors.values()]
+        recording = self._graphs.get(key)
+        if not recording:
+            if torch.cuda.is_current_stream_capturing() or recording is None:
+                self._graphs.setdefault(key, ())
+                return algorithm(self, **arguments)
+            recording = self._graphs[key] = self._record(algorithm, arguments, tensors)
+        graph, kept, messages, sent = recording
+        for name, t in tensors.items():
+            if name in ("tensor", "input", "input_tensor"):
+                kept[name].copy_(t)
         graph.replay()
-        self.log.messages, self.log.bytes = self.log.messages + messages, self.log.bytes + sent
-        for name in tensors.keys() & {"tensor", "output", "output_tensor"}:
-            tensors[name].copy_(kept[name])
+        self.log.messages += messages
+        self.log.bytes += sent
+        for name, t in tensors.items():
+            if name in ("tensor", "output", "output_tensor"):
+                t.copy_(kept[name])
+
+    def _record(self, algorithm, arguments, tensors):
+        kept = {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
+        log, graph, side = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.log = Traffic()  # recording sends nothing
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on allocating
+            algorithm(self, **{**arguments, **kept})
+            graph.capture_end()
+        recorded, self.log = self.log, log
+        return graph, kept, recorded.messages, recorded.bytes
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -388,31 +395,23 @@ def _ring_all_gather(link, chunks):
 # rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
 # float32 whatever the dtype; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
 
-def _direct_reduce_scatter(link, chunks, result, op, summed=lambda piece: None):
-    """Sum chunk r over all ranks into `result` on rank r (which may be chunk r itself), piece by piece; calls summed(piece)."""
-    others, own = [r for r in range(link.size) if r != link.rank], chunks[link.rank]
-    count = min(DIRECT_PIECES, max(1, own.numel() * own.element_size() * link.size // DIRECT_PIECE_BYTES))
-    pieces = list(zip(*(chunk.tensor_split(count) for chunk in chunks)))
-    rows = [row.view(link.size, -1) for row in link.scratch(own, link.size * own.numel()).split(
-        [link.size * piece[link.rank].numel() for piece in pieces])]
-    handles = []
-    for piece, row in zip(pieces, rows):
-        handles.append(link.post([(piece[r], r) for r in others], [(row[r], r) for r in others]))
-        row[link.rank] = piece[link.rank]
-    for i, (row, out) in enumerate(zip(rows, result.tensor_split(count))):
-        link.wait(handles[i])  # the next piece is on the wire while this one is summed
-        if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point():
-            torch.sum(row, 0, out=out)
-        else:
-            out.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), row.unbind()))
-        _average(op, out, link.size)
-        summed(pieces[i])
-
-
-def _direct_all_gather(link, chunks):
-    """Rank c holds chunk c; post what lets every rank hold all."""
+def _swap(link, mine, theirs):
+    """Send mine[r] to rank r and receive theirs[r] from it, for every other rank at once."""
     others = [r for r in range(link.size) if r != link.rank]
-    return link.post([(chunks[link.rank], r) for r in others], [(chunks[r], r) for r in others])
+    link.exchange([(mine[r], r) for r in others], [(theirs[r], r) for r in others])
+
+
+def _direct_reduce_scatter(link, chunks, result, op):
+    """Combine chunk r of all ranks into `result` on rank r (which may be chunk r itself)."""
+    own = chunks[link.rank]
+    rows = link.scratch(own, link.size * own.numel()).view(link.size, -1)
+    _swap(link, chunks, rows)
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point() and own.is_cuda:
+        kernels.sum_rows(rows, own, link.rank, result, op == ReduceOp.AVG)
+        return
+    rows[link.rank] = own
+    result.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), rows.unbind()))
+    _average(op, result, link.size)
 
 
 def _reduce_scatter_tensor(link, output, input, op):
@@ -433,6 +432,14 @@ def _reduce_scatter_tensor(link, output, input, op):
     output.copy_(result.view(output.shape)) if result.data_ptr() != output.data_ptr() else None
 
 
+def _all_gather(link, chunks):
+    """Rank c holds chunk c; afterwards every rank holds all."""
+    if link.switched:
+        _swap(link, [chunks[link.rank]] * link.size, chunks)
+    else:
+        _ring_all_gather(link, chunks)
+
+
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
     flat = _flat(output_tensor)
     if flat.numel() != input_tensor.numel() * link.size or flat.dtype != input_tensor.dtype:
@@ -442,7 +449,7 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
     own = _flat(input_tensor)
     if chunks[link.rank].data_ptr() != own.data_ptr():  # in place: the input may already lie where it belongs
         chunks[link.rank].copy_(own)
-    link.wait(_direct_all_gather(link, chunks)) if link.switched else _ring_all_gather(link, chunks)
+    _all_gather(link, chunks)
     _unflatten(flat, output_tensor)
 
 
@@ -453,10 +460,8 @@ def _all_reduce(link, tensor, op):
     if small and link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
         _direct_reduce_scatter(link, [flat] * link.size, flat, op)
     elif link.switched:
-        gathered = []
-        _direct_reduce_scatter(link, chunks, chunks[link.rank], op, lambda piece: gathered.append(_direct_all_gather(link, piece)))
-        for handles in gathered:
-            link.wait(handles)
+        _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
+        _all_gather(link, chunks)
     elif small:
         _recursive_doubling(link, flat, op)
     else:
@@ -593,6 +598,8 @@ def _all_to_all_single(link, output, input, output_split_sizes, input_split_size
     result = flat = _flat(output)
     receives = blocks(output, output_split_sizes, "output")
     receives[link.rank].copy_(sends[link.rank])
+    if link.switched:
+        return _swap(link, sends, receives) or _unflatten(result, output)
     for s in range(1, link.size):  # step s: everybody sends s ranks to the right, so no receiver has two senders at a time
         to, source = (link.rank + s) % link.size, (link.rank - s) % link.size
         link.exchange([(sends[to], to)], [(receives[source], source)])
@@ -629,7 +636,7 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    repeats = algorithm in REPLAYED and link.backend == "nccl" and 0 < sum(t.nbytes for t in tensors) <= 2 * REPLAY_BYTES
+    repeats = algorithm in REPLAYED and link.backend == "nccl" and 0 < max((t.nbytes for t in tensors), default=0) <= REPLAY_BYTES
     body = functools.partial(link.replayed, algorithm, arguments) if repeats else functools.partial(algorithm, link, **arguments)
     return link.run(name, body, tensors, async_op)
 

@@ -538,8 +538,10 @@ class BirthLog(TorchDispatchMode):
             self.born.setdefault(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes())
         return out
 
-    def alive(self):
-        return sum(size for storage, size in self.born.items() if not storage.expired())
+    def alive(self, but):
+        """Bytes of what still exists, but for the storages of some tensors."""
+        but = {StorageWeakRef(t.untyped_storage()) for t in but if isinstance(t, torch.Tensor)}
+        return sum(size for storage, size in self.born.items() if storage not in but and not storage.expired())
 
 
 class Trainer:
@@ -662,18 +664,26 @@ class Trainer:
                     state[p]["step"] = torch.tensor(float(manifest["updates"]), device=p.device if group.get("fused") else "cpu")
 
     def note_activations(self, births):
-        self.activations = max(getattr(self, "activations", 0), births.alive())
+        self.activations = max(getattr(self, "activations", 0), births.alive(but=self.gradients()))
+
+    def parameters(self):
+        """(the modules' parameters, the buckets they lie in, the shards that are stepped for them) of this rank."""
+        models = self.net.stages.values()
+        buckets = [b for m in models for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
+        return ([p for m in models for p in getattr(m, "module", m).parameters()], buckets,
+                [b.shard for b in buckets if b.shard is not None])
+
+    def gradients(self):
+        module, buckets, shards = self.parameters()
+        return [p.grad for p in module + shards] + [b.flat for b in buckets]
 
     def measured_bytes(self):
         """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
-        models = self.net.stages.values()
-        buckets = [b for m in models for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
-        shards = [b.shard for b in buckets if b.shard is not None]
+        module, _, shards = self.parameters()
         mixed = self.dtype != parallel.master_dtype(self.dtype)
-        module = [p for m in models for p in getattr(m, "module", m).parameters()]
         kinds = dict(
             parameters=module + ([] if mixed else shards),
-            gradients=[p.grad for p in module + shards] + [b.flat for b in buckets],
+            gradients=self.gradients(),
             optimizer=(shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()])
         sizes, seen = {}, set()
         for kind, tensors in kinds.items():
