@@ -5,6 +5,7 @@
     attention        flash attention
     cross-entropy    that never writes a probability, and puts the gradient where the logits were
     AdamW            clipping, update and the 16-bit copy in one pass
+    sum of rows      what the ranks of a node hand each other in a reduce-scatter
     matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
 Each section is a page to learn one kernel from: the math, a reference in plain PyTorch whose backward is derived by hand, the
@@ -899,6 +900,36 @@ class AdamW(torch.optim.AdamW):
                 _adamw[(triton.cdiv(p.numel(), 1024),)](
                     p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy, self.scale, p.numel(), group["lr"], beta1, beta2, group["eps"],
                     group["weight_decay"], 1 - beta1**t, 1 - beta2**t, self.scale is not None, copy is not None, 1024, num_warps=4)
+
+
+# -------------------------------------------------------------------------------------------------------------- sum of rows
+#
+# A direct reduce-scatter leaves one row from every other rank in a buffer; this rank's own row lies elsewhere. Sum and mean in
+# one pass, (N + 1) n elements: copying the own row in, then sum, then divide would move (N + 5) n.
+
+@triton.jit
+def _sum_rows(rows, own, out, n, RANK: tl.constexpr, N: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32)
+    for r in tl.static_range(N):
+        total += tl.load((own if r == RANK else rows) + at, at < n).to(total.dtype)
+        rows += n
+    tl.store(out + at, total / N if DIVIDE else total, at < n)
+
+
+def sum_rows(rows, own, rank, out, divide):
+    """out (n) = the sum of rows (N, n), `own` (n) standing for row `rank`, which is never read; divided by N if `divide`.
+
+    bfloat16, float16, float32 (all summed in float32) or float64, contiguous; always summed in the order of the ranks. out may be own.
+    """
+    N, n = rows.shape
+    if not (own.shape == out.shape == (n,) and rows.dtype == own.dtype == out.dtype and rows.dtype in (*DTYPES, torch.float64)
+            and rows.is_contiguous() and own.is_contiguous() and out.is_contiguous() and 0 <= rank < N):
+        raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into {tuple(out.shape)} "
+                         f"{out.dtype}: needs contiguous (N, n), (n), (n) of one floating-point dtype, and a rank below N")
+    block = 4096 // rows.element_size()  # as in launch_map
+    if n:
+        _sum_rows[(triton.cdiv(n, block),)](rows, own, out, n, rank, N, divide, block, num_warps=4)
 
 
 # ----------------------------------------------------------------------------------------------------------- matrix product

@@ -2415,6 +2415,27 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
         kernels.AdamW([theirs]).step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_sum_rows(dtype, triton_kernels):
+    exactly = GPUS or dtype != torch.bfloat16  # the interpreter cuts digits off
+    for ranks, n in [(1, 1), (2, 17), (3, 1000), (4, 4096), (5, 5001)]:
+        for rank, divide in itertools.product({0, ranks // 2, ranks - 1}, (False, True)):
+            rows, own = random(ranks, n).to(dtype), random(n).to(dtype)
+            parts = [own if r == rank else row for r, row in enumerate(rows.clone())]
+            expected = functools.reduce(torch.add, [part.to(torch.promote_types(dtype, torch.float32)) for part in parts])
+            expected = (expected / ranks if divide else expected).to(dtype)
+            rows[rank] = math.nan
+            out = torch.empty_like(own)
+            kernels.sum_rows(rows, own, rank, out, divide)
+            assert torch.equal(out, expected) if exactly and not divide else close(out, expected, torch.finfo(dtype).eps)  # the order too
+            kernels.sum_rows(rows, own, rank, own, divide)
+            assert torch.equal(own, out)
+    for wrong in [(rows, own, ranks, out), (rows, own[1:], rank, out), (rows.T, random(ranks).to(dtype), 0, random(ranks).to(dtype)),
+                  (rows, own.int(), rank, out), (rows.int(), own.int(), rank, out.int())]:
+        with pytest.raises(ValueError, match="sum of rows"):
+            kernels.sum_rows(*wrong, False)
+
+
 def test_python_kernels_py():
     process = command(sys.executable, "kernels.py")
     printed, errors = process.communicate(timeout=300)
