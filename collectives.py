@@ -58,9 +58,9 @@ RECEIVES_AHEAD = 4
 # Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
 # against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
-# On NCCL a batch of messages costs the CPU some 100 us to issue, a CUDA graph of several 10: up to here, operations that come back
-# are replayed on buffers of their own, at the price of copying in and out.
-REPLAY_BYTES = 1 << 25
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25: operations that come back to the same memory
+# are replayed, up to this many bytes (a graph keeps its room for what arrives) and this many different ones.
+REPLAY_BYTES, REPLAYS = 1 << 27, 512
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -145,7 +145,7 @@ class Link:
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
-        self._graphs = {}
+        self._graphs, self._pools = {}, {}
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -181,13 +181,19 @@ class Link:
             self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
         return self._scratch[:count * like.element_size()].view(like.dtype)
 
-    def run(self, name, body, tensors, async_op):
-        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`."""
+    def run(self, name, body, tensors, async_op, key=None):
+        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
+
+        key: tells it from all others, where it may be replayed from a CUDA graph.
+        """
         def logged():
             self.name, self.log = name, _traffic[name]
             self.log.calls += 1
-            with torch.no_grad():
-                body()
+            if key is None:
+                with torch.no_grad():
+                    body()
+            else:
+                self._replayed(key, body)
             progress(f"after {name}")
 
         if self.backend == "nccl":
@@ -208,41 +214,34 @@ class Link:
             t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
-    def replayed(self, algorithm, arguments):
-        """Run an algorithm; from the second time on with tensors of these shapes, by replaying a CUDA graph of it.
+    @torch.no_grad()
+    def _replayed(self, key, body):
+        """Run it; the third time on the same memory record it, and from then on replay that.
 
-        The graph is of buffers that stay where they are: what is read is copied in, what is written is copied out.
+        The first two times connect the ranks, and show that the memory comes back: buckets do, and activations, step after step.
         """
-        tensors = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}
-        key = algorithm, arguments.get("op"), torch.cuda.current_stream().cuda_stream, *[(t.shape, t.dtype) for t in tensors.values()]
-        recording = self._graphs.get(key)
-        if not recording:
-            if torch.cuda.is_current_stream_capturing() or recording is None:
-                self._graphs.setdefault(key, ())
-                return algorithm(self, **arguments)
-            recording = self._graphs[key] = self._record(algorithm, arguments, tensors)
-        graph, kept, messages, sent = recording
-        for name, t in tensors.items():
-            if name in ("tensor", "input", "input_tensor"):
-                kept[name].copy_(t)
-        graph.replay()
-        self.log.messages += messages
-        self.log.bytes += sent
-        for name, t in tensors.items():
-            if name in ("tensor", "output", "output_tensor"):
-                t.copy_(kept[name])
-
-    def _record(self, algorithm, arguments, tensors):
-        kept = {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
-        log, graph, side = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        self.log = Traffic()  # recording sends nothing
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on allocating
-            algorithm(self, **{**arguments, **kept})
-            graph.capture_end()
-        recorded, self.log = self.log, log
-        return graph, kept, recorded.messages, recorded.bytes
+        recording = None if torch.cuda.is_current_stream_capturing() else self._graphs.get(key, 0)
+        if recording == 2:
+            # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it.
+            pool = self._pools.setdefault(key[1], torch.cuda.graph_pool_handle())
+            log, graph, stream = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            self.log = Traffic()  # recording sends nothing
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
+                body()
+                graph.capture_end()
+            recording, self.log = (graph, self.log.messages, self.log.bytes), log
+            self._graphs[key] = recording
+        if isinstance(recording, tuple):
+            graph, messages, sent = recording
+            graph.replay()
+            self.log.messages += messages
+            self.log.bytes += sent
+            return
+        body()
+        if recording is not None and (key in self._graphs or len(self._graphs) < REPLAYS):
+            self._graphs[key] = recording + 1
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -636,9 +635,10 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    repeats = algorithm in REPLAYED and link.backend == "nccl" and 0 < max((t.nbytes for t in tensors), default=0) <= REPLAY_BYTES
-    body = functools.partial(link.replayed, algorithm, arguments) if repeats else functools.partial(algorithm, link, **arguments)
-    return link.run(name, body, tensors, async_op)
+    key = None
+    if algorithm in REPLAYED and link.backend == "nccl" and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
+        key = algorithm, async_op, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    return link.run(name, functools.partial(algorithm, link, **arguments), tensors, async_op, key)
 
 
 def _root(group, rank, group_rank):
@@ -769,6 +769,7 @@ def initialize(device_type, timeout=600):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
     world = {}
     if "RANK" not in os.environ:
         world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)

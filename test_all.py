@@ -201,7 +201,7 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
 def compare_with_library(name, cases, direct):
     link, wrong = dist._link(None), []
     link.switched, kept = direct, link.switched
-    link._graphs.clear()
+    link._graphs, link._pools = {}, {}
     for shape, dtype, op, root, spread, async_op in cases:
         # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same numbers.
         base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
@@ -307,7 +307,7 @@ def ring_only(function):
     @functools.wraps(function)
     def run(*args):
         kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0, switched=0)
-        dist._link(None)._graphs.clear()
+        dist._link(None)._graphs, dist._link(None)._pools = {}, {}
         try:
             return function(*args)
         finally:
