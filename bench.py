@@ -376,7 +376,7 @@ def predict(config, s, machine):
 def measure_machine(device, dtype, config, comms=("ring",)):
     """{comm: Machine} of what these processes run on, at this model's sizes. All ranks at once: in training they share power, too."""
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
-    b, t = max(1, (8192 if cuda else 1024) // config.seq_len), config.seq_len
+    b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
 
     def random(*shape):
         return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)

@@ -835,7 +835,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, group, first):
         ctx.kernel = kernels.on_triton(logits)
         if ctx.kernel:
-            z, local = logits.contiguous(), targets - first
+            z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
             mine, total, target = kernels.softmax_sums(z, local)
             top = mine.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group)
@@ -1155,19 +1155,21 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, later, params):
-        ctx.save_for_backward(x, weight)
+        padded = weight if params[1] is not None else kernels.pad_outputs(x, weight)
+        y = F.linear(x, padded, params[1])
+        ctx.save_for_backward(x, padded, y.data if padded is not weight else None)
         ctx.later, ctx.params = later, params
-        return F.linear(x, weight, params[1])
+        return y[..., :len(weight)]
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight, y = ctx.saved_tensors
         params, later = ctx.params, ctx.later
+        rows = grad.flatten(0, -2) if y is None else kernels.pad_columns(grad, y)
 
         @torch.no_grad()
         def weight_gradients():
-            rows = grad.flatten(0, -2)
-            later.into_product(params[0], rows.T, x.flatten(0, -2))
+            later.into_product(params[0], rows[:, :len(params[0])].T, x.flatten(0, -2))
             if params[1] is not None:
                 later.into(params[1], rows.sum(0))
 
@@ -1175,7 +1177,7 @@ class SplitLinear(torch.autograd.Function):
             weight_gradients()
         else:
             later.queue.append(weight_gradients)
-        return grad @ weight, None, None, None
+        return (rows @ weight).view(x.shape), None, None, None
 
 
 def accumulate(param, grad):

@@ -2304,6 +2304,22 @@ def test_cross_entropy(rows, vocab, dtype, triton_kernels):
         assert close(kernels.cross_entropy(z, targets), F.cross_entropy(z.double(), targets), 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_outputs_that_8_does_not_divide(dtype, triton_kernels):
+    """The weight is padded with zeros and the result is a view without them, whatever gradient comes back and however often."""
+    x, w, targets = random(2, 3, 16, dtype=dtype).requires_grad_(), random(37, 16, dtype=dtype).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
+    kernels.use("torch")
+    want = kernels.linear(x, w)
+    want_grads = [torch.autograd.grad(f(want), [x, w], retain_graph=True) for f in (
+        lambda y: y.square().sum(), lambda y: F.cross_entropy(y.float().flatten(0, 1), targets))]
+    kernels.use("triton")
+    got = kernels.linear(x, w)
+    assert got.shape == want.shape and close(got.detach(), want.detach(), 1e-2)
+    for f, grads in zip((lambda y: y.square().sum(), lambda y: kernels.cross_entropy(y.flatten(0, 1), targets)), want_grads):
+        for g, h in zip(torch.autograd.grad(f(got), [x, w], retain_graph=True), grads):
+            assert g.shape == h.shape and close(g, h, 2e-2)
+
+
 def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
     x, targets = random(6, 40).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
     logits = x * 1
