@@ -10,10 +10,10 @@
 
 Each section is a page to learn one kernel from: the math, a reference in plain PyTorch whose backward is derived by hand, the
 kernel, the autograd function, the bytes and FLOPs it should cost. All but attention and the product are bound by memory: best is
-to read every element once and write it once, at the speed of a copy, and that is what `python kernels.py` compares with.
+to read every element once and write it once, at the speed of a copy.
 
-    python kernels.py              errors against float64; on a GPU also times, and the share of the speed of a copy
-    python kernels.py --compile    the same, and torch.compile beside it
+    python kernels.py          errors against float64, and PyTorch's own beside them
+    python bench.py kernels    on a GPU: times, PyTorch's and torch.compile's beside them, and the share of what the GPU can do
 
 `use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, PyTorch's own operations
 for all others; `use("triton")` takes it on any.
@@ -137,17 +137,12 @@ def _gelu_slope(x):
 
 
 @triton.jit
-def _map(x, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, at < n).to(tl.float32)
-    tl.store(y + at, FUNCTION(v), at < n)
-
-
-@triton.jit
-def _map_backward(x, dy, dx, n, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, at < n).to(tl.float32)
-    tl.store(dx + at, tl.load(dy + at, at < n).to(tl.float32) * SLOPE(v), at < n)
+    d = 1.0 if dy is None else tl.load(dy + at, at < n).to(tl.float32)
+    tl.store(y + at, FUNCTION(v) * d, at < n)
 
 
 @triton.jit
@@ -211,7 +206,7 @@ class Map(torch.autograd.Function):
         ctx.save_for_backward(x, bias)
         ctx.slope = slope
         if bias is None:
-            return launch_map(_map, x, [x], function)
+            return launch_map(x, None, function)
         y, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
         if rows:
@@ -224,17 +219,17 @@ class Map(torch.autograd.Function):
     def backward(ctx, dy):
         x, bias = ctx.saved_tensors
         if bias is None:
-            return launch_map(_map_backward, x, [x, dy.contiguous()], ctx.slope), None, None, None
+            return launch_map(x, dy.contiguous(), ctx.slope), None, None, None
         dx = torch.empty_like(x)
         return dx, column_sums(dy.contiguous(), x, bias.contiguous(), dx, ctx.slope), None, None
 
 
-def launch_map(kernel, like, inputs, function):
+def launch_map(x, dy, function):
     # 4 KiB a program, 4 warps: 32 bytes a thread. Of 1024 .. 16384 elements the fastest in either dtype, within 1 % of a copy.
-    out, n, block = torch.empty_like(like), like.numel(), 4096 // like.element_size()
+    y, n, block = torch.empty_like(x), x.numel(), 4096 // x.element_size()
     if n:
-        kernel[(triton.cdiv(n, block),)](*inputs, out, n, function, block, num_warps=4)
-    return out
+        _map[(triton.cdiv(n, block),)](x, dy, y, n, function, block, num_warps=4)
+    return y
 
 
 def column_sums(dy, x=None, bias=None, dx=None, slope=None):
@@ -896,12 +891,11 @@ def cross_entropy(logits, targets):
 # the 16-bit copy that layers compute with: 30. Separate kernels for clipping, stepping and copying move 8 + 28 + 6.
 
 @triton.jit
-def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2,
-           SCALE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr):
+def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     d = tl.load(g + at, inside).to(tl.float32)
-    if SCALE:
+    if scale is not None:
         d *= tl.load(scale).to(tl.float32)
     m1, v1, p1 = tl.load(m + at, inside), tl.load(v + at, inside), tl.load(p + at, inside)
     m1 += (d - m1) * (1 - beta1)
@@ -910,7 +904,7 @@ def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1
     tl.store(m + at, m1, inside)
     tl.store(v + at, v1, inside)
     tl.store(p + at, p1, inside)
-    if COPY:
+    if copy is not None:
         tl.store(copy + at, p1, inside)
 
 
@@ -938,10 +932,10 @@ class AdamW(torch.optim.AdamW):
                 if not state:
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                 state["step"] += 1
-                t, copy = state["step"].item(), self.copies.get(p)
+                t = state["step"].item()
                 _adamw[(triton.cdiv(p.numel(), 1024),)](
-                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy, self.scale, p.numel(), group["lr"], beta1, beta2, group["eps"],
-                    group["weight_decay"], 1 - beta1**t, 1 - beta2**t, self.scale is not None, copy is not None, 1024, num_warps=4)
+                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(), group["lr"], beta1,
+                    beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024, num_warps=4)
 
 
 # -------------------------------------------------------------------------------------------------------------- sum of rows
@@ -1038,39 +1032,32 @@ def tiles_read(tall, wide, group, at_once=132):
     return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
 
 
-# -------------------------------------------------------------------------------------------------------------------- bench
+# ------------------------------------------------------------------------------------------------------------------- errors
 
 def operations(n, dtype, device):
-    """(name, ours, PyTorch's, inputs, passes over the first input forward, backward) on tensors of about n elements."""
+    """(name, ours, PyTorch's, inputs), on tensors of about n elements."""
     def random(*shape):
         return torch.randn(*shape, device=device).to(dtype)
 
-    yield "ELU", elu, F.elu, [random(n)], 2, 3
     big = n > 1e6
-    x, bias = random(n // (3072 if big else 33), 3072 if big else 33), random(3072 if big else 33)
-    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [x, bias], 2, 3
+    yield "ELU", elu, F.elu, [random(n)]
+    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [random(n // 33, 33), random(33)]
     for width in (768, 1600, 4096, 8192, 16384) if big else (24, 100):
-        x, w, b = random(n // width, width), 1 + random(width), random(width)
-        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b], 2, 3
-    yield (f"add + layer norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
-           [x, torch.randn_like(x), w, b], 4, 4)
+        x, r, w, b = random(n // width, width), random(n // width, width), 1 + random(width), random(width)
+        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
+    yield f"add + layer norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
+    for T, D, causal in [(T, D, causal) for T, D in ([(1024, 64), (1024, 128)] if big else [(40, 16)]) for causal in (True, False)]:
+        yield (f"attention {D}{' causal' * causal}", lambda *qkv: FlashAttention.apply(*qkv, causal),
+               lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(2, 2, T, D) for _ in "qkv"])
     vocab = 50304 if big else 100
     targets = torch.randint(vocab, (n // vocab,), device=device)
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
-           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(n // vocab, vocab)], 1, 2)
-
-
-def attentions(T, heads, dtype, device):
-    """(name, ours, PyTorch's, [q, k, v], FLOPs forward; backward 2.5 times as many) of causal and full attention."""
-    for D in (64, 128) if T > 1000 else (16,):
-        q, k, v = (torch.randn(2, heads * 64 // max(D, 64), T, D, device=device).to(dtype) for _ in range(3))
-        for causal in (True, False):
-            yield (f"attention {D}{' causal' * causal}", lambda q, k, v, causal=causal: FlashAttention.apply(q, k, v, causal),
-                   lambda q, k, v, causal=causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal), [q, k, v], 4 * q.numel() * T / (1 + causal))
+           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(n // vocab, vocab)])
+    yield "product + GELU", lambda a, b: matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"), [random(300, 200), random(200, 130)]
 
 
 def errors(function, exact, inputs):
-    """Relative errors (forward, worst gradient) of `function`; `exact` in float64 is the truth."""
+    """Relative errors (forward, and of the worst gradient where there are any) of `function`; `exact` in float64 is the truth."""
     values = []
     for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
@@ -1078,25 +1065,12 @@ def errors(function, exact, inputs):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.manual_seed(0)
         grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
-        values.append([outputs, torch.autograd.grad(outputs, leaves, grads)])
-    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values)]
-
-
-def milliseconds(function):
-    return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median")
-
-
-def times(function, inputs):
-    """Milliseconds of forward, and of backward: what both take, less forward."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.no_grad():
-        y, forward = function(*leaves), milliseconds(lambda: function(*leaves))
-    grads = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
-    return forward, milliseconds(lambda: torch.autograd.grad(function(*leaves), leaves, grads)) - forward
+        values.append([outputs, torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()])
+    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values) if parts[0]]
 
 
 def main():
-    gpu, compiled = torch.cuda.is_available(), "--compile" in sys.argv
+    gpu = torch.cuda.is_available()
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
@@ -1106,36 +1080,13 @@ def main():
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's, of exp in branches that are not taken
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}: forward, worst gradient | PyTorch's own")
-    for name, ours, theirs, inputs, *_ in (*operations(1 << 22 if gpu else 3000, dtype, device),
-                                           *attentions(1024 if gpu else 40, 2, dtype, device)):
-        print(f"  {name:22} " + " | ".join("{:.2e} {:.2e}".format(*errors(f, theirs, inputs)) for f in (ours, theirs)), flush=True)
-    a, b = torch.randn(300, 200, device=device).to(dtype), torch.randn(200, 130, device=device).to(dtype)
-    exact = gelu_reference(a.double() @ b.double())
-    print(f"  {'product + GELU':22} " + " | ".join(f"{float((c - exact).norm() / exact.norm()):.2e}         "
-                                                for c in (matmul(a, b, _gelu), F.gelu(a @ b, approximate="tanh"))))
+    for name, ours, theirs, inputs in operations(1 << 22 if gpu else 3000, dtype, device):
+        columns = ["  ".join(f"{e:.2e}" for e in errors(f, theirs, inputs)) for f in (ours, theirs)]
+        print(f"  {name:22} {columns[0]:18} | {columns[1]}", flush=True)
     tall, wide = 8192 // TILES[0], 8192 // TILES[1]
     print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs at "
           f"once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
-    if not gpu:
-        print("times need a GPU")
-        return
-    x, y = torch.empty(2, 1 << 28, dtype=dtype, device=device).normal_()
-    copy = 4 * x.numel() / milliseconds(lambda x=x, y=y: y.copy_(x)) / 1e9
-    del x, y
-    print(f"\ncopy {copy:.2f} TB/s. TB/s (share of it), {dtype}, forward, backward | PyTorch's own" + " | torch.compile" * compiled)
-    for name, ours, theirs, inputs, *passes in operations(1 << 27, dtype, device):
-        line = []
-        for function in [ours, theirs] + [torch.compile(theirs, dynamic=False)] * compiled:
-            rates = [n * inputs[0].numel() * dtype.itemsize / ms / 1e9 for n, ms in zip(passes, times(function, inputs))]
-            line.append("  ".join(f"{rate:.2f} ({rate / copy:.2f})" for rate in rates))
-        print(f"  {name:22} " + " | ".join(line), flush=True)
-    print("TFLOP/s, forward, backward | PyTorch's own")
-    for name, ours, theirs, inputs, flops in attentions(4096, 64, dtype, device):
-        line = ["  ".join(f"{n * flops / ms / 1e9:.0f}" for n, ms in zip((1, 2.5), times(function, inputs))) for function in (ours, theirs)]
-        print(f"  {name:22} " + " | ".join(line), flush=True)
-    a, b = torch.empty(2, 8192, 8192, dtype=dtype, device=device).normal_()
-    ours, cublas = (2e-9 * 8192**3 / milliseconds(f) for f in (lambda: matmul(a, b), lambda: a @ b))
-    print(f"  product 8192           {ours:.0f} TFLOP/s, {ours / cublas:.2f} of cuBLAS")
+    print("times, on a GPU: python bench.py kernels")
 
 
 if __name__ == "__main__":

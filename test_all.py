@@ -2456,5 +2456,5 @@ def test_python_kernels_py():
     process = command(sys.executable, "kernels.py")
     printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    if kernels.HAVE_TRITON and not GPUS:
-        assert "cross-entropy" in printed and "product + GELU" in printed and printed.endswith("times need a GPU\n")
+    if kernels.HAVE_TRITON:
+        assert "cross-entropy" in printed and "product + GELU" in printed and "rows and columns of tiles" in printed
