@@ -543,21 +543,31 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """O and LSE of BM rows of one head."""
+def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
+    """O and LSE of BM rows of one head.
+
+    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, twice four compute, 64 rows each,
+    and one four's softmax runs under the other's matmuls. The compiler divides the work so if there is one loop, if Q's
+    descriptor is made in here, where it can be cut to 64 rows, and if O is written through pointers.
+    """
     bh = tl.program_id(1)
     b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # last rows first: they see most keys, and
     rows = m0 + tl.arange(0, BM)                                                  # the short ones then fill up the GPU's tail
     last = last_key(rows, Tq, Tk, CAUSAL)
     full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
     end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
-    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    if SPECIALIZE:
+        Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+        first = tl.minimum(m0, Tq)  # m0, but a value of its own: cutting q in two, the compiler adds 64 wherever this one is used
+        q = tl.make_tensor_descriptor(Q, [Tq, D], [q_t, 1], [BM, D]).load([first, 0])
+    else:
+        q = Q.load([b, h, m0, 0]).reshape(BM, D)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for MASK in tl.static_range(2):
-        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+    for MASK in tl.static_range(1 if SPECIALIZE else 2):
+        for n0 in tl.range(full if MASK else 0, end if MASK else full, BN, warp_specialize=SPECIALIZE):
             k = K.load([b, h, n0, 0]).reshape(BN, D)
             s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
             if MASK:
@@ -572,7 +582,12 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: t
             m = m_new
     some = l > 0
     l = tl.where(some, l, 1.0)
-    O.store([b, h, m0, 0], (acc / l[:, None]).to(O.dtype).reshape(1, 1, BM, D))
+    o = (acc / l[:, None]).to(q.dtype)
+    if SPECIALIZE:
+        O += ((b.to(tl.int64) * Tq + m0) * H + h) * D
+        tl.store(O + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], o, rows[:, None] < Tq)
+    else:
+        O.store([b, h, m0, 0], o.reshape(1, 1, BM, D))
     tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
 
 
@@ -648,6 +663,9 @@ ATTENTION_TILES = {
     "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
                 128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
                 256: (64, 64, 4, 2)},    # runs, not tuned
+    # Not causal at T = 1024, 4096, 16384: 479, 618, 650, where (64, 64, 4, 3) has 455, 522, 517. A mask in the loop costs it 13 %:
+    # causal 313, 454, 520 against 358, 476, 533. At head dim 64, not causal, 323, 413, 435 against 393, 458, 449.
+    "specialized": {128: (128, 128, 4, 2)},
     "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
            128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
            256: (64, 32, 4, 2)},
@@ -679,9 +697,14 @@ def attention_forward(q, k, v, is_causal):
     (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
     o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
-    BM, BN, settings = _settings("forward", q, is_causal)
-    attention_forward_kernel[T_pad // BM, B * H](_tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), lse,
-                                                 math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
+    special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
+               and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] == 9))  # other GPUs' compilers divide otherwise
+    BM, BN, settings = _settings("specialized" if special else "forward", q, is_causal)
+    if special:  # memory for the descriptors that programs make
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    attention_forward_kernel[T_pad // BM, B * H](
+        q if special else _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), o if special else _tiles(o, BM), lse,
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, *q.stride()[:3], SPECIALIZE=special, **settings)
     return o, lse
 
 
@@ -717,10 +740,9 @@ def _check(q, k, v):
         raise ValueError(f"attention over nothing: {shapes}")
     if q.shape[0] * q.shape[1] > 65535:
         raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes at most 65535: split the batch")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype} ({shapes}): all three must be bfloat16, float16 or float32")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device} ({shapes}): must be one device")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): all three must be "
+                         f"bfloat16, float16 or float32, on one device")
 
 
 class FlashAttention(torch.autograd.Function):
