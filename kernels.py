@@ -745,60 +745,40 @@ def _check(q, k, v):
                          f"bfloat16, float16 or float32, on one device")
 
 
+def _heads(tensors):
+    """[q, k, v], each (B, H, T, D): given as they are, or as one qkv (B, T, 3, H, D)."""
+    if len(tensors) == 1 and (tensors[0].dim() != 5 or tensors[0].shape[2] != 3):
+        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(tensors[0].shape)}")
+    return tensors if len(tensors) > 1 else tensors[0].permute(2, 0, 3, 1, 4)
+
+
 class FlashAttention(torch.autograd.Function):
-    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`, or `FlashAttention.apply(qkv, is_causal)`.
 
     q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, any strides that leave
     the last dimension contiguous. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so the heads are joined without a copy.
     Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero. Keeps q, k, v, O and one float32 a row.
+    qkv (B, T, 3, H, D) is how one linear layer makes them. Its gradient is one tensor too, which the kernels write into: of three,
+    autograd would make one by a copy, 12 T H D bytes more in bf16.
     Deterministic. Raises ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1 and 2.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal):
-        _check(q, k, v)
-        q, k, v = _tileable(q), _tileable(k), _tileable(v)
-        o, lse = attention_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.is_causal = is_causal
+    def forward(ctx, *arguments):
+        *tensors, ctx.is_causal = arguments
+        _check(*_heads(tensors))
+        tensors = [_tileable(x) for x in tensors]
+        o, lse = attention_forward(*_heads(tensors), ctx.is_causal)
+        ctx.save_for_backward(o, lse, *tensors)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        attention_backward(q, k, v, o, lse, do, ctx.is_causal, dq, dk, dv)
-        return dq, dk, dv, None
-
-
-class PackedFlashAttention(torch.autograd.Function):
-    """The same on qkv (B, T, 3, H, D), as one linear layer makes it: returns (B, T, H, D). `.apply(qkv, is_causal)`.
-
-    The gradient is one (B, T, 3, H, D) tensor that the kernels write into. Through FlashAttention autograd would first make
-    three, then copy them together: 12 T H D bytes more in bf16.
-    """
-
-    @staticmethod
-    def forward(ctx, qkv, is_causal):
-        if qkv.dim() != 5 or qkv.shape[2] != 3:
-            raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
-        qkv = _tileable(qkv)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # 3 x (B, H, T, D)
-        _check(q, k, v)
-        o, lse = attention_forward(q, k, v, is_causal)
-        ctx.save_for_backward(qkv, o, lse)
-        ctx.is_causal = is_causal
-        return o.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do):
-        qkv, o, lse = ctx.saved_tensors
-        dqkv = torch.empty_like(qkv)
-        (q, k, v), (dq, dk, dv) = (x.permute(2, 0, 3, 1, 4) for x in (qkv, dqkv))
-        attention_backward(q, k, v, o, lse, do.transpose(1, 2), ctx.is_causal, dq, dk, dv)
-        return dqkv, None
+        o, lse, *tensors = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in tensors]
+        attention_backward(*_heads(tensors), o, lse, do, ctx.is_causal, *_heads(grads))
+        return *grads, None
 
 
 def attention(qkv, is_causal=True):
@@ -807,7 +787,7 @@ def attention(qkv, is_causal=True):
     "auto" leaves head dims that the kernels do not know to PyTorch; "triton" raises.
     """
     if on_triton(qkv) and (_choice == "triton" or qkv.shape[4] in HEAD_DIMS):
-        return PackedFlashAttention.apply(qkv, is_causal)
+        return FlashAttention.apply(qkv, is_causal).transpose(1, 2)                          # (B, T, H, D)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
