@@ -66,13 +66,13 @@ def on_triton(x):
     if _choice == "triton" and not able:
         raise ValueError(f"no Triton kernel for a tensor {tuple(x.shape)} of {x.dtype} on {x.device}: kernels take "
                          f"bfloat16, float16 or float32 on CUDA; use('auto') gives such tensors to PyTorch")
-    return able and (_choice == "triton" or _choice == "auto" and x.is_cuda and _measured(x.device))
+    return able and (_choice == "triton" or _choice == "auto" and x.is_cuda and _generation(x.device) >= 9)
 
 
 @functools.cache
-def _measured(device):
-    """Hopper or later: the tiles below were chosen on an H200, and other GPUs may not have the shared memory for them."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _generation(device):
+    """9 for Hopper: the tiles below were chosen on an H200, and earlier GPUs may not have the shared memory for them."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def programs_at_once(device):
@@ -104,11 +104,6 @@ def gelu_reference(x):
 def gelu_backward_reference(x, dy):
     s = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return dy * (s + x * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 0.134145 * x**2))
-
-
-@triton.jit
-def _identity(x):
-    return x
 
 
 @triton.jit
@@ -450,7 +445,8 @@ class LayerNorm(torch.autograd.Function):
         block = min(triton.next_power_of_2(width), 8192)
         slices = triton.cdiv(width, block)
         row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
-        ahead = min(2, (shared_memory(x.device) - 8192) // row_bytes)
+        room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
+        ahead = min(2, (room - 8192) // row_bytes)
         programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
         dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
         if rows:
@@ -458,10 +454,6 @@ class LayerNorm(torch.autograd.Function):
                                                        use_dtotal, block, slices, 1 + ahead, num_warps=max(1, block // 1024))
         dw, db = sum_parts(partial, weight.dtype)
         return dx, dx if ctx.add else None, dw, db, None
-
-
-def shared_memory(device):
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**16
 
 
 def add_layer_norm(x, residual, weight, bias, eps=1e-5):
@@ -698,7 +690,7 @@ def attention_forward(q, k, v, is_causal):
     o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
     special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
-               and (INTERPRETED or torch.cuda.get_device_capability(q.device)[0] == 9))  # other GPUs' compilers divide otherwise
+               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler divides otherwise
     BM, BN, settings = _settings("specialized" if special else "forward", q, is_causal)
     if special:  # memory for the descriptors that programs make
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
@@ -958,13 +950,13 @@ def _sum_rows(rows, own, out, n, RANK: tl.constexpr, N: tl.constexpr, DIVIDE: tl
 def sum_rows(rows, own, rank, out, divide):
     """out (n) = the sum of rows (N, n), `own` (n) standing for row `rank`, which is never read; divided by N if `divide`.
 
-    bfloat16, float16, float32 (all summed in float32) or float64, contiguous; always summed in the order of the ranks. out may be own.
+    bfloat16, float16, float32 (all summed in float32) or float64, contiguous; summed in the order of the ranks. out may be own.
     """
     N, n = rows.shape
     if not (own.shape == out.shape == (n,) and rows.dtype == own.dtype == out.dtype and rows.dtype in (*DTYPES, torch.float64)
             and rows.is_contiguous() and own.is_contiguous() and out.is_contiguous() and 0 <= rank < N):
-        raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into {tuple(out.shape)} "
-                         f"{out.dtype}: needs contiguous (N, n), (n), (n) of one floating-point dtype, and a rank below N")
+        raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into "
+                         f"{tuple(out.shape)} {out.dtype}: needs contiguous (N, n), (n), (n) of one floating dtype, a rank below N")
     block = 4096 // rows.element_size()  # as in launch_map
     if n:
         _sum_rows[(triton.cdiv(n, block),)](rows, own, out, n, rank, N, divide, block, num_warps=4)
@@ -1007,14 +999,14 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
         a += BK * a_column
         b += BK * b_row
     inside = (rows[:, None] < M) & (columns[None] < N)
-    tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], FUNCTION(tile), inside)
+    tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], tile if FUNCTION is None else FUNCTION(tile), inside)
 
 
 TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 
 
-def matmul(a, b, function=_identity, tiles=TILES):
-    """function(a @ b) for a (M, K), b (K, N) of any strides, in one dtype. function: _identity, _gelu, _elu."""
+def matmul(a, b, function=None, tiles=TILES):
+    """a @ b, or function(a @ b), for a (M, K), b (K, N) of any strides, in one dtype. function: _gelu, _elu."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and (K, N) of one dtype, "
                          f"bfloat16, float16 or float32")
@@ -1046,14 +1038,15 @@ def operations(dtype, device):
     for width in (24, 1600, 20000):
         x, r, w, b = random(7, width), random(7, width), 1 + random(width), random(width)
         yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
-        yield f"add + layer norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
+        yield f"add + norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
     for D, causal in (16, True), (16, False), (64, True), (64, False):
         yield (f"attention {D}{' causal' * causal}", lambda *qkv: FlashAttention.apply(*qkv, causal),
                lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(2, 2, 80, D) for _ in "qkv"])
     targets = torch.randint(5000, (8,), device=device)
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
-    yield "product + GELU", lambda a, b: matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"), [random(300, 200), random(200, 130)]
+    yield ("product + GELU", lambda a, b: matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
+           [random(300, 200), random(200, 130)])
 
 
 def errors(function, exact, inputs):
@@ -1081,11 +1074,12 @@ def main():
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}: forward, worst gradient | PyTorch's own")
     for name, ours, theirs, inputs in operations(dtype, device):
-        print(f"  {name:22} " + " | ".join(f"{'  '.join(f'{e:.2e}' for e in errors(f, theirs, inputs)):18}" for f in (ours, theirs)), flush=True)
+        columns = ("  ".join(f"{e:.2e}" for e in errors(f, theirs, inputs)) for f in (ours, theirs))
+        print(f"  {name:22} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     tall, wide = 8192 // TILES[0], 8192 // TILES[1]
-    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs at "
-          f"once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
-    print("times, on a GPU: python bench.py kernels")
+    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs "
+          f"at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in "
+          f"groups\ntimes, on a GPU: python bench.py kernels")
 
 
 if __name__ == "__main__":
