@@ -50,7 +50,7 @@ _choice = "auto"
 
 
 def use(choice):
-    """"triton": our kernels, and an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64."""
+    """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64."""
     global _choice
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
@@ -835,7 +835,8 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
 
 
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart. A target outside of 0 .. V-1, on another rank's slice, gives z_t = 0."""
+    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart. A target outside of 0 .. V-1, on another rank's
+    slice, gives z_t = 0."""
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     if len(z):  # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
         _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
@@ -921,7 +922,8 @@ class AdamW(torch.optim.AdamW):
                 if p.grad is None:
                     continue
                 if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():
-                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on {p.device}")
+                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on "
+                                     f"{p.device}")
                 state = self.state[p]
                 if not state:
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
