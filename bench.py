@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -1010,6 +1011,7 @@ def limit(costs):
 
 
 def plan(a):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     config, machine = a.config, a.machine
     say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of {config.seq_len} a step"
         f"\n{describe_machine(machine)}")
