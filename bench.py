@@ -446,6 +446,13 @@ def lecture_elu(x):
     return torch.where(x < 0, torch.exp(x) - 1, x)
 
 
+def sdpa(backend):
+    def run(q, k, v):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return run
+
+
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
     def random(*shape):
@@ -474,15 +481,9 @@ def operations(device, dtype, n, only):
         t = t if n > 1 << 20 else t // 64
         b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-
-        def sdpa(backend, inputs):
-            def run(q, k, v):
-                with torch.nn.attention.sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return run, inputs
         backends = dict(FLASH="FLASH_ATTENTION", cuDNN="CUDNN_ATTENTION") if device.type == "cuda" else dict(math="MATH")
         yield Operation(f"attention T={t} D={d} causal", {
-            **{f"SDPA {key}": sdpa(getattr(torch.nn.attention.SDPBackend, value), [q, k, v]) for key, value in backends.items()},
+            **{f"SDPA {key}": (sdpa(getattr(torch.nn.attention.SDPBackend, value)), [q, k, v]) for key, value in backends.items()},
             "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
