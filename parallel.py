@@ -1380,7 +1380,9 @@ class Pipeline:
                 last, free = s == self.count - 1, into and self.recordings.get(s)
                 passage = (free.pop() if free and not (eager_last and any(final.get((k, s)) == (k, s, i) for k in "BW")) else
                            Passage(self.stages[s], self.loss if last else None, self.later[s]))
-                out = passage.forward(x[i] if s == 0 else self._take("F", s, i), y[i])
+                value = x[i] if s == 0 else self._take("F", s, i)
+                begin = self._now()  # until here the rank was idle
+                out = passage.forward(value, y[i])
                 if last:
                     losses.append(out)
                 else:
@@ -1392,6 +1394,7 @@ class Pipeline:
                 passage = passages[s, i] if kind == "I" else passages.pop((s, i))
                 dy = None if kind == "W" else (self._take("B", s, i) if s < self.count - 1 else
                                                torch.full((), scale / len(x), dtype=losses[0].dtype, device=self.device))
+                begin = self._now()
                 with nullcontext() if syncs is None or final[kind, s] == action else syncs[s].no_sync():
                     dx = passage.backward(kind, dy)
                 if s and kind != "W":
