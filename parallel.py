@@ -17,6 +17,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import time
@@ -970,38 +971,19 @@ def stages_of(lists):
 
 
 def needs(action, stages):
-    """What must be done before an action can run: (action, whether it comes from another stage)."""
+    """The actions whose results one computes with: those of its own stage, and what a neighbour stage hands over."""
     kind, s, i = action
     if kind == "F":
-        return [(Action("F", s - 1, i), True)] if s else []
+        return [Action("F", s - 1, i)] if s else []
     if kind == "W":
-        return [(Action("I", s, i), False)]
-    return [(Action("F", s, i), False)] + ([(Action(kind, s + 1, i), True)] if s + 1 < stages else [])
+        return [Action("I", s, i)]
+    return [Action("F", s, i)] + ([Action(kind, s + 1, i)] if s + 1 < stages else [])
 
 
-def lower(lists):
-    """Add the transfers: an output that another rank needs is sent as soon as it is there.
-
-    The sender's step places both ends, the send on its own list and the receive on the other's, where that one is by then. So the
-    two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
-    """
-    p, stages = len(lists), stages_of(lists)
-    lowered, at, done = [[] for _ in lists], [0] * p, set()
-    while any(at[r] < len(lists[r]) for r in range(p)):
-        ready = [r for r in range(p) if at[r] < len(lists[r]) and all(n in done for n, _ in needs(lists[r][at[r]], stages))]
-        if not ready:
-            raise ScheduleError(lists, at, "needs what never comes before it")
-        for r in ready:
-            action = lists[r][at[r]]
-            lowered[r].append(action)
-            at[r] += 1
-            to = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind != "W" and 0 <= to < stages and to % p != r:
-                way = "F" if action.kind == "F" else "B"
-                lowered[r].append(Action("S" + way, action.stage, action.micro_batch))
-                lowered[to % p].append(Action("R" + way, to, action.micro_batch))
-        done.update(lists[r][at[r] - 1] for r in ready)
-    return lowered
+def other_end(transfer):
+    """The receive that takes what this sends, or the send that fills what this receives."""
+    kind, s, i = transfer
+    return Action({"S": "R", "R": "S"}[kind[0]] + kind[1], s + (1 if kind in ("SF", "RB") else -1), i)
 
 
 class ScheduleError(ValueError):
@@ -1013,55 +995,75 @@ class ScheduleError(ValueError):
         super().__init__(why + "\n" + "\n".join(rows))
 
 
+def rounds(lists, ready, stuck):
+    """Walk all lists at once: each round yields [(rank, action)], the next of every rank for which `ready(action, done, heads)`.
+
+    done: the actions of earlier rounds; heads: the next of each rank. ScheduleError, saying `stuck`, where no rank can go on.
+    """
+    at, done = [0] * len(lists), set()
+    while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
+        now = [(r, action) for action, r in heads.items() if ready(action, done, heads)]
+        if not now:
+            raise ScheduleError(lists, at, stuck)
+        yield now
+        for r, action in now:
+            done.add(action)
+            at[r] += 1
+
+
+def in_order(lists):
+    """[(rank, action)] of lists without transfers, each after what it needs."""
+    stages = stages_of(lists)
+    for now in rounds(lists, lambda action, done, heads: done.issuperset(needs(action, stages)), "needs what never comes before it"):
+        yield from now
+
+
+def lower(lists):
+    """Add the transfers: an output that another rank needs is sent as soon as it is there.
+
+    The sender's step places both ends, the send on its own list and the receive on the other's, where that one is by then. So the
+    two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
+    """
+    p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
+    for r, action in in_order(lists):
+        lowered[r].append(action)
+        send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
+        receive = other_end(send)
+        if action.kind != "W" and 0 <= receive.stage < stages and receive.stage % p != r:
+            lowered[r].append(send)
+            lowered[receive.stage % p].append(receive)
+    return lowered
+
+
 def check(lists):
     """Prove that lowered lists can run: raises ScheduleError where they cannot.
 
     Each stage's F and B (or I and W) of each micro-batch once, on its rank, after what they need, their input received; each
     receive matched with a send; and no deadlock even if a send blocks until its receive is reached, the strictest reading.
     """
-    p, stages = len(lists), stages_of(lists)
-    where = {}
+    p, stages, seen = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            at = [i if q == r else -1 for q in range(p)]
-            if action in where:
-                raise ScheduleError(lists, at, f"{action} of stage {action.stage} is there twice")
-            if action.stage % p != r:
-                raise ScheduleError(lists, at, f"stage {action.stage} does not live on rank {r}")
-            where[action] = r
-    micro_batches = {a.micro_batch for a in where}
-    for s in range(stages):
-        for i in micro_batches:
-            backward = [k for k in "BIW" if Action(k, s, i) in where]
-            if Action("F", s, i) not in where or backward not in (["B"], ["I", "W"]):
-                raise ScheduleError(lists, [-1] * p, f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there")
-    at, done = [0] * p, set()
-    while any(at[r] < len(lists[r]) for r in range(p)):
-        moved = False
-        for r in range(p):
-            action = lists[r][at[r]] if at[r] < len(lists[r]) else None
-            if action is None:
-                continue
-            kind, s, i = action
-            if kind[0] in "SR":  # both ends at once: a rank at a transfer waits for the other to be at the same one
-                step = 1 if kind[1] == "F" else -1
-                other = Action(("R" if kind[0] == "S" else "S") + kind[1], s + (step if kind[0] == "S" else -step), i)
-                q = other.stage % p
-                made = kind[0] == "R" or any(Action(k, s, i) in done for k in ((kind[1],) if kind[1] == "F" else "BI"))
-                if not made or at[q] >= len(lists[q]) or lists[q][at[q]] != other:
-                    continue
-                done.update((action, other))
-                at[q] += 1
-            else:
-                inputs = [Action("R" + ("F" if kind == "F" else "B"), s, i) if far and n.stage % p != r else n
-                          for n, far in needs(action, stages)]
-                if not all(n in done for n in inputs):
-                    continue
-                done.add(action)
-            at[r] += 1
-            moved = True
-        if not moved:
-            raise ScheduleError(lists, at, "deadlock: no rank can go on")
+            wrong = ("is there twice" if action in seen else
+                     f"of stage {action.stage}: that stage does not live on rank {r}" if action.stage % p != r else None)
+            if wrong:
+                raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
+            seen.add(action)
+    for s, i in {(s, a.micro_batch) for a in seen for s in range(stages)}:
+        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in seen) not in ("FB", "FIW"):
+            raise ScheduleError(lists, [-1] * p, f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there")
+
+    def ready(action, done, heads):
+        kind, s, i = action
+        if kind[0] in "SR":  # both ends at once: a rank at a transfer waits for the other to be at the same one
+            send = action if kind[0] == "S" else other_end(action)
+            made = any(Action(k, send.stage, i) in done for k in ("F" if kind[1] == "F" else "BI"))
+            return made and send in heads and other_end(send) in heads
+        received = "RF" if kind == "F" else "RB"
+        return all((n if n.stage % p == s % p else Action(received, s, i)) in done for n in needs(action, stages))
+
+    for _ in rounds(lists, ready, "deadlock: no rank can go on"):
+        pass
 
 
 class Timeline(NamedTuple):
@@ -1069,6 +1071,11 @@ class Timeline(NamedTuple):
     length: float
     idle: list          # for each rank: time in which it computes nothing
     peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+
+
+def most_held(actions):
+    """The most activations that a list holds at once: each from its F to its B or W."""
+    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions))
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
@@ -1079,31 +1086,13 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
     p, stages = len(lists), stages_of(lists)
     v = stages // p
     cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v, "B": (input_gradient + weight_gradient) / v}
-    end, spans, at, clock = {}, [[] for _ in lists], [0] * p, [0.0] * p
-    while any(at[r] < len(lists[r]) for r in range(p)):
-        moved = False
-        for r in range(p):
-            while at[r] < len(lists[r]):
-                action = lists[r][at[r]]
-                inputs = needs(action, stages)
-                if not all(n in end for n, _ in inputs):
-                    break
-                start = max([clock[r]] + [end[n] + (transfer if far and n.stage % p != r else 0) for n, far in inputs])
-                end[action] = clock[r] = start + cost[action.kind]
-                spans[r].append((action, start, clock[r]))
-                at[r] += 1
-                moved = True
-        if not moved:
-            raise ScheduleError(lists, at, "needs what never comes before it")
-    length = max(clock)
-    peak = []
-    for actions in lists:
-        held = highest = 0
-        for action in actions:
-            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            highest = max(highest, held)
-        peak.append(highest / v)
-    return Timeline(spans, length, [length - sum(b - a for _, a, b in row) for row in spans], peak)
+    end, spans, clock = {}, [[] for _ in lists], [0.0] * p
+    for r, action in in_order(lists):
+        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages)])
+        end[action] = clock[r] = start + cost[action.kind]
+        spans[r].append((action, start, clock[r]))
+    idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
+    return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
 
 
 def draw(timeline, unit=1.0):
