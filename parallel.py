@@ -1255,8 +1255,12 @@ class Passage:
                 weight_gradients()
             return None
         self.later.queue = self.queue if kind == "I" else None
-        torch.autograd.backward(self.edge, dy)
+        dx = self._gradients(dy)
         self.later.queue = None
+        return dx
+
+    def _gradients(self, dy):
+        torch.autograd.backward(self.edge, dy)
         return self.x.grad
 
 
@@ -1271,31 +1275,31 @@ class Recording(Passage):
 
     def __init__(self, module, loss, later, into, kinds, x, target):
         super().__init__(module, loss, later)
-        self.input, self.target, self.graphs, pool = x.detach().clone(), target.clone(), {}, torch.cuda.graph_pool_handle()
-        kept, later.into = (later.into, later.into_product), lambda param, grad: into[param].add_(grad)
-        later.into_product = lambda param, a, b: add_product(into[param], a, b)
+        self.into, self.input, self.target, self.graphs = into, x.detach().clone(), target.clone(), {}
+        kept, pool = (later.into, later.into_product), torch.cuda.graph_pool_handle()
+        later.into, later.into_product = (lambda param, grad: into[param].add_(grad),
+                                          lambda param, a, b: add_product(into[param], a, b))
         for kind in kinds:
             before, graph = dist.traffic(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
-                self._record(kind, into)
+                if kind == "F":
+                    self.output = super().forward(self.input, self.target)
+                    self.dy = torch.empty_like(self.output)
+                elif kind == "W":
+                    super().backward("W")
+                else:
+                    self.dx = super().backward(kind, self.dy)
             self.graphs[kind] = graph, dist.traffic_since(before)
         later.into, later.into_product = kept
 
-    def _record(self, kind, into):
-        if kind == "F":
-            self.output = super().forward(self.input, self.target)
-            self.dy = torch.empty_like(self.output)
-        elif kind == "W":
-            super().backward("W")
-        else:
-            wanted = [self.x] * self.x.requires_grad + list(into)
-            self.later.queue = self.queue if kind == "I" else None
-            grads = list(torch.autograd.grad(self.edge, wanted, self.dy, allow_unused=True))
-            self.later.queue = None
-            self.dx = grads.pop(0) if self.x.requires_grad else None
-            for total, grad in zip(into.values(), grads):
-                if grad is not None:
-                    total.add_(grad)
+    def _gradients(self, dy):
+        wanted = [self.x] * self.x.requires_grad + list(self.into)
+        grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))
+        dx = grads.pop(0) if self.x.requires_grad else None
+        for total, grad in zip(self.into.values(), grads):
+            if grad is not None:
+                total.add_(grad)
+        return dx
 
     def _replay(self, kind):
         graph, traffic = self.graphs[kind]
@@ -1351,31 +1355,30 @@ class Pipeline:
             kind, s, i = action
             begin = self._now()
             if kind[0] == "R":
-                self._receive(kind[1], s, i)
+                self._expect(action)
             elif kind[0] == "S":
-                to = (s + (1 if kind[1] == "F" else -1)) % self.p
-                tensor = self.passing.pop((kind[1], s + (1 if kind[1] == "F" else -1), i))
+                to, tensor = other_end(action).stage % self.p, self.passing.pop(other_end(action))
                 sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
             elif kind == "F":
                 last, free = s == self.count - 1, into and self.recordings.get(s)
                 passage = (free.pop() if free and not (eager_last and any(final.get((k, s)) == (k, s, i) for k in "BW")) else
                            Passage(self.stages[s], self.loss if last else None, self.later[s]))
-                out = passage.forward(x[i] if s == 0 else self._take("F", s, i), y[i])
+                out = passage.forward(x[i] if s == 0 else self._take(Action("RF", s, i)), y[i])
                 if last:
                     losses.append(out)
                 else:
-                    self.passing["F", s + 1, i] = out
+                    self.passing[Action("RF", s + 1, i)] = out
                 if torch.is_grad_enabled():
                     passages[s, i] = passage
                 on_forward()
             else:
                 passage = passages[s, i] if kind == "I" else passages.pop((s, i))
-                dy = None if kind == "W" else (self._take("B", s, i) if s < self.count - 1 else
+                dy = None if kind == "W" else (self._take(Action("RB", s, i)) if s < self.count - 1 else
                                                torch.full((), scale / len(x), dtype=losses[0].dtype, device=self.device))
                 with nullcontext() if syncs is None or final[kind, s] == action else syncs[s].no_sync():
                     dx = passage.backward(kind, dy)
                 if s and kind != "W":
-                    self.passing["B", s - 1, i] = dx
+                    self.passing[Action("RB", s - 1, i)] = dx
                 if kind != "I" and isinstance(passage, Recording):
                     self.recordings[s].append(passage)
             if self.spans is not None:
@@ -1395,17 +1398,15 @@ class Pipeline:
         if asked == self.warm:
             kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
             for s, module in self.stages.items():
-                change = [{"F": 1, "B": -1, "W": -1}.get(a.kind, 0) for a in actions if a.stage == s]
-                most = max(sum(change[:i]) for i in range(len(change) + 1))
                 example = x if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
                 self.recordings[s] = [Recording(module, self.loss if s == self.count - 1 else None, self.later[s], into[s], kinds,
-                                                example, y) for _ in range(most)]
+                                                example, y) for _ in range(most_held(a for a in actions if a.stage == s))]
             self.recorded_for = asked
         self.warm = asked
 
-    def _receive(self, way, s, i):
-        source = (s - (1 if way == "F" else -1)) % self.p
-        self.expected[source].append((way, s, i))
+    def _expect(self, receive):
+        source = other_end(receive).stage % self.p
+        self.expected[source].append(receive)
         if self.device.type != "cuda":
             self._post(source)
 
@@ -1414,15 +1415,15 @@ class Pipeline:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.passing[self.expected[source].popleft()] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
 
-    def _take(self, way, s, i):
-        source = (s - (1 if way == "F" else -1)) % self.p
-        while (way, s, i) not in self.passing:
+    def _take(self, receive):
+        source = other_end(receive).stage % self.p
+        while receive not in self.passing:
             self._post(source)
-        value = self.passing.pop((way, s, i))
+        value = self.passing.pop(receive)
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
         handle, buffer = value
-        what = f"{'activation' if way == 'F' else 'gradient'} of micro-batch {i} from rank {self.ranks[source]}"
+        what = f"{'activation' if receive.kind == 'RF' else 'gradient'} of micro-batch {receive.micro_batch} from rank {self.ranks[source]}"
         dist.progress(f"waiting for the {what}")
         dist.wait_for(handle, f"pipeline rank {self.rank} waited for the {what} (pipeline rank {source})")
         return buffer
