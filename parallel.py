@@ -8,6 +8,8 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
+`python parallel.py data | memory | tensor | pipeline` shows the second to fifth of them at work, in seconds on a laptop.
+
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
 
@@ -37,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import GPT, PRESETS, Linear, initial_weight, materialize
+from model import GPT, PRESETS, GPTConfig, Linear, initial_weight, materialize
 
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
@@ -1706,14 +1708,96 @@ def demo_pipeline(arguments):
           "is between its F and its B or W on a rank.")
 
 
+def all_reduced():
+    """What all-reduces have sent since this was last asked."""
+    sent = dist.traffic().get("all_reduce", dist.Traffic())
+    dist.reset_traffic()
+    return sent
+
+
+def off(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def demo_data(arguments):
+    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, their gradients beside one process's."""
+    N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
+    say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
+    x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
+    one, naive, net = (GPT(config).double() for _ in range(3))
+    model, came, left = DDP(net, bucket_mb=2, find_unused_parameters=False), set(), []
+    piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
+
+    def look(param):  # runs right after DDP's own hook
+        came.add(param)
+        for bucket in model.buckets[len(left):model.reducer.next]:
+            left.append(bucket)
+            has, lacks = (", ".join(dict.fromkeys(piece[p] for p in some))
+                          for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
+            say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}{lacks or 'nothing: it travels alone'}")
+
+    for param in model.params:
+        param.register_post_accumulate_grad_hook(look)
+    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors. A bucket leaves\n"
+        f"when its last gradient is there, and travels while backward goes on:\n\n"
+        f"  gradients there      KiB   bucket of             still to come")
+    all_reduced()
+    cross_entropy(one(x), y, config.vocab_size).backward()
+    cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
+    model.finish_grad_sync()
+    rows = [("DDP, in buckets", all_reduced(), net)]
+    cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
+    average_gradients(naive)
+    rows = [("naive, after backward", all_reduced(), naive)] + rows
+    say(f"\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
+    for what, sent, other in rows:
+        error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
+        say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
+    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   of a ring; small tensors go whole, log2(N) times")
+
+
+def demo_tensor(arguments):
+    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, the same numbers as uncut."""
+    N, rank = dist.get_world_size(), dist.get_rank()
+    config, say = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N), print if rank == 0 else lambda text: None
+    X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    say(f"{N} ranks, X (B, T, C) = {tuple(X.shape)} and dY the same on all. An all-reduce sends 2(N-1)/N x BTC x 8 bytes = "
+        f"{2 * (N - 1) * X.nbytes // N:,} a rank.")
+    one, net = GPT(config).double().h["0"], tensor_parallel(GPT(config).double(), None).h["0"]
+    for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B, A makes each head's q, k and v"),
+                              ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
+        whole, cut, inner = getattr(one, name), getattr(net, name), []
+        cut.c_proj.register_forward_pre_hook(lambda layer, inputs: inner.append(inputs[0].detach()))
+        x, x_cut = X.clone().requires_grad_(), X.clone().requires_grad_()
+        Y = whole(x)
+        Y.backward(dY)
+        all_reduced()
+        Y_cut = cut(x_cut)
+        g = all_reduced()
+        Y_cut.backward(dY)
+        f, term = all_reduced(), inner[0] @ cut.c_proj.weight.T
+        (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")] for m in (whole, cut))
+        say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
+        dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   before B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
+                            f"its term of Y {tuple(term.shape)}, alone {100 * off(term, Y):.0f} % off")
+        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes sent\n"
+            f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
+            f"  off from one rank's: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
+
+
 def positive(text):
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
     return int(text)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # one line, where argparse would print its usage too
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see --help\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Demos of parallel training.")
+    parser = Parser(description="Demos of parallel training.")
     demos = parser.add_subparsers(required=True, metavar="DEMO")
     memory = demos.add_parser("memory", help="the ZeRO table: bytes a GPU at each stage")
     memory.add_argument("--model", choices=list(PRESETS), default="gpt2-xl")
@@ -1727,8 +1811,20 @@ def main():
     pipeline.add_argument("--virtual-stages", type=positive, default=2)
     pipeline.add_argument("--svg", metavar="DIR", help="write a picture of each there, too")
     pipeline.set_defaults(run=demo_pipeline)
+    for name, demo, what in (("data", demo_data, "buckets that leave while backward runs, beside the naive way"),
+                             ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes")):
+        ranks = demos.add_parser(name, help=what)
+        ranks.add_argument("--ranks", type=positive, default=2, help="processes to start, on the CPU")
+        ranks.set_defaults(run=demo)
     arguments = parser.parse_args()
+    if not hasattr(arguments, "ranks"):
+        return arguments.run(arguments)
+    if "RANK" not in os.environ:
+        dist.start_again(arguments.ranks)
+    dist.initialize("cpu")
     arguments.run(arguments)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
