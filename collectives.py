@@ -40,9 +40,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import (  # noqa: F401  re-exported, so that this module can stand in for torch.distributed
-    P2POp, ReduceOp, batch_isend_irecv, get_global_rank, get_rank, get_world_size,
-    init_process_group, irecv, is_initialized, new_group)
+    P2POp,
+    ReduceOp,
+    batch_isend_irecv,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    irecv,
+    is_initialized,
+    new_group,
+)
 from torch.distributed import isend as _isend
+
+import kernels
 
 # A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
 # wire; but every message costs a wake-up or a kernel launch, so pieces are large.
@@ -56,11 +67,9 @@ RECEIVES_AHEAD = 4
 # Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
 # against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
-# Direct exchange in at most this many pieces of at least these bytes: one is summed while the next is on the wire.
-DIRECT_PIECES, DIRECT_PIECE_BYTES = 4, 1 << 24
-# On NCCL a batch of messages costs the CPU some 100 us to issue, a CUDA graph of several 10: up to here, operations that come back
-# are replayed on buffers of their own, at the price of copying in and out.
-REPLAY_BYTES = 1 << 25
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25: operations that come back to the same memory
+# are replayed, up to this many bytes (a graph keeps its room for what arrives) and this many different ones.
+REPLAY_BYTES, REPLAYS = 1 << 27, 512
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -138,7 +147,7 @@ class Link:
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.native = False  # True: torch.distributed's own collectives serve this group
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", torch_dist.get_world_size()))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
         nodes = {rank // local for rank in torch_dist.get_process_group_ranks(group)}
         self.switched = self.backend == "nccl" and len(nodes) == 1  # GPUs of one node: a switch joins every two of them
         self.name, self.log = None, Traffic()  # the operation under way
@@ -181,13 +190,19 @@ class Link:
             self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
         return self._scratch[:count * like.element_size()].view(like.dtype)
 
-    def run(self, name, body, tensors, async_op):
-        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`."""
+    def run(self, name, body, tensors, async_op, key=None):
+        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
+
+        key: tells it from all others, where it may be replayed from a CUDA graph.
+        """
         def logged():
             self.name, self.log = name, _traffic[name]
             self.log.calls += 1
-            with torch.no_grad():
-                body()
+            if key is None:
+                with torch.no_grad():
+                    body()
+            else:
+                self._replayed(key, body)
             progress(f"after {name}")
 
         if self.backend == "nccl":
@@ -208,34 +223,34 @@ class Link:
             t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
-    def replayed(self, algorithm, arguments):
-        """Run an algorithm; from the second time on with tensors of these shapes, by replaying a CUDA graph of it.
+    @torch.no_grad()
+    def _replayed(self, key, body):
+        """Run it; the third time on the same memory record it, and from then on replay that.
 
-        The graph is of buffers that stay where they are: what is read is copied in, what is written is copied out.
+        The first two times connect the ranks, and show that the memory comes back: buckets do, and activations, step after step.
         """
-        tensors, stream = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}, torch.cuda.current_stream().cuda_stream
-        key = algorithm, arguments.get("op"), stream, *((t.shape, t.dtype) for t in tensors.values())
-        if torch.cuda.is_current_stream_capturing() or key not in self._graphs:
-            self._graphs.setdefault(key)
-            return algorithm(self, **arguments)
-        if self._graphs[key] is None:
-            pool = self._pools.setdefault(stream, torch.cuda.graph_pool_handle())  # one for all: they run one after the other
-            kept = {k: torch.empty_like(t, memory_format=torch.contiguous_format) for k, t in tensors.items()}
-            before, graph, side = (self.log.messages, self.log.bytes), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+        recording = None if torch.cuda.is_current_stream_capturing() else self._graphs.get(key, 0)
+        if recording == 2:
+            # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it.
+            pool = self._pools.setdefault(key[1], torch.cuda.graph_pool_handle())
+            log, graph, stream = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            self.log = Traffic()  # recording sends nothing
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
-                algorithm(self, **{**arguments, **kept})
+                body()
                 graph.capture_end()
-            self._graphs[key] = graph, kept, self.log.messages - before[0], self.log.bytes - before[1]
-            self.log.messages, self.log.bytes = before  # nothing was sent yet
-        graph, kept, messages, sent = self._graphs[key]
-        for name in tensors.keys() & {"tensor", "input", "input_tensor"}:
-            kept[name].copy_(tensors[name])
-        graph.replay()
-        self.log.messages, self.log.bytes = self.log.messages + messages, self.log.bytes + sent
-        for name in tensors.keys() & {"tensor", "output", "output_tensor"}:
-            tensors[name].copy_(kept[name])
+            recording, self.log = (graph, self.log.messages, self.log.bytes), log
+            self._graphs[key] = recording
+        if isinstance(recording, tuple):
+            graph, messages, sent = recording
+            graph.replay()
+            self.log.messages += messages
+            self.log.bytes += sent
+            return
+        body()
+        if recording is not None and (key in self._graphs or len(self._graphs) < REPLAYS):
+            self._graphs[key] = recording + 1
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -254,7 +269,7 @@ class Link:
                 return
             try:
                 future.set_result(body())
-            except BaseException as error:  # the caller's thread raises it, in wait()
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 future.set_exception(error)
 
 
@@ -390,31 +405,23 @@ def _ring_all_gather(link, chunks):
 # rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
 # float32 whatever the dtype; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
 
-def _direct_reduce_scatter(link, chunks, result, op, summed=lambda piece: None):
-    """Sum chunk r over all ranks into `result` on rank r (which may be chunk r itself), piece by piece; calls summed(piece)."""
-    others, own = [r for r in range(link.size) if r != link.rank], chunks[link.rank]
-    count = min(DIRECT_PIECES, max(1, own.numel() * own.element_size() * link.size // DIRECT_PIECE_BYTES))
-    pieces = list(zip(*(chunk.tensor_split(count) for chunk in chunks)))
-    rows = [row.view(link.size, -1) for row in link.scratch(own, link.size * own.numel()).split(
-        [link.size * piece[link.rank].numel() for piece in pieces])]
-    handles = []
-    for piece, row in zip(pieces, rows):
-        handles.append(link.post([(piece[r], r) for r in others], [(row[r], r) for r in others]))
-        row[link.rank] = piece[link.rank]
-    for i, (row, out) in enumerate(zip(rows, result.tensor_split(count))):
-        link.wait(handles[i])  # the next piece is on the wire while this one is summed
-        if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point():
-            torch.sum(row, 0, out=out)
-        else:
-            out.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), row.unbind()))
-        _average(op, out, link.size)
-        summed(pieces[i])
-
-
-def _direct_all_gather(link, chunks):
-    """Rank c holds chunk c; post what lets every rank hold all."""
+def _swap(link, mine, theirs):
+    """Send mine[r] to rank r and receive theirs[r] from it, for every other rank at once."""
     others = [r for r in range(link.size) if r != link.rank]
-    return link.post([(chunks[link.rank], r) for r in others], [(chunks[r], r) for r in others])
+    link.exchange([(mine[r], r) for r in others], [(theirs[r], r) for r in others])
+
+
+def _direct_reduce_scatter(link, chunks, result, op):
+    """Combine chunk r of all ranks into `result` on rank r (which may be chunk r itself)."""
+    own = chunks[link.rank]
+    rows = link.scratch(own, link.size * own.numel()).view(link.size, -1)
+    _swap(link, chunks, rows)
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point() and own.is_cuda:
+        kernels.sum_rows(rows, own, link.rank, result, op == ReduceOp.AVG)
+        return
+    rows[link.rank] = own
+    result.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), rows.unbind()))
+    _average(op, result, link.size)
 
 
 def _reduce_scatter_tensor(link, output, input, op):
@@ -435,6 +442,14 @@ def _reduce_scatter_tensor(link, output, input, op):
     output.copy_(result.view(output.shape)) if result.data_ptr() != output.data_ptr() else None
 
 
+def _all_gather(link, chunks):
+    """Rank c holds chunk c; afterwards every rank holds all."""
+    if link.switched:
+        _swap(link, [chunks[link.rank]] * link.size, chunks)
+    else:
+        _ring_all_gather(link, chunks)
+
+
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
     flat = _flat(output_tensor)
     if flat.numel() != input_tensor.numel() * link.size or flat.dtype != input_tensor.dtype:
@@ -444,7 +459,7 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
     own = _flat(input_tensor)
     if chunks[link.rank].data_ptr() != own.data_ptr():  # in place: the input may already lie where it belongs
         chunks[link.rank].copy_(own)
-    link.wait(_direct_all_gather(link, chunks)) if link.switched else _ring_all_gather(link, chunks)
+    _all_gather(link, chunks)
     _unflatten(flat, output_tensor)
 
 
@@ -455,10 +470,8 @@ def _all_reduce(link, tensor, op):
     if small and link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
         _direct_reduce_scatter(link, [flat] * link.size, flat, op)
     elif link.switched:
-        gathered = []
-        _direct_reduce_scatter(link, chunks, chunks[link.rank], op, lambda piece: gathered.append(_direct_all_gather(link, piece)))
-        for handles in gathered:
-            link.wait(handles)
+        _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
+        _all_gather(link, chunks)
     elif small:
         _recursive_doubling(link, flat, op)
     else:
@@ -595,6 +608,8 @@ def _all_to_all_single(link, output, input, output_split_sizes, input_split_size
     result = flat = _flat(output)
     receives = blocks(output, output_split_sizes, "output")
     receives[link.rank].copy_(sends[link.rank])
+    if link.switched:
+        return _swap(link, sends, receives) or _unflatten(result, output)
     for s in range(1, link.size):  # step s: everybody sends s ranks to the right, so no receiver has two senders at a time
         to, source = (link.rank + s) % link.size, (link.rank - s) % link.size
         link.exchange([(sends[to], to)], [(receives[source], source)])
@@ -631,9 +646,10 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    repeats = algorithm in REPLAYED and link.backend == "nccl" and 0 < sum(t.nbytes for t in tensors) <= 2 * REPLAY_BYTES
-    body = functools.partial(link.replayed, algorithm, arguments) if repeats else functools.partial(algorithm, link, **arguments)
-    return link.run(name, body, tensors, async_op)
+    key = None
+    if algorithm in REPLAYED and link.backend == "nccl" and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
+        key = algorithm, async_op, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    return link.run(name, functools.partial(algorithm, link, **arguments), tensors, async_op, key)
 
 
 def _root(group, rank, group_rank):
@@ -761,13 +777,14 @@ def initialize(device_type, timeout=600):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a page of traceback
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
     world = {}
     if "RANK" not in os.environ:
         world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         world = dict(store=_fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
                        device_id=device if device_type == "cuda" else None, **world)

@@ -835,7 +835,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, group, first):
-        z, local = logits.contiguous(), targets - first
+        z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
         mine, total, target = (kernels.softmax_sums if kernels.on_triton(z) else softmax_sums)(z, local)
         top = mine.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
@@ -1139,19 +1139,21 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, later, params):
-        ctx.save_for_backward(x, weight)
+        padded = weight if params[1] is not None else kernels.pad_outputs(x, weight)
+        y = F.linear(x, padded, params[1])
+        ctx.save_for_backward(x, padded, y.data if padded is not weight else None)
         ctx.later, ctx.params = later, params
-        return F.linear(x, weight, params[1])
+        return y[..., :len(weight)]
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight, y = ctx.saved_tensors
         params, later = ctx.params, ctx.later
+        rows = grad.flatten(0, -2) if y is None else kernels.pad_columns(grad, y)
 
         @torch.no_grad()
         def weight_gradients():
-            rows = grad.flatten(0, -2)
-            later.into_product(params[0], rows.T, x.flatten(0, -2))
+            later.into_product(params[0], rows[:, :len(params[0])].T, x.flatten(0, -2))
             if params[1] is not None:
                 later.into(params[1], rows.sum(0))
 
@@ -1159,7 +1161,7 @@ class SplitLinear(torch.autograd.Function):
             weight_gradients()
         else:
             later.queue.append(weight_gradients)
-        return grad @ weight, None, None, None
+        return (rows @ weight).view(x.shape), None, None, None
 
 
 def accumulate(param, grad):
@@ -1365,7 +1367,9 @@ class Pipeline:
                 last, free = s == self.count - 1, into and self.recordings.get(s)
                 passage = (free.pop() if free and not (eager_last and any(final.get((k, s)) == (k, s, i) for k in "BW")) else
                            Passage(self.stages[s], self.loss if last else None, self.later[s]))
-                out = passage.forward(x[i] if s == 0 else self._take(Action("RF", s, i)), y[i])
+                value = x[i] if s == 0 else self._take(Action("RF", s, i))
+                begin = self._now()  # until here the rank was idle
+                out = passage.forward(value, y[i])
                 if last:
                     losses.append(out)
                 else:
@@ -1377,6 +1381,7 @@ class Pipeline:
                 passage = passages[s, i] if kind == "I" else passages.pop((s, i))
                 dy = None if kind == "W" else (self._take(Action("RB", s, i)) if s < self.count - 1 else
                                                torch.full((), scale / len(x), dtype=losses[0].dtype, device=self.device))
+                begin = self._now()
                 with nullcontext() if syncs is None or final[kind, s] == action else syncs[s].no_sync():
                     dx = passage.backward(kind, dy)
                 if s and kind != "W":

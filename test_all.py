@@ -31,6 +31,7 @@ import sys
 import time
 import traceback
 import weakref
+import xml.etree.ElementTree
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
 def compare_with_library(name, cases, direct):
     link, wrong = dist._link(None), []
     link.switched, kept = direct, link.switched
-    link._graphs.clear()
+    link._graphs, link._pools = {}, {}
     for shape, dtype, op, root, spread, async_op in cases:
         # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same numbers.
         base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
@@ -307,7 +308,7 @@ def ring_only(function):
     @functools.wraps(function)
     def run(*args):
         kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0, switched=0)
-        dist._link(None)._graphs.clear()
+        dist._link(None)._graphs, dist._link(None)._pools = {}, {}
         try:
             return function(*args)
         finally:
@@ -1390,6 +1391,11 @@ def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
         mine = sorted((e for e in events if e["tid"] == rank), key=lambda e: e["ts"])
         assert [e["name"] for e in mine] == [f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
         assert all(e["dur"] >= 0 for e in mine)
+    span = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
+    for kind, first in (("F", 0), ("I", 1)):  # waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs
+        for i in range(4):
+            there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, 1 - first))
+            assert here[0] > there[1] - 1e3
 
 
 def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
@@ -1755,20 +1761,87 @@ def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
     assert close(rows[2]["efficiency"], 100 * 96 / 99)
 
 
+def ring_states():
+    return bench.ring_states()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_ring_picture_is_the_law(pool, size):
+    """Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1; each step changes no other."""
+    if pool.device_type == "cuda":
+        pytest.skip("the picture is of processes on the CPU")
+    states, *others = pool(size).run(ring_states)
+    assert others == [states] * (size - 1) and len(states) == 2 * size - 1 and states[0] == tuple([1 << r] * size for r in range(size))
+    for s, (before, after) in enumerate(zip(states, states[1:])):
+        for r in range(size):
+            changed = [c for c in range(size) if before[r][c] != after[r][c]]
+            assert changed == [(r - 2 - s if s < size - 1 else r - (s - size + 1) - 1) % size]
+            assert bin(after[r][changed[0]]).count("1") == min(s + 2, size)
+    assert states[-1] == tuple([(1 << size) - 1] * size for _ in range(size))
+    colours = [element for element in drawn(bench.draw_ring(states)) if element.get("fill") in bench.COLOURS[:size]]
+    assert [element.get("d").count("z") for element in colours] == [sum(bits >> r & 1 for state in states for row in state for bits in row)
+                                                                   for r in range(size)]
+
+
+def drawn(parts):
+    """Elements of SVG text, which must be XML."""
+    return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
+
+
+def test_pictures_show_what_files_hold(tmp_path):
+    GiB = 2**30
+    files = {
+        "kernels": [dict(op=f"attention T={t} D=64 causal", way=way, who=who, tflops=x, tb=1) for t in (1024, 4096)
+                    for way in ("forward", "backward") for who, x in (("SDPA <new>", 200 + t / 64), ("ours", 100))],
+        "collectives": [dict(op="all_reduce", size=1024, bus=3, torch_bus=2), dict(op="all_reduce", a=1, b=2)],
+        "strategies": [dict(strategy=name, who="ours, ring", tokens=1e4, peak=peak, memory_by_rank=[
+            [dict(parameters=GiB, activations=GiB), dict(parameters=GiB, activations=3 * GiB)]]) for name, peak in (("ddp", None), ("zero1", 4.5))],
+        "scaling": [dict(kind="weak", gpus=n, strategy="ddp", who="ours", efficiency=101 - n) for n in (1, 2)]}
+    for what, rows in files.items():
+        (tmp_path / f"{what}.json").write_text(json.dumps(dict(what=what, hardware="a machine", model="tiny", rows=rows)))
+    events = [dict(ph="X", name=f"{kind} stage 0 micro-batch 3", tid=0, ts=5e6 + i, dur=1, args=dict(stage=0, micro_batch=3))
+              for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
+    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=events + [dict(ph="M", name="thread_name", tid=0)])))
+    process = command(sys.executable, "bench.py", "pictures", *(str(tmp_path / f"{what}.json") for what in (*files, "trace")),
+                      "--into", str(tmp_path / "made"))
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
+    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies", "scaling", "pipeline")}
+    assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
+
+    def bars(name, colour):  # heights, the legend's box first
+        return [float(height) for path in made[name] if path.get("fill") == colour for height in re.findall(r"v([\d.]+)", path.get("d"))][1:]
+    ours, theirs, other = bench.COLOURS[:3]
+    tallest = 180 / (200 + 4096 / 64)
+    assert bars("attention.svg", ours)[:2] == pytest.approx([100 * tallest] * 2, abs=0.1)
+    assert bars("attention.svg", theirs)[:2] == pytest.approx([216 * tallest, 180], abs=0.1)
+    assert bars("zero-memory.svg", ours) == [40] * 4 and bars("zero-memory.svg", theirs) == [40, 120] * 2
+    assert bars("zero-memory.svg", other) == [180] and bars("all-reduce.svg", ours) == [180]
+    assert bars("scaling.svg", ours) == pytest.approx([180, 99 * 1.8], abs=0.1)
+    words = [element.text for element in made["attention.svg"] if element.tag.endswith("text")]
+    assert {"attention forward, TFLOP/s; a machine", "SDPA <new>", "ours", "T=4096 D=64 causal", "264"} <= set(words)
+    cells = [(element.get("x"), element.get("fill")) for element in made["pipeline.svg"] if element.tag.endswith("rect")]
+    assert cells == [("60.0", "#4c8dd6"), ("636.0", "#e0883a"), ("828.0", "#4ba36b")]  # sends and receives are left out
+
+
 BAD_BENCH = [
     ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"), ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
     ("collectives --max-bytes 7", "--max-bytes 7"), ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
-    ("scaling --only tp --gpus 3", "--tp 1"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network")]
+    ("scaling --only tp --gpus 3", "--tp 1"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network"),
+    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'what'"), ("pictures --into FILE", "--into"),
+    ("pictures TRACE TRACE", "would overwrite")]
 
 
 @pytest.mark.parametrize("words,names", BAD_BENCH)
 def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(dict(machine=dict(dataclasses.asdict(H200), network=None))))
-    words = words.replace("FILE", str(path)).split()
-    cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan") and "--device" not in words else []
+    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=[])))
+    words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).split()
+    cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
     monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
@@ -2367,6 +2440,22 @@ def test_cross_entropy(rows, vocab, dtype, triton_kernels):
         assert close(kernels.cross_entropy(z, targets), F.cross_entropy(z.double(), targets), 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_outputs_that_8_does_not_divide(dtype, triton_kernels):
+    """The weight is padded with zeros and the result is a view without them, whatever gradient comes back and however often."""
+    x, w, targets = random(2, 3, 16, dtype=dtype).requires_grad_(), random(37, 16, dtype=dtype).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
+    kernels.use("torch")
+    want = kernels.linear(x, w)
+    want_grads = [torch.autograd.grad(f(want), [x, w], retain_graph=True) for f in (
+        lambda y: y.square().sum(), lambda y: F.cross_entropy(y.float().flatten(0, 1), targets))]
+    kernels.use("triton")
+    got = kernels.linear(x, w)
+    assert got.shape == want.shape and close(got.detach(), want.detach(), 1e-2)
+    for f, grads in zip((lambda y: y.square().sum(), lambda y: kernels.cross_entropy(y.flatten(0, 1), targets)), want_grads):
+        for g, h in zip(torch.autograd.grad(f(got), [x, w], retain_graph=True), grads):
+            assert g.shape == h.shape and close(g, h, 2e-2)
+
+
 def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
     x, targets = random(6, 40).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
     logits = x * 1
@@ -2476,6 +2565,27 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
     with pytest.raises(ValueError, match="1500,.*torch.float64"):
         theirs.grad = grads[0].double()
         kernels.AdamW([theirs]).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_sum_rows(dtype, triton_kernels):
+    exactly = GPUS or dtype != torch.bfloat16  # the interpreter cuts digits off
+    for ranks, n in [(1, 1), (2, 17), (3, 1000), (4, 4096), (5, 5001)]:
+        for rank, divide in itertools.product({0, ranks // 2, ranks - 1}, (False, True)):
+            rows, own = random(ranks, n).to(dtype), random(n).to(dtype)
+            parts = [own if r == rank else row for r, row in enumerate(rows.clone())]
+            expected = functools.reduce(torch.add, [part.to(torch.promote_types(dtype, torch.float32)) for part in parts])
+            expected = (expected / ranks if divide else expected).to(dtype)
+            rows[rank] = math.nan
+            out = torch.empty_like(own)
+            kernels.sum_rows(rows, own, rank, out, divide)
+            assert torch.equal(out, expected) if exactly and not divide else close(out, expected, torch.finfo(dtype).eps)  # the order too
+            kernels.sum_rows(rows, own, rank, own, divide)
+            assert torch.equal(own, out)
+    for wrong in [(rows, own, ranks, out), (rows, own[1:], rank, out), (rows.T, random(ranks).to(dtype), 0, random(ranks).to(dtype)),
+                  (rows, own.int(), rank, out), (rows.int(), own.int(), rank, out.int())]:
+        with pytest.raises(ValueError, match="sum of rows"):
+            kernels.sum_rows(*wrong, False)
 
 
 def test_python_kernels_py():

@@ -40,9 +40,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 import parallel
-from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder,
-                   write_file, write_hf, write_safetensors)
-
+from model import (
+    ACTIVATIONS,
+    GPT,
+    PRESETS,
+    GPTConfig,
+    crc_of_file,
+    materialize,
+    open_hf,
+    read_safetensors,
+    shapes,
+    sync_folder,
+    write_file,
+    write_hf,
+    write_safetensors,
+)
 
 # ---------------------------------------------------------------------------------------------------------------- settings
 
@@ -435,7 +447,7 @@ def start_of(s, run, checkpoint, read_all):
 def claim(folder, run):
     """Make --out this run's own, on rank 0: locked as long as the process lives. Returns the lock, a file."""
     check_folder(folder, "--out")
-    lock = open(os.path.join(folder, ".lock"), "a+")
+    lock = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -470,7 +482,7 @@ class Log:
 
     def write(self, entry):
         """Returns the OSError, or None."""
-        entry = {key: str(value) if value in (math.inf, -math.inf) or value != value else value for key, value in entry.items()}
+        entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
         self.waiting += json.dumps(entry).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
@@ -672,8 +684,8 @@ class Trainer:
         models = self.net.stages.values()
         buckets = [b for m in models for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
         shards = [b.shard for b in buckets if b.shard is not None]
-        mixed = self.dtype != parallel.master_dtype(self.dtype)
         module = [p for m in models for p in getattr(m, "module", m).parameters()]
+        mixed = self.dtype != parallel.master_dtype(self.dtype)
         kinds = dict(
             parameters=module + ([] if mixed else shards),
             gradients=[p.grad for p in module + shards] + [b.flat for b in buckets],
@@ -953,8 +965,8 @@ def prepare(arguments, rank=0, world=1, local_world=1):
 
 
 def main():
-    rank = int(os.environ.get("RANK", 0))
-    world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", "0"))
+    world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
         run = prepare(sys.argv[1:], rank, world, local_world)
     except BadInput as problem:
@@ -963,14 +975,14 @@ def main():
     if run.processes != world:
         if run.lock:
             run.lock.close()
-        dist.start_again(run.processes, lambda: not s.out or "not_saved" not in open(os.path.join(s.out, "log.jsonl")).read()[-200:])
+        dist.start_again(run.processes, lambda: not s.out or "not_saved" not in pathlib.Path(s.out, "log.jsonl").read_text()[-200:])
     watch = dist.Watch("train.py", s.timeout)
     try:
         device = dist.initialize(s.device, s.timeout)
         watch.start()
         saved = train(run, device)
         dist.barrier()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
             traceback.print_exc()
         watch.give_up(error)
