@@ -27,6 +27,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -123,7 +125,7 @@ class Table:
 
 
 def say(text):
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         print(text, flush=True)
 
 
@@ -136,12 +138,12 @@ def environment(device):
         commit = "unknown"
     cuda = device.type == "cuda"
     return dict(hardware=torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-                processes=int(os.environ.get("WORLD_SIZE", 1)), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
+                processes=int(os.environ.get("WORLD_SIZE", "1")), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
                 triton=getattr(kernels.triton, "__version__", None), nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None)
 
 
 def write_json(path, what, device, tables, **more):
-    if path and int(os.environ.get("RANK", 0)) == 0:
+    if path and int(os.environ.get("RANK", "0")) == 0:
         with open(path, "w") as file:
             json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]), file, indent=1)
 
@@ -378,7 +380,7 @@ def predict(config, s, machine):
 def measure_machine(device, dtype, config, comms=("ring",)):
     """{comm: Machine} of what these processes run on, at this model's sizes. All ranks at once: in training they share power, too."""
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
-    b, t = max(1, (8192 if cuda else 1024) // config.seq_len), config.seq_len
+    b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
 
     def random(*shape):
         return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
@@ -446,6 +448,13 @@ def lecture_elu(x):
     return torch.where(x < 0, torch.exp(x) - 1, x)
 
 
+def sdpa(backend):
+    def run(q, k, v):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return run
+
+
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
     def random(*shape):
@@ -474,15 +483,9 @@ def operations(device, dtype, n, only):
         t = t if n > 1 << 20 else t // 64
         b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-
-        def sdpa(backend):
-            def run(q, k, v):
-                with torch.nn.attention.sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return run, [q, k, v]
         backends = dict(FLASH="FLASH_ATTENTION", cuDNN="CUDNN_ATTENTION") if device.type == "cuda" else dict(math="MATH")
         yield Operation(f"attention T={t} D={d} causal", {
-            **{f"SDPA {key}": sdpa(getattr(torch.nn.attention.SDPBackend, value)) for key, value in backends.items()},
+            **{f"SDPA {key}": (sdpa(getattr(torch.nn.attention.SDPBackend, value)), [q, k, v]) for key, value in backends.items()},
             "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
@@ -716,7 +719,7 @@ def stage_costs(trainer, device, repeats):
                     passage.backward(kind, torch.ones_like(out))
                     marks[-1].append(mark(device))
         synchronize(device)
-        samples.append([sum(column) for column in zip(*([between(a, b) for a, b in zip(row, row[1:])] for row in marks))])
+        samples.append([sum(column) for column in zip(*([between(*pair) for pair in pairwise(row)] for row in marks))])
     f, *backward = max(of_all_ranks([statistics.median(column) for column in zip(*samples[2:])]), key=sum)
     return f, *(backward if len(backward) == 2 else [backward[0] / 2] * 2)
 
@@ -782,7 +785,12 @@ def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q, k and v, not
     by heads: other numbers, the same work."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
@@ -1012,6 +1020,7 @@ def limit(costs):
 
 
 def plan(a):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     config, machine = a.config, a.machine
     say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of {config.seq_len} a step"
         f"\n{describe_machine(machine)}")
@@ -1375,7 +1384,7 @@ def load_machine(a):
 
 
 def main():
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if len(sys.argv) == 1:
         print(__doc__.strip())
         return

@@ -40,8 +40,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import (  # noqa: F401  re-exported, so that this module can stand in for torch.distributed
-    P2POp, ReduceOp, batch_isend_irecv, get_global_rank, get_rank, get_world_size,
-    init_process_group, irecv, is_initialized, new_group)
+    P2POp,
+    ReduceOp,
+    batch_isend_irecv,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    irecv,
+    is_initialized,
+    new_group,
+)
 from torch.distributed import isend as _isend
 
 import kernels
@@ -58,9 +67,9 @@ RECEIVES_AHEAD = 4
 # Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
 # against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
-# On NCCL a batch of messages costs the CPU some 100 us to issue, a CUDA graph of several 10: up to here, operations that come back
-# are replayed on buffers of their own, at the price of copying in and out.
-REPLAY_BYTES = 1 << 25
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25: operations that come back to the same memory
+# are replayed, up to this many bytes (a graph keeps its room for what arrives) and this many different ones.
+REPLAY_BYTES, REPLAYS = 1 << 27, 512
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -138,14 +147,14 @@ class Link:
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.native = False  # True: torch.distributed's own collectives serve this group
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", torch_dist.get_world_size()))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
         nodes = {rank // local for rank in torch_dist.get_process_group_ranks(group)}
         self.switched = self.backend == "nccl" and len(nodes) == 1  # GPUs of one node: a switch joins every two of them
         self.name, self.log = None, Traffic()  # the operation under way
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
-        self._graphs = {}
+        self._graphs, self._pools = {}, {}
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -181,13 +190,19 @@ class Link:
             self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
         return self._scratch[:count * like.element_size()].view(like.dtype)
 
-    def run(self, name, body, tensors, async_op):
-        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`."""
+    def run(self, name, body, tensors, async_op, key=None):
+        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
+
+        key: tells it from all others, where it may be replayed from a CUDA graph.
+        """
         def logged():
             self.name, self.log = name, _traffic[name]
             self.log.calls += 1
-            with torch.no_grad():
-                body()
+            if key is None:
+                with torch.no_grad():
+                    body()
+            else:
+                self._replayed(key, body)
             progress(f"after {name}")
 
         if self.backend == "nccl":
@@ -208,41 +223,34 @@ class Link:
             t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
-    def replayed(self, algorithm, arguments):
-        """Run an algorithm; from the second time on with tensors of these shapes, by replaying a CUDA graph of it.
+    @torch.no_grad()
+    def _replayed(self, key, body):
+        """Run it; the third time on the same memory record it, and from then on replay that.
 
-        The graph is of buffers that stay where they are: what is read is copied in, what is written is copied out.
+        The first two times connect the ranks, and show that the memory comes back: buckets do, and activations, step after step.
         """
-        tensors = {k: t for k, t in arguments.items() if isinstance(t, torch.Tensor)}
-        key = algorithm, arguments.get("op"), torch.cuda.current_stream().cuda_stream, *[(t.shape, t.dtype) for t in tensors.values()]
-        recording = self._graphs.get(key)
-        if not recording:
-            if torch.cuda.is_current_stream_capturing() or recording is None:
-                self._graphs.setdefault(key, ())
-                return algorithm(self, **arguments)
-            recording = self._graphs[key] = self._record(algorithm, arguments, tensors)
-        graph, kept, messages, sent = recording
-        for name, t in tensors.items():
-            if name in ("tensor", "input", "input_tensor"):
-                kept[name].copy_(t)
-        graph.replay()
-        self.log.messages += messages
-        self.log.bytes += sent
-        for name, t in tensors.items():
-            if name in ("tensor", "output", "output_tensor"):
-                t.copy_(kept[name])
-
-    def _record(self, algorithm, arguments, tensors):
-        kept = {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
-        log, graph, side = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        self.log = Traffic()  # recording sends nothing
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on allocating
-            algorithm(self, **{**arguments, **kept})
-            graph.capture_end()
-        recorded, self.log = self.log, log
-        return graph, kept, recorded.messages, recorded.bytes
+        recording = None if torch.cuda.is_current_stream_capturing() else self._graphs.get(key, 0)
+        if recording == 2:
+            # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it.
+            pool = self._pools.setdefault(key[1], torch.cuda.graph_pool_handle())
+            log, graph, stream = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            self.log = Traffic()  # recording sends nothing
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
+                body()
+                graph.capture_end()
+            recording, self.log = (graph, self.log.messages, self.log.bytes), log
+            self._graphs[key] = recording
+        if isinstance(recording, tuple):
+            graph, messages, sent = recording
+            graph.replay()
+            self.log.messages += messages
+            self.log.bytes += sent
+            return
+        body()
+        if recording is not None and (key in self._graphs or len(self._graphs) < REPLAYS):
+            self._graphs[key] = recording + 1
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -260,7 +268,7 @@ class Link:
                 return
             try:
                 future.set_result(body())
-            except BaseException as error:  # the caller's thread raises it, in wait()
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 future.set_exception(error)
 
 
@@ -636,9 +644,10 @@ def _start(algorithm, group, async_op, **arguments):
     if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
-    repeats = algorithm in REPLAYED and link.backend == "nccl" and 0 < max((t.nbytes for t in tensors), default=0) <= REPLAY_BYTES
-    body = functools.partial(link.replayed, algorithm, arguments) if repeats else functools.partial(algorithm, link, **arguments)
-    return link.run(name, body, tensors, async_op)
+    key = None
+    if algorithm in REPLAYED and link.backend == "nccl" and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
+        key = algorithm, async_op, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    return link.run(name, functools.partial(algorithm, link, **arguments), tensors, async_op, key)
 
 
 def _root(group, rank, group_rank):
@@ -766,13 +775,14 @@ def initialize(device_type, timeout=600):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a page of traceback
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
     world = {}
     if "RANK" not in os.environ:
         world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         world = dict(store=_fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
                        device_id=device if device_type == "cuda" else None, **world)

@@ -649,23 +649,21 @@ def _cast(value, dtype):
     return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1):
+def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1, fused=True):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: what
-    autograd keeps from the forward of one micro-batch of that many sequences, with attention that keeps no (T, T) matrix; a
-    pipeline holds `held` of them. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; all where left out.
+    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: see below,
+    `held` micro-batches of them at once in a pipeline. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; all
+    where left out.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
-    wide, narrow = master_dtype(dtype).itemsize, dtype.itemsize
-    all_ = matrix + vector
-    mine = matrix / dp + vector if zero == 3 else all_ / dp if zero else all_  # what this rank's optimizer steps
+    wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
+    mine = matrix / dp + vector if zero == 3 else whole / dp if zero else whole  # what this rank's optimizer steps
     masters = wide * mine if wide != narrow else 0
-    parameters = narrow * all_ if zero < 3 else narrow * vector + (0 if masters else wide * mine)
-    gradients = wide * (all_ if zero < 2 else mine)
-    return dict(parameters=int(parameters), gradients=int(gradients), optimizer=int(2 * wide * mine + masters),
-                activations=held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces))
+    return dict(parameters=int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
+                gradients=int(wide * (whole if zero < 2 else mine)), optimizer=int(2 * wide * mine + masters),
+                activations=held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused))
 
 
 @functools.cache
@@ -675,28 +673,29 @@ def local_elements(config, tp, pieces):
     for run in pieces:
         for name, param in GPT(config, seed=None, pieces=run).named_parameters():
             layer, _, leaf = name.rpartition(".")
-            kind = next((make for ending, make in GPT2_PLAN.items() if layer == ending or layer.endswith("." + ending)), None)
-            cut = kind is not None and not (kind is RowParallelLinear and leaf == "bias")
-            count[param.dim() == 1] += param.numel() / (tp if cut else 1)
+            how = planned(layer, GPT2_PLAN)
+            count[param.dim() == 1] += param.numel() / (1 if how is None or how is RowParallelLinear and leaf == "bias" else tp)
     return tuple(count)
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces):
-    """Bytes kept from forward to backward. A block, elements a token:
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True):
+    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
 
-    recompute "block" keeps x alone, and once more a block's worth while it is run again; "attention" drops q, k, v and output.
-    The head keeps its input, LN of it, the logits in float32 and their log-softmax.
+    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention" drops
+    q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its input,
+    LN of it, and the logits: as they are if `fused`, where the loss's kernel leaves the gradient in their place, and where the
+    vocabulary is cut; PyTorch's own loss keeps a float32 log-softmax.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks, head = sum(1 <= i <= config.n_layer for run in pieces for i in run), any(config.n_layer + 1 in run for run in pieces)
-    attention, mlp = 4 * c / tp, 2 * config.inner / tp
-    block = {"none": 4 * c + attention + mlp, "attention": 4 * c + mlp, "block": c}[recompute]
-    statistics = 16 + 4 * config.n_head / tp if recompute == "none" else 0  # layer norm's mean and deviation, log-sum-exp
-    head *= 2 * c * width + (4 if width == 2 else width) * config.vocab_size / tp
-    return int(tokens * (blocks * (block * width + statistics) + head + 8))
+    attention = (4 * c * width + 4 * config.n_head) / tp
+    rest = 4 * c * width + 16 + 2 * config.inner * width / tp
+    block = {"none": rest + attention, "attention": rest, "block": c * width}[recompute]
+    logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
+    return int(tokens * (blocks * block + head * (2 * c * width + 16 + logits) + 8))
 
 
 # ------------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -833,41 +832,31 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, group, first):
-        ctx.kernel = kernels.on_triton(logits)
-        if ctx.kernel:
-            z, local = logits.contiguous(), targets - first
-            mine, total, target = kernels.softmax_sums(z, local)
-            top = mine.clone()
-            dist.all_reduce(top, dist.ReduceOp.MAX, group)
-            sums = torch.stack([total * (mine - top).exp(), target])
-            dist.all_reduce(sums, group=group)
-            ctx.save_for_backward(z, local, top, sums[0])
-            return (sums[0].log() + (top - sums[1])).mean()
-        z = logits if logits.dtype == torch.float64 else logits.float()
-        top = z.amax(-1)
+        z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
+        mine, total, target = (kernels.softmax_sums if kernels.on_triton(z) else softmax_sums)(z, local)
+        top = mine.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
-        z = (z - top.unsqueeze(-1)).contiguous()
-        local = targets - first
-        elsewhere = (local < 0) | (local >= z.shape[1])
-        local = local.masked_fill(elsewhere, 0)
-        target = z.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
-        p = z.exp_()
-        sums = torch.stack([p.sum(-1), target])
+        sums = torch.stack([total * (mine - top).exp(), target])
         dist.all_reduce(sums, group=group)
-        p /= sums[0].unsqueeze(-1)
-        ctx.save_for_backward(p, local, elsewhere)
-        ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).mean()
+        ctx.save_for_backward(z, local, top, sums[0])
+        return (sums[0].log() + (top - sums[1])).mean()
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.kernel:
-            z, local, top, total = ctx.saved_tensors
+        z, local, top, total = ctx.saved_tensors
+        if kernels.on_triton(z):  # in the logits' memory
             return kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float()), None, None, None
-        p, local, elsewhere = ctx.saved_tensors
-        p = p.clone()  # saved tensors stay as they are: backward may run again
-        p.scatter_add_(1, local.unsqueeze(1), elsewhere.to(p.dtype).sub(1).unsqueeze(1))
-        return (p * (grad / len(p))).to(ctx.dtype), None, None, None
+        p = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+        here = ((0 <= local) & (local < z.shape[1])).nonzero().squeeze(-1)
+        p[here, local[here]] -= 1
+        return (p * (grad / len(p))).to(z.dtype), None, None, None
+
+
+def softmax_sums(z, targets):
+    """(top, total, z_t) of each row of z (n, V), as the kernel of that name gives them: z_t is 0 for a target on another rank."""
+    z = z if z.dtype == torch.float64 else z.float()
+    top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
+    return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
 
 
 def cross_entropy(logits, targets, vocab_size, group=None):
@@ -888,6 +877,11 @@ GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer 
 }
 
 
+def planned(name, plan):
+    """What a plan does with the layer of this name; None: it stays whole."""
+    return next((how for ending, how in plan.items() if ("." + name).endswith("." + ending)), None)
+
+
 def tensor_parallel(module, group, plan=GPT2_PLAN):
     """Replace every layer the plan names (by the end of its name) with this rank's slice of it, in place. Ties stay ties.
 
@@ -895,12 +889,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
     """
     slices = {}  # weight -> its slice: a tied weight is cut once
     for name, layer in list(module.named_modules()):
-        for ending, make in plan.items():
-            if name == ending or name.endswith("." + ending):
-                new = make(layer, group)
-                new.weight = slices.setdefault(layer.weight, new.weight)
-                parent, _, leaf = name.rpartition(".")
-                setattr(module.get_submodule(parent), leaf, new)
+        if how := planned(name, plan):
+            new = how(layer, group)
+            new.weight = slices.setdefault(layer.weight, new.weight)
+            parent, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, new)
     return module
 
 
@@ -1155,19 +1148,21 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, later, params):
-        ctx.save_for_backward(x, weight)
+        padded = weight if params[1] is not None else kernels.pad_outputs(x, weight)
+        y = F.linear(x, padded, params[1])
+        ctx.save_for_backward(x, padded, y.data if padded is not weight else None)
         ctx.later, ctx.params = later, params
-        return F.linear(x, weight, params[1])
+        return y[..., :len(weight)]
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight, y = ctx.saved_tensors
         params, later = ctx.params, ctx.later
+        rows = grad.flatten(0, -2) if y is None else kernels.pad_columns(grad, y)
 
         @torch.no_grad()
         def weight_gradients():
-            rows = grad.flatten(0, -2)
-            later.into_product(params[0], rows.T, x.flatten(0, -2))
+            later.into_product(params[0], rows[:, :len(params[0])].T, x.flatten(0, -2))
             if params[1] is not None:
                 later.into(params[1], rows.sum(0))
 
@@ -1175,7 +1170,7 @@ class SplitLinear(torch.autograd.Function):
             weight_gradients()
         else:
             later.queue.append(weight_gradients)
-        return grad @ weight, None, None, None
+        return (rows @ weight).view(x.shape), None, None, None
 
 
 def accumulate(param, grad):
