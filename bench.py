@@ -5,6 +5,7 @@
     python bench.py strategies                     one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64                 no GPU needed: layouts that fit, their predicted step time, what limits each
     python bench.py scaling                        1, 2, 4, ... GPUs, weak and strong
+    python bench.py pictures FILE...               SVG of what these, and train.py --trace, have left in files
 
 Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its rows there with
 hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both see the same machine; a
@@ -19,20 +20,23 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import html
 import inspect
 import json
 import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -121,7 +125,7 @@ class Table:
 
 
 def say(text):
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         print(text, flush=True)
 
 
@@ -134,12 +138,12 @@ def environment(device):
         commit = "unknown"
     cuda = device.type == "cuda"
     return dict(hardware=torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-                processes=int(os.environ.get("WORLD_SIZE", 1)), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
+                processes=int(os.environ.get("WORLD_SIZE", "1")), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
                 triton=getattr(kernels.triton, "__version__", None), nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None)
 
 
 def write_json(path, what, device, tables, **more):
-    if path and int(os.environ.get("RANK", 0)) == 0:
+    if path and int(os.environ.get("RANK", "0")) == 0:
         with open(path, "w") as file:
             json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]), file, indent=1)
 
@@ -444,6 +448,13 @@ def lecture_elu(x):
     return torch.where(x < 0, torch.exp(x) - 1, x)
 
 
+def sdpa(backend):
+    def run(q, k, v):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return run
+
+
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
     def random(*shape):
@@ -472,15 +483,9 @@ def operations(device, dtype, n, only):
         t = t if n > 1 << 20 else t // 64
         b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-
-        def sdpa(backend):
-            def run(q, k, v):
-                with torch.nn.attention.sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return run, [q, k, v]
         backends = dict(FLASH="FLASH_ATTENTION", cuDNN="CUDNN_ATTENTION") if device.type == "cuda" else dict(math="MATH")
         yield Operation(f"attention T={t} D={d} causal", {
-            **{f"SDPA {key}": sdpa(getattr(torch.nn.attention.SDPBackend, value)) for key, value in backends.items()},
+            **{f"SDPA {key}": (sdpa(getattr(torch.nn.attention.SDPBackend, value)), [q, k, v]) for key, value in backends.items()},
             "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
@@ -714,7 +719,7 @@ def stage_costs(trainer, device, repeats):
                     passage.backward(kind, torch.ones_like(out))
                     marks[-1].append(mark(device))
         synchronize(device)
-        samples.append([sum(column) for column in zip(*([between(a, b) for a, b in zip(row, row[1:])] for row in marks))])
+        samples.append([sum(column) for column in zip(*([between(*pair) for pair in pairwise(row)] for row in marks))])
     f, *backward = max(of_all_ranks([statistics.median(column) for column in zip(*samples[2:])]), key=sum)
     return f, *(backward if len(backward) == 2 else [backward[0] / 2] * 2)
 
@@ -780,7 +785,12 @@ def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q, k and v, not
     by heads: other numbers, the same work."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
@@ -1010,6 +1020,7 @@ def limit(costs):
 
 
 def plan(a):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     config, machine = a.config, a.machine
     say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of {config.seq_len} a step"
         f"\n{describe_machine(machine)}")
@@ -1065,18 +1076,169 @@ def scaling(a):
                     first = one.setdefault((kind, row["strategy"], row["who"]), row["tokens"])
                     table.row(kind=kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
                               **{key: row.get(key) for key in ("strategy", "who", "ms", "tokens", "mfu")})
-    write_json(a.json, "scaling", torch.device("cpu"), [table])
+    write_json(a.json, "scaling", torch.device(a.device), [table])
     return table
+
+
+# ----------------------------------------------------------------------------------------------------------------- pictures
+#
+# SVG text of words, boxes, and charts made of both. Colours of middle brightness on no background, so that a picture can be read on a
+# light page and on a dark one.
+
+COLOURS = "#4c8dd6", "#e0883a", "#4ba36b", "#9a6fc4", "#c2577a", "#888"
+
+
+def words(x, y, what, size=11, anchor="middle"):
+    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">{html.escape(what)}</text>'
+
+
+def boxes(colour, rectangles, opacity=1):
+    """Rectangles (x, y, width, height) of one colour."""
+    path = "".join(f"M{x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z" for x, y, w, h in rectangles)
+    return f'<path fill="{colour}" fill-opacity="{opacity}" d="{path}"/>'
+
+
+def chart(title, groups):
+    """Bars side by side, 1000 x 280. groups: {label: {bar: {part: value}}}; a bar is a stack of parts, each part of one colour."""
+    bars = [parts for group in groups.values() for parts in group.values()]
+    kinds = {part: [] for parts in bars for part in parts}
+    unit, step = 180 / max(sum(parts.values()) for parts in bars), 960 / (len(bars) + len(groups) - 1)
+    out, x = [words(20, 14, title, 13, "start")], 20.0
+    for label, group in groups.items():
+        out.append(words(x + step * len(group) / 2, 270, label, 12))
+        for bar, parts in group.items():
+            y, middle, total = 240.0, x + 0.45 * step, sum(parts.values())
+            for part, value in parts.items():
+                y -= value * unit
+                kinds[part].append((x, y, 0.9 * step, value * unit))
+            out += [words(middle, y - 4, f"{total:,.0f}" if total >= 100 else f"{total:.3g}"),
+                    words(middle, 253, "" if bar in parts else bar, 10)]
+            x += step
+        x += step
+    for i, (part, rectangles) in enumerate(kinds.items()):
+        x = 20 + 960 / max(5, len(kinds)) * i
+        out += [boxes(COLOURS[i % len(COLOURS)], [(x, 24, 10, 10), *rectangles]), words(x + 15, 33, part, 11, "start")]
+    return "\n".join(out)
+
+
+def write_svg(folder, name, height, parts):
+    path = os.path.join(folder, name + ".svg")
+    with open(path, "w") as file:
+        file.write("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {height}" font-family="sans-serif" fill="#888">',
+                              *parts, "</svg>\n"]))
+    say(path)
+
+
+def ring_states():
+    """What the ranks' tensors hold before and after each step of the real ring's all-reduce, [state][rank][chunk]: rank r starts
+    from 1 << r, so a sum has a bit for each rank whose data is in it."""
+    link, n, r, states = dist._link(None), dist.get_world_size(), dist.get_rank(), []
+    t = torch.full((n,), 1 << r)
+    chunks = t.tensor_split(n)
+
+    def watch(step):  # nobody sends what comes next before all have looked: receives are posted early
+        states.append(t.tolist())
+        torch_dist.barrier()
+
+    watch("start")
+    link.watch = watch
+    dist._ring_reduce_scatter(link, chunks, [chunks[(r - 2 - s) % n] for s in range(n - 1)], dist.ReduceOp.SUM)
+    dist._ring_all_gather(link, chunks)
+    link.watch = lambda step: None
+    return list(zip(*of_all_ranks(states)))
+
+
+def draw_ring(states):
+    n, width = len(states[0]), 1000 / len(states)
+    out, cells, filled, cell = [], [], [[] for _ in range(n)], (width - 15) / n
+    for s, state in enumerate(states):
+        out.append(words(width * s + width / 2, 14, "start" if s == 0 else f"reduce-scatter {s}" if s < n else f"all-gather {s - n + 1}"))
+        for rank, row in enumerate(state):
+            for c, bits in enumerate(row):
+                x, y, w = width * s + 8 + cell * c, 22 + 30 * rank, (cell - 3) / n
+                cells.append((x, y, n * w, 26))
+                for i in range(n):
+                    filled[i] += [(x + w * i, y, w, 26)] * (bits >> i & 1)
+    text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
+    return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
+
+
+def timeline_of(found):
+    """The pipeline as it ran: what train.py's trace says of computation, as `parallel.draw_svg` takes it."""
+    spans = defaultdict(list)
+    for event in found["traceEvents"]:
+        if event["ph"] == "X" and (kind := event["name"].split()[0]) in ("F", "B", "I", "W"):
+            action = parallel.Action(kind, event["args"]["stage"], event["args"]["micro_batch"])
+            spans[event["tid"]].append((action, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+    first = min(start for row in spans.values() for _, start, _ in row)
+    rows = [[(action, start - first, end - first) for action, start, end in spans[rank]] for rank in sorted(spans)]
+    return parallel.Timeline(rows, max(row[-1][2] for row in rows), idle=None, peak=None)
+
+
+def comparisons(found):
+    """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
+    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # ours first: the same colour everywhere
+
+    def groups(label, bars, keep=lambda row: True):  # bars(row): {bar: a value, or {part: value}}
+        made = defaultdict(dict)
+        for row in filter(keep, rows):
+            made[label(row)] |= {bar: value if isinstance(value, dict) else {bar: value} for bar, value in bars(row).items() if value}
+        return {label: bars for label, bars in made.items() if bars}
+
+    if found["what"] == "kernels":
+        for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")):
+            for way in ("forward", "backward"):
+                yield picture, f"{op}{way}, {unit}", groups(lambda row: row["op"].removeprefix(op), lambda row: {row["who"]: row[key]},
+                                                            lambda row: row["op"].startswith(op) and row["way"] == way)
+    elif found["what"] == "collectives":
+        yield "all-reduce", "all-reduce, bus GB/s by size", groups(
+            lambda row: f"{row['size']:,.0f} KiB", lambda row: {"ours": row["bus"], "torch": row["torch_bus"]},
+            lambda row: row["op"] == "all_reduce" and "bus" in row)
+    elif found["what"] == "strategies":
+        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors, predicted and measured; the allocator's peak", groups(
+            lambda row: row["strategy"], lambda row: {
+                **{when: {kind: n / 2**30 for kind, n in kinds.items()}
+                   for when, kinds in zip(("predicted", "measured"), row["memory_by_rank"][0])}, "peak": row["peak"]},
+            lambda row: row["strategy"] in ("ddp", "zero1", "zero2", "zero3") and "memory_by_rank" in row)
+        yield "strategies", f"{found['model']}, tokens/s a GPU", groups(lambda row: row["strategy"], lambda row: {
+            row["who"] if row["who"].startswith("ours") else "torch": row["tokens"]})
+    else:
+        yield "scaling", "tokens/s a GPU, % of one GPU's", groups(lambda row: f"{row['kind']} {row['gpus']}", lambda row: {
+            f"{row['strategy']} {row['who']}": row["efficiency"]})
+
+
+def pictures(a):
+    """SVG of what the files hold, and of the ring, for which no file is needed: these processes run it."""
+    dist.initialize("cpu")
+    states = ring_states()
+    if dist.get_rank():
+        return
+    write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
+    for path, found in a.found.items():
+        if "traceEvents" in found:
+            parallel.draw_svg(timeline_of(found), os.path.join(a.into, "pipeline.svg"))
+            say(os.path.join(a.into, "pipeline.svg"))
+            continue
+        charts = defaultdict(list)
+        for picture, title, groups in comparisons(found):
+            if groups:
+                at = f'<g transform="translate(0 {290 * len(charts[picture])})">'
+                charts[picture].append(at + chart(f"{title}; {found['hardware']}", groups) + "</g>")
+            else:
+                say(f"{path}: no rows for '{title}', not drawn")
+        for picture, parts in charts.items():
+            write_svg(a.into, picture, 290 * len(parts) - 10, parts)
 
 
 # -------------------------------------------------------------------------------------------------------------------- flags
 
-WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling}
+WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling,
+        "pictures": pictures}
 OF_A_MODEL, MEASURED, TRAINED = ("strategies", "plan", "scaling"), ("kernels", "collectives", "strategies", "scaling"), ("strategies", "scaling")
 SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")
 FLAGS = [  # which of WHAT take it, its name, the rest
-    (tuple(WHAT), "--json", dict(default="", metavar="FILE", help="leave the rows there, with hardware, versions, commit")),
-    (tuple(WHAT), "--gpus", dict(type=parallel.positive, help="processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2")),
+    ((*MEASURED, "plan"), "--json", dict(default="", metavar="FILE", help="leave the rows there, with hardware, versions, commit")),
+    ((*MEASURED, "plan"), "--gpus", dict(type=parallel.positive, help="processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2")),
     (MEASURED, "--device", dict(choices=["auto", "cpu", "cuda"], default="auto")),
     (MEASURED, "--quick", dict(action="store_true", help="tiny sizes, few repeats: does it work?")),
     (MEASURED, "--only", dict(nargs="+", metavar="NAME", help="of the kernels, collectives or strategies; left out, all; scaling: ddp zero3")),
@@ -1095,6 +1257,8 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (("plan",), "--node", dict(type=parallel.positive, help="GPUs of a node, instead of the machine's")),
     (("plan",), "--network", dict(type=parallel.positive, metavar="GB/S", help="from a GPU to another node, instead of the machine's")),
     (("plan",), "--top", dict(type=parallel.positive, default=15, help="layouts to print")),
+    (("pictures",), "files", dict(nargs="*", metavar="FILE", help="what --json, or train.py's --trace, wrote; without one, the ring alone")),
+    (("pictures",), "--into", dict(default="assets", metavar="DIR", help="where the SVG files go")),
 ]
 
 
@@ -1111,6 +1275,9 @@ def parse(words):
 
 def check(a, world):
     """Fill in what was left out; BadInput before any process starts. Returns the number of processes needed."""
+    if a.what == "pictures":
+        check_files(a)
+        return world if world > 1 else 4
     if a.json and not os.path.isdir(os.path.dirname(os.path.abspath(a.json))):
         raise BadInput(f"--json {a.json}: there is no such folder; give e.g. --json {os.path.basename(a.json)}")
     if a.what == "plan":
@@ -1178,6 +1345,25 @@ def check_strategies(a, batch_size):
         raise BadInput(f"--batch-size {a.batch_size}: no strategy can run so; {a.reasons[0]}")
 
 
+def check_files(a):
+    """a.found: {file: what is in it}."""
+    a.found, first = {}, {}
+    for path in a.files:
+        try:
+            with open(path) as file:
+                found = json.load(file)
+            kind = "trace" if "traceEvents" in found else found["what"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or `train.py --trace` wrote") from None
+        if kind not in ("trace", *MEASURED):
+            raise BadInput(f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
+        if kind in first:
+            raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give it alone, with --into another folder")
+        a.found[path], first[kind] = found, path
+    if int(os.environ.get("RANK", 0)) == 0:
+        train.check_folder(a.into, "--into")
+
+
 def load_machine(a):
     machine = MACHINES.get(a.machine)
     if machine is None:
@@ -1198,7 +1384,7 @@ def load_machine(a):
 
 
 def main():
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if len(sys.argv) == 1:
         print(__doc__.strip())
         return

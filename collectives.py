@@ -40,8 +40,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import (  # noqa: F401  re-exported, so that this module can stand in for torch.distributed
-    P2POp, ReduceOp, batch_isend_irecv, get_global_rank, get_rank, get_world_size,
-    init_process_group, irecv, is_initialized, new_group)
+    P2POp,
+    ReduceOp,
+    batch_isend_irecv,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    irecv,
+    is_initialized,
+    new_group,
+)
 from torch.distributed import isend as _isend
 
 import kernels
@@ -138,7 +147,7 @@ class Link:
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.native = False  # True: torch.distributed's own collectives serve this group
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", torch_dist.get_world_size()))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
         nodes = {rank // local for rank in torch_dist.get_process_group_ranks(group)}
         self.switched = self.backend == "nccl" and len(nodes) == 1  # GPUs of one node: a switch joins every two of them
         self.name, self.log = None, Traffic()  # the operation under way
@@ -247,7 +256,8 @@ class Link:
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}").start()
+            self._worker = threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}")
+            self._worker.start()
         future = Future()
         self._jobs.put((future, body))
         return Handle(future.result, future.done)
@@ -259,7 +269,7 @@ class Link:
                 return
             try:
                 future.set_result(body())
-            except BaseException as error:  # the caller's thread raises it, in wait()
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 future.set_exception(error)
 
 
@@ -288,6 +298,7 @@ def destroy_process_group(group=None):
             del _links[name]
             if link._jobs:
                 link._jobs.put((None, None))
+                link._worker.join(2)  # a daemon thread that the interpreter ends inside of C++ would take the process with it
     if torch.cuda.is_initialized():
         link = None
         gc.collect()  # NCCL waits for CUDA graphs of a group's kernels to be gone before the group may go
@@ -766,14 +777,14 @@ def initialize(device_type, timeout=600):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a page of traceback
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
     world = {}
     if "RANK" not in os.environ:
         world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         world = dict(store=_fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
                        device_id=device if device_type == "cuda" else None, **world)

@@ -12,8 +12,7 @@ Each section is a page to learn one kernel from: the math, a reference in plain 
 kernel, the autograd function, the bytes and FLOPs it should cost. All but attention and the product are bound by memory: best is
 to read every element once and write it once, at the speed of a copy.
 
-    python kernels.py          errors against float64, and PyTorch's own beside them
-    python bench.py kernels    on a GPU: times, PyTorch's and torch.compile's beside them, and the share of what the GPU can do
+    python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times, as `python bench.py kernels`
 
 `use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, PyTorch's own operations
 for all others; `use("triton")` takes it on any.
@@ -1080,8 +1079,12 @@ def main():
         print(f"  {name:22} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     tall, wide = 8192 // TILES[0], 8192 // TILES[1]
     print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs "
-          f"at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in "
-          f"groups\ntimes, on a GPU: python bench.py kernels")
+          f"at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
+    if not gpu:
+        print("times need a GPU")
+        return
+    sys.stdout.flush()  # the times, beside PyTorch's, are a table of bench.py
+    os.execv(sys.executable, [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench.py"), "kernels", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
+from torch import nn
 
 import kernels
-
 
 ACTIVATIONS = {"gelu": kernels.gelu, "elu": kernels.elu}
 
@@ -313,7 +312,7 @@ def open_hf(folder):
             raise ValueError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
         try:
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # whatever a damaged or hostile file makes the unpickler say
+        except Exception as error:  # noqa: BLE001  whatever a damaged or hostile file makes the unpickler say
             raise ValueError(f"{path}: not a file of tensors ({type(error).__name__}: {str(error).splitlines()[0]})") from None
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     if config.tied:

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import functools
 import gc
+import importlib.util
 import inspect
 import itertools
 import json
@@ -22,6 +23,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -31,6 +33,8 @@ import sys
 import time
 import traceback
 import weakref
+import xml.etree.ElementTree
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -1072,6 +1076,31 @@ def test_memory_table_is_the_lecture_s():
     assert rows[0] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"] and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"]
 
 
+def activations_of(text, choice, tp, *flags):
+    """(bytes alive after forward, bytes predicted) on this rank."""
+    device = torch.get_default_device()
+    s = train.parse(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32", "--batch-size", "1",
+                     "--tp", tp, "--device", device.type, *flags])
+    config, source = train.model_config(s)
+    with torch.device("cpu"):
+        train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
+        kernels.use(choice)
+        trainer = train.Trainer(s, config, source, train.load_data(s, 256), device)
+        trainer.step(0, train.BirthLog())
+        kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer)["activations"]
+        kernels.use("auto")
+    return kept
+
+
+@pytest.mark.parametrize("choice, tp", [("torch", 1), ("torch", 2), ("triton", 1)])
+def test_activations_take_what_is_predicted(pool, text, choice, tp):
+    if choice == "triton" and not kernels.HAVE_TRITON:
+        pytest.skip("no package triton for this machine")
+    for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block")):
+        for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute", recompute):
+            assert 0.93 < kept / predicted < 1.07, (dtype, recompute)
+
+
 @pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])
 def test_gradients_not_zeroed_add_up(pool, stage):
     pool(2).run(kept_gradients, stage)
@@ -1258,6 +1287,41 @@ def test_pipeline_demo_draws_all_four(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"pipeline-{n}.svg" for n in ("1f1b", "gpipe", "interleaved", "zb-h1")]
 
 
+def printed_by(*words):
+    process = command(sys.executable, "parallel.py", *words)
+    printed, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    return printed.splitlines()
+
+
+def test_data_demo_shows_buckets_that_leave_before_backward_ends():
+    lines = printed_by("data", "--ranks", "3")
+    rows = [line for line in lines if " of 52 " in line]
+    leaves = [int(row.split()[0]) for row in rows]
+    assert leaves == sorted(set(leaves)) and len(leaves) > 2 and leaves[-1] == 52
+    assert "ln_f, h.3" in rows[0] and "h.0, wpe, wte" in rows[0] and "travels alone" in rows[-1]
+    law, (naive, ddp) = 4 * 8 * model.PRESETS["tiny"].parameters() // 3, (line.split()[-4:] for line in lines[-3:-1])
+    assert f"{law:,}" in lines[-1] and abs(int(ddp[2].replace(",", "")) - law) <= 4 * 8 * len(leaves)  # padding
+    assert int(naive[0]) == 52 and int(ddp[0]) == len(leaves) and max(float(naive[3]), float(ddp[3])) < 1e-13
+
+
+def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer():
+    lines = printed_by("tensor", "--ranks", "3")
+    law = 4 * 16 * 128 * 96 * 8 // 3
+    assert f"{law:,} a rank" in lines[0] and sum(f"{law:,} bytes sent" in line for line in lines) == 4  # f and g, twice
+    assert [re.findall(r"\([\d, ]+\)", line)[0] for line in lines if line.startswith("  rank")] == 3 * ["(96, 96)"] + 3 * ["(96, 128)"]
+    errors = [[float(e) for e in re.findall(r"\de-\d+", line)] for line in lines if "off from one" in line]
+    assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
+
+
+@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["data", "--ranks", "two"], ["memory", "--model", "gpt9"], []], ids=str)
+def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        parallel.main()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 # -------------------------------------------------------------------------------------------------------------------- training
 
 TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "8", "--log-every", "1"]
@@ -1313,6 +1377,9 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         for kind in ("parameters", "gradients", "optimizer"):
             predicted, measured = memory["predicted_bytes"][kind], memory["measured_bytes"][kind]
             assert abs(measured - predicted) <= 0.02 * predicted + 200, (layout, kind, memory)  # padding
+        if layout[2] < 2 and layout[3] < 3:  # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing
+            kept = memory["measured_bytes"]["activations"] / memory["predicted_bytes"]["activations"]
+            assert 0.9 < kept < 1.1, (layout, memory)
         models = [GPT.from_hf(tmp_path / name / "step-00000020") for name in ("dp%dtp%dzero%dpp%d" % layout, "dp1tp1zero0pp1")]
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
 
@@ -1327,6 +1394,11 @@ def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
         mine = sorted((e for e in events if e["tid"] == rank), key=lambda e: e["ts"])
         assert [e["name"] for e in mine] == [f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
         assert all(e["dur"] >= 0 for e in mine)
+    span = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
+    for kind, first in (("F", 0), ("I", 1)):  # waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs
+        for i in range(4):
+            there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, 1 - first))
+            assert here[0] > there[1] - 1e3
 
 
 def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
@@ -1692,20 +1764,87 @@ def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
     assert close(rows[2]["efficiency"], 100 * 96 / 99)
 
 
+def ring_states():
+    return bench.ring_states()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_ring_picture_is_the_law(pool, size):
+    """Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1; each step changes no other."""
+    if pool.device_type == "cuda":
+        pytest.skip("the picture is of processes on the CPU")
+    states, *others = pool(size).run(ring_states)
+    assert others == [states] * (size - 1) and len(states) == 2 * size - 1 and states[0] == tuple([1 << r] * size for r in range(size))
+    for s, (before, after) in enumerate(zip(states, states[1:])):
+        for r in range(size):
+            changed = [c for c in range(size) if before[r][c] != after[r][c]]
+            assert changed == [(r - 2 - s if s < size - 1 else r - (s - size + 1) - 1) % size]
+            assert bin(after[r][changed[0]]).count("1") == min(s + 2, size)
+    assert states[-1] == tuple([(1 << size) - 1] * size for _ in range(size))
+    colours = [element for element in drawn(bench.draw_ring(states)) if element.get("fill") in bench.COLOURS[:size]]
+    assert [element.get("d").count("z") for element in colours] == [sum(bits >> r & 1 for state in states for row in state for bits in row)
+                                                                   for r in range(size)]
+
+
+def drawn(parts):
+    """Elements of SVG text, which must be XML."""
+    return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
+
+
+def test_pictures_show_what_files_hold(tmp_path):
+    GiB = 2**30
+    files = {
+        "kernels": [dict(op=f"attention T={t} D=64 causal", way=way, who=who, tflops=x, tb=1) for t in (1024, 4096)
+                    for way in ("forward", "backward") for who, x in (("SDPA <new>", 200 + t / 64), ("ours", 100))],
+        "collectives": [dict(op="all_reduce", size=1024, bus=3, torch_bus=2), dict(op="all_reduce", a=1, b=2)],
+        "strategies": [dict(strategy=name, who="ours, ring", tokens=1e4, peak=peak, memory_by_rank=[
+            [dict(parameters=GiB, activations=GiB), dict(parameters=GiB, activations=3 * GiB)]]) for name, peak in (("ddp", None), ("zero1", 4.5))],
+        "scaling": [dict(kind="weak", gpus=n, strategy="ddp", who="ours", efficiency=101 - n) for n in (1, 2)]}
+    for what, rows in files.items():
+        (tmp_path / f"{what}.json").write_text(json.dumps(dict(what=what, hardware="a machine", model="tiny", rows=rows)))
+    events = [dict(ph="X", name=f"{kind} stage 0 micro-batch 3", tid=0, ts=5e6 + i, dur=1, args=dict(stage=0, micro_batch=3))
+              for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
+    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=events + [dict(ph="M", name="thread_name", tid=0)])))
+    process = command(sys.executable, "bench.py", "pictures", *(str(tmp_path / f"{what}.json") for what in (*files, "trace")),
+                      "--into", str(tmp_path / "made"))
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
+    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies", "scaling", "pipeline")}
+    assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
+
+    def bars(name, colour):  # heights, the legend's box first
+        return [float(height) for path in made[name] if path.get("fill") == colour for height in re.findall(r"v([\d.]+)", path.get("d"))][1:]
+    ours, theirs, other = bench.COLOURS[:3]
+    tallest = 180 / (200 + 4096 / 64)
+    assert bars("attention.svg", ours)[:2] == pytest.approx([100 * tallest] * 2, abs=0.1)
+    assert bars("attention.svg", theirs)[:2] == pytest.approx([216 * tallest, 180], abs=0.1)
+    assert bars("zero-memory.svg", ours) == [40] * 4 and bars("zero-memory.svg", theirs) == [40, 120] * 2
+    assert bars("zero-memory.svg", other) == [180] and bars("all-reduce.svg", ours) == [180]
+    assert bars("scaling.svg", ours) == pytest.approx([180, 99 * 1.8], abs=0.1)
+    words = [element.text for element in made["attention.svg"] if element.tag.endswith("text")]
+    assert {"attention forward, TFLOP/s; a machine", "SDPA <new>", "ours", "T=4096 D=64 causal", "264"} <= set(words)
+    cells = [(element.get("x"), element.get("fill")) for element in made["pipeline.svg"] if element.tag.endswith("rect")]
+    assert cells == [("60.0", "#4c8dd6"), ("636.0", "#e0883a"), ("828.0", "#4ba36b")]  # sends and receives are left out
+
+
 BAD_BENCH = [
     ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"), ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
     ("collectives --max-bytes 7", "--max-bytes 7"), ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
-    ("scaling --only tp --gpus 3", "--tp 1"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network")]
+    ("scaling --only tp --gpus 3", "--tp 1"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network"),
+    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'what'"), ("pictures --into FILE", "--into"),
+    ("pictures TRACE TRACE", "would overwrite")]
 
 
 @pytest.mark.parametrize("words,names", BAD_BENCH)
 def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(dict(machine=dict(dataclasses.asdict(H200), network=None))))
-    words = words.replace("FILE", str(path)).split()
-    cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan") and "--device" not in words else []
+    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=[])))
+    words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).split()
+    cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
     monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
@@ -2463,5 +2602,125 @@ def test_python_kernels_py():
     process = command(sys.executable, "kernels.py")
     printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    if kernels.HAVE_TRITON:
-        assert "cross-entropy" in printed and "product + GELU" in printed and "rows and columns of tiles" in printed
+    if kernels.HAVE_TRITON and not GPUS:
+        assert "cross-entropy" in printed and "product + GELU" in printed and printed.endswith("times need a GPU\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- README
+
+README = open(os.path.join(HERE, "README.md")).read()
+MODULES = dict(model=model, kernels=kernels, collectives=dist, parallel=parallel, train=train, bench=bench, test_all=sys.modules[__name__])
+
+
+def readme_commands():
+    """Every command in README: lines of its fenced blocks, and what stands in backticks and starts like one."""
+    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", README, re.S) if not language]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
+    lines = [part.split("   ")[0].strip() for line in lines for part in line.split(" && ")]
+    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--", line)]
+
+
+def readme_rows():
+    """(what to read, what to run, what to look for) of each row of the reading guide."""
+    guide = README.split("## Reading guide")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("| ").split("|")][2:] for line in guide.splitlines() if line.startswith("| ")][1:]
+
+
+def named(token, where=None):
+    """Whether `token` is a class, function, method or constant of these files."""
+    for module in [MODULES[where]] if where else MODULES.values():
+        with contextlib.suppress(AttributeError):
+            functools.reduce(getattr, token.split("."), module)
+            return True
+    return False
+
+
+def test_readme_names_what_is_there():
+    """Every file, class, function, flag and link; in the guide's "read" column, names after a file are of that file."""
+    sources = {name: inspect.getsource(module) for name, module in MODULES.items()}
+    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)} | {name for _, name, _ in bench.FLAGS}
+    wrong, text = [], "".join(sources.values())
+    for read, _, _ in readme_rows():
+        where = None
+        for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
+            if name.endswith(".py"):
+                where = name[:-3]
+            elif not (named(name, where) if name else re.search(rf"(?m)^# -+ {section}\b", sources.get(where, text))):
+                wrong.append((where, name or section))
+    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S)):
+        if re.fullmatch(r"\w+\.py", token):
+            wrong += [token] * (token[:-3] not in MODULES)
+        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # others are the environment's
+            wrong += [token] * (not named(token) and not re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text))
+        elif token.startswith("--"):
+            wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
+    wrong += [link for link in re.findall(r"\]\(([^)]+)\)", README) if not os.path.exists(os.path.join(HERE, link))]
+    assert not wrong and len(readme_rows()) > 20
+
+
+def test_readme_commands_are_understood(monkeypatch, capsys):
+    understood = Counter()
+    for line in readme_commands():
+        words = [word for word in shlex.split(line) if not word.startswith("SLOW=")]
+        script = next((word for word in words if word.endswith(".py")), None)
+        rest = words[words.index(script) + 1:] if script else words
+        if words[0].endswith("pytest"):
+            tests = [name for name in globals() if name.startswith("test_")]
+            assert "-k" not in rest or any(rest[rest.index("-k") + 1] in name or rest[rest.index("-k") + 1] == "NAME" for name in tests), line
+        elif script == "train.py" and "--help" not in rest:
+            train.parse(rest)
+        elif script == "bench.py":
+            bench.parse([word for word in rest if word != "..."])
+        elif script == "parallel.py":
+            monkeypatch.setattr(sys, "argv", [script, *rest, "--help"])
+            with pytest.raises(SystemExit, match="0"):
+                parallel.main()
+        elif words[0].startswith("--"):
+            continue  # a flag alone: the test above
+        understood[script] += 1
+    assert understood["train.py"] > 12 and understood["bench.py"] > 5 and understood["parallel.py"] > 1
+
+
+@pytest.mark.parametrize("line,says", [
+    ("python model.py", "6 N + 12 L C T"), ("python collectives.py", "counted | formula"), ("python bench.py plan --gpus 64", "beside computation"),
+    ("python train.py --recompute block --steps 50", "activations")])
+def test_readme_commands_run(line, says):
+    assert line in readme_commands()
+    short = ["--steps", "1", "--sample", "0", "--eval-every", "0"] if "train.py" in line else []
+    process = command(sys.executable, *shlex.split(line)[1:], *short)
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0 and says in printed, errors
+
+
+def readme_code(folder):
+    """README's Python as a module that has what parallel.py and kernels.py have."""
+    code = "\n\n".join(["from kernels import *", "from parallel import *", *re.findall(r"```python\n(.*?)```", README, re.S)])
+    with open(os.path.join(folder, "readme_code.py"), "w") as file:
+        file.write(code)
+    spec = importlib.util.spec_from_file_location("readme_code", file.name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sign_gradients(folder):
+    net = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        [p.fill_(0.5) for p in net.parameters()]
+    strategy = readme_code(folder).SignDDP(net, None)
+    strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
+    strategy.finish_grad_sync()
+    return [p.grad.tolist() for p in net.parameters()]
+
+
+def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):
+    (tmp_path / "0").mkdir()
+    added = readme_code(tmp_path / "0")
+    for p, m in ((1, 1), (3, 5), (4, 8)):
+        parallel.check(parallel.lower(added.eager(p, m, 1)))
+    assert parallel.simulate(added.eager(4, 8, 1)).peak == [7, 5, 3, 1]
+    no_worse_than_pytorch(added.relu2, lambda x: F.relu(x).square(), [random(1000)])
+    no_worse_than_pytorch(added.relu2, lambda x, b: F.relu(x + b).square(), [random(30, 7), random(7)])
+    for grads in pool(2).run(sign_gradients, str(tmp_path)):
+        assert grads == [[[1, -1, 0]] * 2, [1, 1]]  # of the third input, one vote for and one against, however loud

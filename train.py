@@ -40,9 +40,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 import parallel
-from model import (ACTIVATIONS, GPT, PRESETS, GPTConfig, crc_of_file, materialize, open_hf, read_safetensors, shapes, sync_folder,
-                   write_file, write_hf, write_safetensors)
-
+from model import (
+    ACTIVATIONS,
+    GPT,
+    PRESETS,
+    GPTConfig,
+    crc_of_file,
+    materialize,
+    open_hf,
+    read_safetensors,
+    shapes,
+    sync_folder,
+    write_file,
+    write_hf,
+    write_safetensors,
+)
 
 # ---------------------------------------------------------------------------------------------------------------- settings
 
@@ -435,7 +447,7 @@ def start_of(s, run, checkpoint, read_all):
 def claim(folder, run):
     """Make --out this run's own, on rank 0: locked as long as the process lives. Returns the lock, a file."""
     check_folder(folder, "--out")
-    lock = open(os.path.join(folder, ".lock"), "a+")
+    lock = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -470,7 +482,7 @@ class Log:
 
     def write(self, entry):
         """Returns the OSError, or None."""
-        entry = {key: str(value) if value in (math.inf, -math.inf) or value != value else value for key, value in entry.items()}
+        entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
         self.waiting += json.dumps(entry).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
@@ -526,7 +538,7 @@ class LossScale:
 
 
 class BirthLog(TorchDispatchMode):
-    """Counts the bytes of every tensor made inside it: `alive()` is what of them still exists."""
+    """Counts the bytes of every tensor made inside it, views of older ones apart: `alive()` is what of them still exists."""
 
     def __init__(self):
         super().__init__()
@@ -534,14 +546,15 @@ class BirthLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for t in parallel.tensors_in(out):
-            self.born.setdefault(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes())
+        for older, tensors in ((True, (args, kwargs)), (False, out)):
+            for t in parallel.tensors_in(tensors):
+                self.born.setdefault(StorageWeakRef(t.untyped_storage()), 0 if older else t.untyped_storage().nbytes())
         return out
 
-    def alive(self, but):
-        """Bytes of what still exists, but for the storages of some tensors."""
-        but = {StorageWeakRef(t.untyped_storage()) for t in but if isinstance(t, torch.Tensor)}
-        return sum(size for storage, size in self.born.items() if storage not in but and not storage.expired())
+    def alive(self, but=()):
+        """Bytes that still exist, of all tensors but some."""
+        but = {StorageWeakRef(t.untyped_storage()) for t in but}
+        return sum(size for storage, size in self.born.items() if not storage.expired() and storage not in but)
 
 
 class Trainer:
@@ -663,31 +676,27 @@ class Trainer:
                 for p in group["params"]:
                     state[p]["step"] = torch.tensor(float(manifest["updates"]), device=p.device if group.get("fused") else "cpu")
 
-    def note_activations(self, births):
-        self.activations = max(getattr(self, "activations", 0), births.alive(but=self.gradients()))
+    def note_activations(self, births):  # gradients of the micro-batches before are no activations
+        self.activations = max(getattr(self, "activations", 0), births.alive(self.kept_tensors()["gradients"]))
 
-    def parameters(self):
-        """(the modules' parameters, the buckets they lie in, the shards that are stepped for them) of this rank."""
+    def kept_tensors(self):
+        """This rank's tensors that outlive a step, by kind."""
         models = self.net.stages.values()
         buckets = [b for m in models for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
-        return ([p for m in models for p in getattr(m, "module", m).parameters()], buckets,
-                [b.shard for b in buckets if b.shard is not None])
-
-    def gradients(self):
-        module, buckets, shards = self.parameters()
-        return [p.grad for p in module + shards] + [b.flat for b in buckets]
-
-    def measured_bytes(self):
-        """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
-        module, _, shards = self.parameters()
+        shards = [b.shard for b in buckets if b.shard is not None]
+        module = [p for m in models for p in getattr(m, "module", m).parameters()]
         mixed = self.dtype != parallel.master_dtype(self.dtype)
         kinds = dict(
             parameters=module + ([] if mixed else shards),
-            gradients=self.gradients(),
+            gradients=[p.grad for p in module + shards] + [b.flat for b in buckets],
             optimizer=(shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()])
+        return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
+
+    def measured_bytes(self):
+        """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
         sizes, seen = {}, set()
-        for kind, tensors in kinds.items():
-            storages = {t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor) and t.dim()}
+        for kind, tensors in self.kept_tensors().items():
+            storages = {t.untyped_storage() for t in tensors}
             storages = {st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in seen}
             seen |= set(storages)
             sizes[kind] = sum(storages.values())
@@ -748,7 +757,8 @@ def predicted_bytes(trainer):
     return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.dtype, s.recompute,
                                  s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
-                                 math.ceil(parallel.simulate(lists).peak[rank]))
+                                 math.ceil(parallel.simulate(lists).peak[rank]),
+                                 kernels.on_triton(torch.empty(0, device=trainer.device)))
 
 
 def write_trace(trainer, folder):
@@ -955,8 +965,8 @@ def prepare(arguments, rank=0, world=1, local_world=1):
 
 
 def main():
-    rank = int(os.environ.get("RANK", 0))
-    world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", "0"))
+    world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
         run = prepare(sys.argv[1:], rank, world, local_world)
     except BadInput as problem:
@@ -965,14 +975,14 @@ def main():
     if run.processes != world:
         if run.lock:
             run.lock.close()
-        dist.start_again(run.processes, lambda: not s.out or "not_saved" not in open(os.path.join(s.out, "log.jsonl")).read()[-200:])
+        dist.start_again(run.processes, lambda: not s.out or "not_saved" not in pathlib.Path(s.out, "log.jsonl").read_text()[-200:])
     watch = dist.Watch("train.py", s.timeout)
     try:
         device = dist.initialize(s.device, s.timeout)
         watch.start()
         saved = train(run, device)
         dist.barrier()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
             traceback.print_exc()
         watch.give_up(error)
