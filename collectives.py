@@ -256,7 +256,8 @@ class Link:
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}").start()
+            self._worker = threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}")
+            self._worker.start()
         future = Future()
         self._jobs.put((future, body))
         return Handle(future.result, future.done)
@@ -297,6 +298,7 @@ def destroy_process_group(group=None):
             del _links[name]
             if link._jobs:
                 link._jobs.put((None, None))
+                link._worker.join(2)  # a daemon thread that the interpreter ends inside of C++ would take the process with it
     if torch.cuda.is_initialized():
         link = None
         gc.collect()  # NCCL waits for CUDA graphs of a group's kernels to be gone before the group may go

@@ -8,6 +8,8 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
+`python parallel.py data | memory | tensor | pipeline` shows the second to fifth of them at work, in seconds on a laptop.
+
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
 
@@ -17,6 +19,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import time
@@ -36,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import GPT, PRESETS, Linear, initial_weight, materialize
+from model import GPT, PRESETS, GPTConfig, Linear, initial_weight, materialize
 
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
@@ -970,38 +973,19 @@ def stages_of(lists):
 
 
 def needs(action, stages):
-    """What must be done before an action can run: (action, whether it comes from another stage)."""
+    """The actions whose results one computes with: those of its own stage, and what a neighbour stage hands over."""
     kind, s, i = action
     if kind == "F":
-        return [(Action("F", s - 1, i), True)] if s else []
+        return [Action("F", s - 1, i)] if s else []
     if kind == "W":
-        return [(Action("I", s, i), False)]
-    return [(Action("F", s, i), False)] + ([(Action(kind, s + 1, i), True)] if s + 1 < stages else [])
+        return [Action("I", s, i)]
+    return [Action("F", s, i)] + ([Action(kind, s + 1, i)] if s + 1 < stages else [])
 
 
-def lower(lists):
-    """Add the transfers: an output that another rank needs is sent as soon as it is there.
-
-    The sender's step places both ends, the send on its own list and the receive on the other's, where that one is by then. So the
-    two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
-    """
-    p, stages = len(lists), stages_of(lists)
-    lowered, at, done = [[] for _ in lists], [0] * p, set()
-    while any(at[r] < len(lists[r]) for r in range(p)):
-        ready = [r for r in range(p) if at[r] < len(lists[r]) and all(n in done for n, _ in needs(lists[r][at[r]], stages))]
-        if not ready:
-            raise ScheduleError(lists, at, "needs what never comes before it")
-        for r in ready:
-            action = lists[r][at[r]]
-            lowered[r].append(action)
-            at[r] += 1
-            to = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind != "W" and 0 <= to < stages and to % p != r:
-                way = "F" if action.kind == "F" else "B"
-                lowered[r].append(Action("S" + way, action.stage, action.micro_batch))
-                lowered[to % p].append(Action("R" + way, to, action.micro_batch))
-        done.update(lists[r][at[r] - 1] for r in ready)
-    return lowered
+def other_end(transfer):
+    """The receive that takes what this sends, or the send that fills what this receives."""
+    kind, s, i = transfer
+    return Action({"S": "R", "R": "S"}[kind[0]] + kind[1], s + (1 if kind in ("SF", "RB") else -1), i)
 
 
 class ScheduleError(ValueError):
@@ -1013,55 +997,75 @@ class ScheduleError(ValueError):
         super().__init__(why + "\n" + "\n".join(rows))
 
 
+def rounds(lists, ready, stuck):
+    """Walk all lists at once: each round yields [(rank, action)], the next of every rank for which `ready(action, done, heads)`.
+
+    done: the actions of earlier rounds; heads: the next of each rank. ScheduleError, saying `stuck`, where no rank can go on.
+    """
+    at, done = [0] * len(lists), set()
+    while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
+        now = [(r, action) for action, r in heads.items() if ready(action, done, heads)]
+        if not now:
+            raise ScheduleError(lists, at, stuck)
+        yield now
+        for r, action in now:
+            done.add(action)
+            at[r] += 1
+
+
+def in_order(lists):
+    """[(rank, action)] of lists without transfers, each after what it needs."""
+    stages = stages_of(lists)
+    for now in rounds(lists, lambda action, done, heads: done.issuperset(needs(action, stages)), "needs what never comes before it"):
+        yield from now
+
+
+def lower(lists):
+    """Add the transfers: an output that another rank needs is sent as soon as it is there.
+
+    The sender's step places both ends, the send on its own list and the receive on the other's, where that one is by then. So the
+    two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
+    """
+    p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
+    for r, action in in_order(lists):
+        lowered[r].append(action)
+        send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
+        receive = other_end(send)
+        if action.kind != "W" and 0 <= receive.stage < stages and receive.stage % p != r:
+            lowered[r].append(send)
+            lowered[receive.stage % p].append(receive)
+    return lowered
+
+
 def check(lists):
     """Prove that lowered lists can run: raises ScheduleError where they cannot.
 
     Each stage's F and B (or I and W) of each micro-batch once, on its rank, after what they need, their input received; each
     receive matched with a send; and no deadlock even if a send blocks until its receive is reached, the strictest reading.
     """
-    p, stages = len(lists), stages_of(lists)
-    where = {}
+    p, stages, seen = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            at = [i if q == r else -1 for q in range(p)]
-            if action in where:
-                raise ScheduleError(lists, at, f"{action} of stage {action.stage} is there twice")
-            if action.stage % p != r:
-                raise ScheduleError(lists, at, f"stage {action.stage} does not live on rank {r}")
-            where[action] = r
-    micro_batches = {a.micro_batch for a in where}
-    for s in range(stages):
-        for i in micro_batches:
-            backward = [k for k in "BIW" if Action(k, s, i) in where]
-            if Action("F", s, i) not in where or backward not in (["B"], ["I", "W"]):
-                raise ScheduleError(lists, [-1] * p, f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there")
-    at, done = [0] * p, set()
-    while any(at[r] < len(lists[r]) for r in range(p)):
-        moved = False
-        for r in range(p):
-            action = lists[r][at[r]] if at[r] < len(lists[r]) else None
-            if action is None:
-                continue
-            kind, s, i = action
-            if kind[0] in "SR":  # both ends at once: a rank at a transfer waits for the other to be at the same one
-                step = 1 if kind[1] == "F" else -1
-                other = Action(("R" if kind[0] == "S" else "S") + kind[1], s + (step if kind[0] == "S" else -step), i)
-                q = other.stage % p
-                made = kind[0] == "R" or any(Action(k, s, i) in done for k in ((kind[1],) if kind[1] == "F" else "BI"))
-                if not made or at[q] >= len(lists[q]) or lists[q][at[q]] != other:
-                    continue
-                done.update((action, other))
-                at[q] += 1
-            else:
-                inputs = [Action("R" + ("F" if kind == "F" else "B"), s, i) if far and n.stage % p != r else n
-                          for n, far in needs(action, stages)]
-                if not all(n in done for n in inputs):
-                    continue
-                done.add(action)
-            at[r] += 1
-            moved = True
-        if not moved:
-            raise ScheduleError(lists, at, "deadlock: no rank can go on")
+            wrong = ("is there twice" if action in seen else
+                     f"of stage {action.stage}: that stage does not live on rank {r}" if action.stage % p != r else None)
+            if wrong:
+                raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
+            seen.add(action)
+    for s, i in {(s, a.micro_batch) for a in seen for s in range(stages)}:
+        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in seen) not in ("FB", "FIW"):
+            raise ScheduleError(lists, [-1] * p, f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there")
+
+    def ready(action, done, heads):
+        kind, s, i = action
+        if kind[0] in "SR":  # both ends at once: a rank at a transfer waits for the other to be at the same one
+            send = action if kind[0] == "S" else other_end(action)
+            made = any(Action(k, send.stage, i) in done for k in ("F" if kind[1] == "F" else "BI"))
+            return made and send in heads and other_end(send) in heads
+        received = "RF" if kind == "F" else "RB"
+        return all((n if n.stage % p == s % p else Action(received, s, i)) in done for n in needs(action, stages))
+
+    for _ in rounds(lists, ready, "deadlock: no rank can go on"):
+        pass
 
 
 class Timeline(NamedTuple):
@@ -1069,6 +1073,11 @@ class Timeline(NamedTuple):
     length: float
     idle: list          # for each rank: time in which it computes nothing
     peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+
+
+def most_held(actions):
+    """The most activations that a list holds at once: each from its F to its B or W."""
+    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions))
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
@@ -1079,31 +1088,13 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
     p, stages = len(lists), stages_of(lists)
     v = stages // p
     cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v, "B": (input_gradient + weight_gradient) / v}
-    end, spans, at, clock = {}, [[] for _ in lists], [0] * p, [0.0] * p
-    while any(at[r] < len(lists[r]) for r in range(p)):
-        moved = False
-        for r in range(p):
-            while at[r] < len(lists[r]):
-                action = lists[r][at[r]]
-                inputs = needs(action, stages)
-                if not all(n in end for n, _ in inputs):
-                    break
-                start = max([clock[r]] + [end[n] + (transfer if far and n.stage % p != r else 0) for n, far in inputs])
-                end[action] = clock[r] = start + cost[action.kind]
-                spans[r].append((action, start, clock[r]))
-                at[r] += 1
-                moved = True
-        if not moved:
-            raise ScheduleError(lists, at, "needs what never comes before it")
-    length = max(clock)
-    peak = []
-    for actions in lists:
-        held = highest = 0
-        for action in actions:
-            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            highest = max(highest, held)
-        peak.append(highest / v)
-    return Timeline(spans, length, [length - sum(b - a for _, a, b in row) for row in spans], peak)
+    end, spans, clock = {}, [[] for _ in lists], [0.0] * p
+    for r, action in in_order(lists):
+        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages)])
+        end[action] = clock[r] = start + cost[action.kind]
+        spans[r].append((action, start, clock[r]))
+    idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
+    return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
 
 
 def draw(timeline, unit=1.0):
@@ -1268,8 +1259,12 @@ class Passage:
                 weight_gradients()
             return None
         self.later.queue = self.queue if kind == "I" else None
-        torch.autograd.backward(self.edge, dy)
+        dx = self._gradients(dy)
         self.later.queue = None
+        return dx
+
+    def _gradients(self, dy):
+        torch.autograd.backward(self.edge, dy)
         return self.x.grad
 
 
@@ -1284,31 +1279,31 @@ class Recording(Passage):
 
     def __init__(self, module, loss, later, into, kinds, x, target):
         super().__init__(module, loss, later)
-        self.input, self.target, self.graphs, pool = x.detach().clone(), target.clone(), {}, torch.cuda.graph_pool_handle()
-        kept, later.into = (later.into, later.into_product), lambda param, grad: into[param].add_(grad)
-        later.into_product = lambda param, a, b: add_product(into[param], a, b)
+        self.into, self.input, self.target, self.graphs = into, x.detach().clone(), target.clone(), {}
+        kept, pool = (later.into, later.into_product), torch.cuda.graph_pool_handle()
+        later.into, later.into_product = (lambda param, grad: into[param].add_(grad),
+                                          lambda param, a, b: add_product(into[param], a, b))
         for kind in kinds:
             before, graph = dist.traffic(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
-                self._record(kind, into)
+                if kind == "F":
+                    self.output = super().forward(self.input, self.target)
+                    self.dy = torch.empty_like(self.output)
+                elif kind == "W":
+                    super().backward("W")
+                else:
+                    self.dx = super().backward(kind, self.dy)
             self.graphs[kind] = graph, dist.traffic_since(before)
         later.into, later.into_product = kept
 
-    def _record(self, kind, into):
-        if kind == "F":
-            self.output = super().forward(self.input, self.target)
-            self.dy = torch.empty_like(self.output)
-        elif kind == "W":
-            super().backward("W")
-        else:
-            wanted = [self.x] * self.x.requires_grad + list(into)
-            self.later.queue = self.queue if kind == "I" else None
-            grads = list(torch.autograd.grad(self.edge, wanted, self.dy, allow_unused=True))
-            self.later.queue = None
-            self.dx = grads.pop(0) if self.x.requires_grad else None
-            for total, grad in zip(into.values(), grads):
-                if grad is not None:
-                    total.add_(grad)
+    def _gradients(self, dy):
+        wanted = [self.x] * self.x.requires_grad + list(self.into)
+        grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))
+        dx = grads.pop(0) if self.x.requires_grad else None
+        for total, grad in zip(self.into.values(), grads):
+            if grad is not None:
+                total.add_(grad)
+        return dx
 
     def _replay(self, kind):
         graph, traffic = self.graphs[kind]
@@ -1364,34 +1359,33 @@ class Pipeline:
             kind, s, i = action
             begin = self._now()
             if kind[0] == "R":
-                self._receive(kind[1], s, i)
+                self._expect(action)
             elif kind[0] == "S":
-                to = (s + (1 if kind[1] == "F" else -1)) % self.p
-                tensor = self.passing.pop((kind[1], s + (1 if kind[1] == "F" else -1), i))
+                to, tensor = other_end(action).stage % self.p, self.passing.pop(other_end(action))
                 sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
             elif kind == "F":
                 last, free = s == self.count - 1, into and self.recordings.get(s)
                 passage = (free.pop() if free and not (eager_last and any(final.get((k, s)) == (k, s, i) for k in "BW")) else
                            Passage(self.stages[s], self.loss if last else None, self.later[s]))
-                value = x[i] if s == 0 else self._take("F", s, i)
+                value = x[i] if s == 0 else self._take(Action("RF", s, i))
                 begin = self._now()  # until here the rank was idle
                 out = passage.forward(value, y[i])
                 if last:
                     losses.append(out)
                 else:
-                    self.passing["F", s + 1, i] = out
+                    self.passing[Action("RF", s + 1, i)] = out
                 if torch.is_grad_enabled():
                     passages[s, i] = passage
                 on_forward()
             else:
                 passage = passages[s, i] if kind == "I" else passages.pop((s, i))
-                dy = None if kind == "W" else (self._take("B", s, i) if s < self.count - 1 else
+                dy = None if kind == "W" else (self._take(Action("RB", s, i)) if s < self.count - 1 else
                                                torch.full((), scale / len(x), dtype=losses[0].dtype, device=self.device))
                 begin = self._now()
                 with nullcontext() if syncs is None or final[kind, s] == action else syncs[s].no_sync():
                     dx = passage.backward(kind, dy)
                 if s and kind != "W":
-                    self.passing["B", s - 1, i] = dx
+                    self.passing[Action("RB", s - 1, i)] = dx
                 if kind != "I" and isinstance(passage, Recording):
                     self.recordings[s].append(passage)
             if self.spans is not None:
@@ -1411,17 +1405,15 @@ class Pipeline:
         if asked == self.warm:
             kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
             for s, module in self.stages.items():
-                change = [{"F": 1, "B": -1, "W": -1}.get(a.kind, 0) for a in actions if a.stage == s]
-                most = max(sum(change[:i]) for i in range(len(change) + 1))
                 example = x if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
                 self.recordings[s] = [Recording(module, self.loss if s == self.count - 1 else None, self.later[s], into[s], kinds,
-                                                example, y) for _ in range(most)]
+                                                example, y) for _ in range(most_held(a for a in actions if a.stage == s))]
             self.recorded_for = asked
         self.warm = asked
 
-    def _receive(self, way, s, i):
-        source = (s - (1 if way == "F" else -1)) % self.p
-        self.expected[source].append((way, s, i))
+    def _expect(self, receive):
+        source = other_end(receive).stage % self.p
+        self.expected[source].append(receive)
         if self.device.type != "cuda":
             self._post(source)
 
@@ -1430,15 +1422,15 @@ class Pipeline:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.passing[self.expected[source].popleft()] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
 
-    def _take(self, way, s, i):
-        source = (s - (1 if way == "F" else -1)) % self.p
-        while (way, s, i) not in self.passing:
+    def _take(self, receive):
+        source = other_end(receive).stage % self.p
+        while receive not in self.passing:
             self._post(source)
-        value = self.passing.pop((way, s, i))
+        value = self.passing.pop(receive)
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
         handle, buffer = value
-        what = f"{'activation' if way == 'F' else 'gradient'} of micro-batch {i} from rank {self.ranks[source]}"
+        what = f"{'activation' if receive.kind == 'RF' else 'gradient'} of micro-batch {receive.micro_batch} from rank {self.ranks[source]}"
         dist.progress(f"waiting for the {what}")
         dist.wait_for(handle, f"pipeline rank {self.rank} waited for the {what} (pipeline rank {source})")
         return buffer
@@ -1721,14 +1713,96 @@ def demo_pipeline(arguments):
           "is between its F and its B or W on a rank.")
 
 
+def all_reduced():
+    """What all-reduces have sent since this was last asked."""
+    sent = dist.traffic().get("all_reduce", dist.Traffic())
+    dist.reset_traffic()
+    return sent
+
+
+def off(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def demo_data(arguments):
+    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, their gradients beside one process's."""
+    N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
+    say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
+    x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
+    one, naive, net = (GPT(config).double() for _ in range(3))
+    model, came, left = DDP(net, bucket_mb=2, find_unused_parameters=False), set(), []
+    piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
+
+    def look(param):  # runs right after DDP's own hook
+        came.add(param)
+        for bucket in model.buckets[len(left):model.reducer.next]:
+            left.append(bucket)
+            has, lacks = (", ".join(dict.fromkeys(piece[p] for p in some))
+                          for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
+            say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}{lacks or 'nothing: it travels alone'}")
+
+    for param in model.params:
+        param.register_post_accumulate_grad_hook(look)
+    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors. A bucket leaves\n"
+        f"when its last gradient is there, and travels while backward goes on:\n\n"
+        f"  gradients there      KiB   bucket of             still to come")
+    all_reduced()
+    cross_entropy(one(x), y, config.vocab_size).backward()
+    cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
+    model.finish_grad_sync()
+    rows = [("DDP, in buckets", all_reduced(), net)]
+    cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
+    average_gradients(naive)
+    rows = [("naive, after backward", all_reduced(), naive)] + rows
+    say(f"\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
+    for what, sent, other in rows:
+        error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
+        say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
+    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   of a ring; small tensors go whole, log2(N) times")
+
+
+def demo_tensor(arguments):
+    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, the same numbers as uncut."""
+    N, rank = dist.get_world_size(), dist.get_rank()
+    config, say = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N), print if rank == 0 else lambda text: None
+    X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    say(f"{N} ranks, X (B, T, C) = {tuple(X.shape)} and dY the same on all. An all-reduce sends 2(N-1)/N x BTC x 8 bytes = "
+        f"{2 * (N - 1) * X.nbytes // N:,} a rank.")
+    one, net = GPT(config).double().h["0"], tensor_parallel(GPT(config).double(), None).h["0"]
+    for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B, A makes each head's q, k and v"),
+                              ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
+        whole, cut, inner = getattr(one, name), getattr(net, name), []
+        cut.c_proj.register_forward_pre_hook(lambda layer, inputs: inner.append(inputs[0].detach()))
+        x, x_cut = X.clone().requires_grad_(), X.clone().requires_grad_()
+        Y = whole(x)
+        Y.backward(dY)
+        all_reduced()
+        Y_cut = cut(x_cut)
+        g = all_reduced()
+        Y_cut.backward(dY)
+        f, term = all_reduced(), inner[0] @ cut.c_proj.weight.T
+        (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")] for m in (whole, cut))
+        say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
+        dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   before B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
+                            f"its term of Y {tuple(term.shape)}, alone {100 * off(term, Y):.0f} % off")
+        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes sent\n"
+            f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
+            f"  off from one rank's: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
+
+
 def positive(text):
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
     return int(text)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # one line, where argparse would print its usage too
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see --help\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Demos of parallel training.")
+    parser = Parser(description="Demos of parallel training.")
     demos = parser.add_subparsers(required=True, metavar="DEMO")
     memory = demos.add_parser("memory", help="the ZeRO table: bytes a GPU at each stage")
     memory.add_argument("--model", choices=list(PRESETS), default="gpt2-xl")
@@ -1742,8 +1816,20 @@ def main():
     pipeline.add_argument("--virtual-stages", type=positive, default=2)
     pipeline.add_argument("--svg", metavar="DIR", help="write a picture of each there, too")
     pipeline.set_defaults(run=demo_pipeline)
+    for name, demo, what in (("data", demo_data, "buckets that leave while backward runs, beside the naive way"),
+                             ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes")):
+        ranks = demos.add_parser(name, help=what)
+        ranks.add_argument("--ranks", type=positive, default=2, help="processes to start, on the CPU")
+        ranks.set_defaults(run=demo)
     arguments = parser.parse_args()
+    if not hasattr(arguments, "ranks"):
+        return arguments.run(arguments)
+    if "RANK" not in os.environ:
+        dist.start_again(arguments.ranks)
+    dist.initialize("cpu")
     arguments.run(arguments)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

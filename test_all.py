@@ -1287,6 +1287,41 @@ def test_pipeline_demo_draws_all_four(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"pipeline-{n}.svg" for n in ("1f1b", "gpipe", "interleaved", "zb-h1")]
 
 
+def printed_by(*words):
+    process = command(sys.executable, "parallel.py", *words)
+    printed, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    return printed.splitlines()
+
+
+def test_data_demo_shows_buckets_that_leave_before_backward_ends():
+    lines = printed_by("data", "--ranks", "3")
+    rows = [line for line in lines if " of 52 " in line]
+    leaves = [int(row.split()[0]) for row in rows]
+    assert leaves == sorted(set(leaves)) and len(leaves) > 2 and leaves[-1] == 52
+    assert "ln_f, h.3" in rows[0] and "h.0, wpe, wte" in rows[0] and "travels alone" in rows[-1]
+    law, (naive, ddp) = 4 * 8 * model.PRESETS["tiny"].parameters() // 3, (line.split()[-4:] for line in lines[-3:-1])
+    assert f"{law:,}" in lines[-1] and abs(int(ddp[2].replace(",", "")) - law) <= 4 * 8 * len(leaves)  # padding
+    assert int(naive[0]) == 52 and int(ddp[0]) == len(leaves) and max(float(naive[3]), float(ddp[3])) < 1e-13
+
+
+def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer():
+    lines = printed_by("tensor", "--ranks", "3")
+    law = 4 * 16 * 128 * 96 * 8 // 3
+    assert f"{law:,} a rank" in lines[0] and sum(f"{law:,} bytes sent" in line for line in lines) == 4  # f and g, twice
+    assert [re.findall(r"\([\d, ]+\)", line)[0] for line in lines if line.startswith("  rank")] == 3 * ["(96, 96)"] + 3 * ["(96, 128)"]
+    errors = [[float(e) for e in re.findall(r"\de-\d+", line)] for line in lines if "off from one" in line]
+    assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
+
+
+@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["data", "--ranks", "two"], ["memory", "--model", "gpt9"], []], ids=str)
+def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        parallel.main()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 # -------------------------------------------------------------------------------------------------------------------- training
 
 TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "8", "--log-every", "1"]
@@ -2383,6 +2418,13 @@ def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
         qkv = random(2, Tq, 3, 3, D, dtype=dtype)
         no_worse_than_pytorch(functools.partial(kernels.attention, is_causal=is_causal), lambda qkv: plain_attention(
             *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv])
+
+
+def test_flash_attention_by_specialized_warps(triton_kernels):
+    """Not causal, keys in whole blocks, head dim 128: another path through the forward kernel."""
+    for Tq, Tk in [(130, 256)] + ([(1000, 1024), (4096, 4096)] if GPUS else []):
+        q, k, v = (random(2, T, 2, 128, dtype=torch.bfloat16 if GPUS else torch.float16).transpose(1, 2) for T in (Tq, Tk, Tk))
+        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, False), functools.partial(plain_attention, is_causal=False), [q, k, v])
 
 
 def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
