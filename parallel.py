@@ -35,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
@@ -76,16 +77,15 @@ class Bucket:
 
     def __init__(self, params, group):
         self.params = params
-        self.missing = set(params)     # those whose gradient of this micro-batch is still to come
-        self.unfinished = set(params)  # those whose last gradient of this step is
+        self.waiting = set(params)  # those whose last gradient before the bucket leaves is still to come
+        self.came = 0               # how many gradients there were since the last ones went into `flat`
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.flat = None      # the gradients, full size
-        self.stale = True     # `flat` holds nothing of this step yet
-        self.sent = False     # under way, or through: a second backward must not add to it
-        self.shard = None     # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
+        self.flat = None            # the gradients, full size
+        self.state = "empty"        # of this step's gradients; "filling", or "sent": then a second backward must not add to it
+        self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -157,6 +157,7 @@ class Reducer:
         self.grad_dtype, self.reduce_dtype = grad_dtype, reduce_dtype
         self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
         self.fixed = False  # whether CUDA graphs know where the flat vectors lie
+        self.keeps_grad = all(bucket.shard is None for bucket in buckets)  # plain DDP: `.grad` stays, a view of the bucket
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         ready = weakref.WeakMethod(self._ready)  # or a parameter would keep all buckets alive, and they it, for good
         for param in self.bucket_of:
@@ -165,66 +166,56 @@ class Reducer:
     @contextmanager
     def no_sync(self):
         """Inside, backward only adds up gradients: nothing is sent (stage 2 sends all the same: it has nowhere to keep them)."""
-        self.syncing, before = False, self.syncing
+        self.syncing, before = self.stage >= 2, self.syncing
         try:
             yield
         finally:
             self.syncing = before
 
-    def _keeps_grad(self, bucket):
-        return self.stage == 0 and bucket.shard is None  # plain DDP: `.grad` stays, a view of the bucket
-
     def _ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
         bucket = self.bucket_of[param]
-        if self.stage < 2 and bucket.sent:
+        if bucket.state == "sent":
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
-        if not self.syncing and self._keeps_grad(bucket):
+        if not self.syncing and self.keeps_grad:
             return  # autograd adds to .grad by itself
         self.finished = False
-        bucket.missing.discard(param)
+        bucket.came += 1
         if self.syncing:
-            bucket.unfinished.discard(param)
-        if not bucket.missing:
+            bucket.waiting.discard(param)
+        if not bucket.waiting:
             self.on_complete(bucket)
-            if self.stage < 2 and bucket.unfinished and not self._keeps_grad(bucket):
-                self._move(bucket)  # this micro-batch's part; the next one adds to it
-        while self.next < len(self.buckets) and not (self.buckets[self.next].missing if self.stage >= 2 else
-                                                     self.buckets[self.next].unfinished):
+        elif self.stage < 2 and not self.keeps_grad and bucket.came == len(bucket.params):
+            self._move(bucket)  # this micro-batch's part; the next one adds to it
+        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
             self._leave()
-        if self.stage >= 2:
-            self.next %= len(self.buckets)  # the next micro-batch fills them again
 
     def _leave(self):
         self._move(self.buckets[self.next])
         self._send(self.buckets[self.next])
         self.next += 1
+        if self.stage >= 2:
+            self.next %= len(self.buckets)  # the next micro-batch fills them again
 
     @torch.no_grad()
     def _move(self, bucket):
         """Gradients from .grad into the flat vector; a missing one counts as zero. The originals are freed."""
-        views = self._views(bucket)
-        new = [(view, p) for view, p in zip(views, bucket.params) if p.grad is None or p.grad.data_ptr() != view.data_ptr()]
-        found = [(view, p.grad) for view, p in new if p.grad is not None]
-        stale, bucket.stale = bucket.stale, False
-        if stale or self._keeps_grad(bucket):
-            if found:
-                torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
-            for view, param in new:
-                if param.grad is None:
-                    view.zero_()
-        elif found:
-            torch._foreach_add_([view for view, _ in found], [grad for _, grad in found])
-        for view, param in new:
-            param.grad = view if self._keeps_grad(bucket) else None
-        bucket.missing = set(bucket.params)
+        views, fresh = self._views(bucket), bucket.state == "empty"
+        new = [(view, p.grad) for view, p in zip(views, bucket.params) if p.grad is not None and p.grad.data_ptr() != view.data_ptr()]
+        if new:
+            (torch._foreach_copy_ if fresh else torch._foreach_add_)(*map(list, zip(*new)))
+        for view, param in zip(views, bucket.params):
+            if fresh and param.grad is None:
+                view.zero_()
+            param.grad = view if self.keeps_grad else None
+        bucket.state, bucket.came = "filling", 0
 
     def _views(self, bucket):
         """The flat vector's parts, one a parameter; there from now on, and free of what an earlier step left in it."""
         if bucket.flat is None:
             dtype = self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype
-            bucket.flat, bucket.stale = torch.empty(bucket.numel, dtype=dtype, device=bucket.device), True
+            bucket.flat, bucket.state = torch.empty(bucket.numel, dtype=dtype, device=bucket.device), "empty"
             bucket.flat[sum(p.numel() for p in bucket.params):] = 0  # the padding
-        kept = bucket.shard is not None and bucket.stale and bucket.shard.grad
+        kept = bucket.shard is not None and bucket.state == "empty" and bucket.shard.grad
         if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr():
             bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
         return bucket.views(bucket.flat)
@@ -235,7 +226,7 @@ class Reducer:
         for bucket in self.buckets:
             into.update(zip(bucket.params, self._views(bucket)))
             bucket.flat.zero_()
-            bucket.stale = False
+            bucket.state = "filling"
         return into
 
     def _send(self, bucket):
@@ -248,16 +239,16 @@ class Reducer:
         else:
             out = wire[bucket.own] if wire is bucket.flat and self.stage == 1 else torch.empty_like(wire[bucket.own])
             handle = dist.reduce_scatter_tensor(out, wire, dist.ReduceOp.AVG, self.group, async_op=True)
-        bucket.sent = True
+        bucket.waiting, bucket.state = set(bucket.params), "sent"
         if self.stage >= 2:
-            bucket.flat = None  # ZeRO-2: the full gradient goes as soon as it is through
+            bucket.flat, bucket.state = None, "empty"  # ZeRO-2: the full gradient goes as soon as it is through
         self.under_way.append((handle, bucket, wire, out))  # holds the buffers until then
         while self.stage >= 2 and len(self.under_way) > 2:
             self._receive(*self.under_way.popleft())
 
     def _receive(self, handle, bucket, wire, out):
         handle.wait()
-        bucket.sent, bucket.stale, bucket.unfinished = False, True, set(bucket.params)
+        bucket.state = "empty"
         if self.stage == 0 and wire is not bucket.flat:
             bucket.flat.copy_(wire)
             out = bucket.flat
@@ -269,14 +260,9 @@ class Reducer:
 
     def finish(self):
         """Send what has not left yet, wait for all of it."""
-        def waiting():  # stages 0, 1: each bucket leaves once a step; 2: as often as there is something in it
-            return self.next < len(self.buckets) if self.stage < 2 else (
-                self.next or any(p.grad is not None for p in self.bucket_of))
-
-        while waiting():
+        # Stages 0, 1: each bucket leaves once a step; 2: as often as there is something in it.
+        while self.next < len(self.buckets) if self.stage < 2 else self.next or any(p.grad is not None for p in self.bucket_of):
             self._leave()
-            if self.stage >= 2:
-                self.next %= len(self.buckets)
         while self.under_way:
             self._receive(*self.under_way.popleft())
         self.next, self.finished = 0, True
@@ -482,7 +468,7 @@ class FSDP(nn.Module):
             bucket.gathering, bucket.uses_left = None, 0
             # Its own version counter (.data): refilling the buffer before backward is no change to what autograd has saved.
             bucket.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(bucket.views(bucket.weights), old)]
-            bucket.missing, bucket.unfinished = set(bucket.params), set(bucket.params)
+            bucket.waiting = set(bucket.params)
             for new, p in zip(bucket.params, old):
                 new.__dict__.update(p.__dict__)
                 replaced[p] = new
@@ -597,7 +583,7 @@ class FSDP(nn.Module):
             if not bucket.sharded:
                 bucket.weights.copy_(bucket.shard.detach())
         if self.compute_dtype:
-            args, kwargs = (_cast(x, self.compute_dtype) for x in (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.compute_dtype) if t.is_floating_point() else t, (args, kwargs))
         output = self.module(*args, **kwargs)
         for bucket in self.buckets:
             self._free(bucket)
@@ -637,19 +623,7 @@ def fsdp_units(module):
 
 def tensors_in(value):
     """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def _cast(value, dtype):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(item, dtype) for item in value)
-    return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1, fused=True):
