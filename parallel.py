@@ -200,11 +200,12 @@ class Reducer:
     def _move(self, bucket):
         """Gradients from .grad into the flat vector; a missing one counts as zero. The originals are freed."""
         views, fresh = self._views(bucket), bucket.state == "empty"
-        new = [(view, p.grad) for view, p in zip(views, bucket.params) if p.grad is not None and p.grad.data_ptr() != view.data_ptr()]
+        grads = [p.grad for p in bucket.params]
+        new = [(view, g) for view, g in zip(views, grads) if g is not None and g.data_ptr() != view.data_ptr()]
         if new:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(*map(list, zip(*new)))
-        for view, param in zip(views, bucket.params):
-            if fresh and param.grad is None:
+        for param, view, grad in zip(bucket.params, views, grads):
+            if fresh and grad is None:
                 view.zero_()
             param.grad = view if self.keeps_grad else None
         bucket.state, bucket.came = "filling", 0
@@ -581,7 +582,8 @@ class FSDP(nn.Module):
             if not bucket.sharded:
                 bucket.weights.copy_(bucket.shard.detach())
         if self.compute_dtype:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.compute_dtype) if t.is_floating_point() else t, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x,
+                                         (args, kwargs))
         output = self.module(*args, **kwargs)
         for bucket in self.buckets:
             self._free(bucket)
@@ -627,9 +629,9 @@ def tensors_in(value):
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1, fused=True):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: see below,
-    `held` micro-batches of them at once in a pipeline. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; all
-    where left out.
+    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: as below,
+    of `held` micro-batches at once in a pipeline. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; left
+    out, all.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
@@ -659,10 +661,10 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
         whole on every rank: x, LN(x), x + attention, LN of that                  4C
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
 
-    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention" drops
-    q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its input,
-    LN of it, and the logits: as they are if `fused`, where the loss's kernel leaves the gradient in their place, and where the
-    vocabulary is cut; PyTorch's own loss keeps a float32 log-softmax.
+    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention"
+    drops q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its
+    input, LN of it, and the logits: as they are where the vocabulary is cut or the loss is `fused`, a kernel that leaves the
+    gradient in their place; PyTorch's own loss keeps a float32 log-softmax.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks, head = sum(1 <= i <= config.n_layer for run in pieces for i in run), any(config.n_layer + 1 in run for run in pieces)
@@ -988,7 +990,7 @@ def rounds(lists, ready, stuck):
 def in_order(lists):
     """[(rank, action)] of lists without transfers, each after what it needs."""
     stages = stages_of(lists)
-    for now in rounds(lists, lambda action, done, heads: done.issuperset(needs(action, stages)), "needs what never comes before it"):
+    for now in rounds(lists, lambda action, done, _: done.issuperset(needs(action, stages)), "needs what never comes before it"):
         yield from now
 
 
@@ -1392,7 +1394,8 @@ class Pipeline:
     def _post(self, source):
         """Post the next receive from a rank; it sends in the order in which they are expected."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.passing[self.expected[source].popleft()] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
+        handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+        self.passing[self.expected[source].popleft()] = handle, buffer
 
     def _take(self, receive):
         source = other_end(receive).stage % self.p
@@ -1402,7 +1405,8 @@ class Pipeline:
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
         handle, buffer = value
-        what = f"{'activation' if receive.kind == 'RF' else 'gradient'} of micro-batch {receive.micro_batch} from rank {self.ranks[source]}"
+        kind = "activation" if receive.kind == "RF" else "gradient"
+        what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]}"
         dist.progress(f"waiting for the {what}")
         dist.wait_for(handle, f"pipeline rank {self.rank} waited for the {what} (pipeline rank {source})")
         return buffer
@@ -1715,8 +1719,8 @@ def demo_data(arguments):
 
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
-    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors. A bucket leaves\n"
-        f"when its last gradient is there, and travels while backward goes on:\n\n"
+    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, float64.\n"
+        f"A bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
         f"  gradients there      KiB   bucket of             still to come")
     all_reduced()
     cross_entropy(one(x), y, config.vocab_size).backward()
