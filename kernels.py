@@ -10,10 +10,9 @@
 
 Each section is a page to learn one kernel from: the math, a reference in plain PyTorch whose backward is derived by hand, the
 kernel, the autograd function, the bytes and FLOPs it should cost. All but attention and the product are bound by memory: best is
-to read every element once and write it once, at the speed of a copy, and that is what `python kernels.py` compares with.
+to read every element once and write it once, at the speed of a copy.
 
-    python kernels.py              errors against float64; on a GPU also times, and the share of the speed of a copy
-    python kernels.py --compile    the same, and torch.compile beside it
+    python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times, as `python bench.py kernels`
 
 `use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, PyTorch's own operations
 for all others; `use("triton")` takes it on any.
@@ -50,7 +49,7 @@ _choice = "auto"
 
 
 def use(choice):
-    """"triton": our kernels, and an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64."""
+    """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64."""
     global _choice
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
@@ -66,13 +65,13 @@ def on_triton(x):
     if _choice == "triton" and not able:
         raise ValueError(f"no Triton kernel for a tensor {tuple(x.shape)} of {x.dtype} on {x.device}: kernels take "
                          f"bfloat16, float16 or float32 on CUDA; use('auto') gives such tensors to PyTorch")
-    return able and (_choice == "triton" or _choice == "auto" and x.is_cuda and _measured(x.device))
+    return able and (_choice == "triton" or _choice == "auto" and x.is_cuda and _generation(x.device) >= 9)
 
 
 @functools.cache
-def _measured(device):
-    """Hopper or later: the tiles below were chosen on an H200, and other GPUs may not have the shared memory for them."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _generation(device):
+    """9 for Hopper: the tiles below were chosen on an H200, and earlier GPUs may not have the shared memory for them."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def programs_at_once(device):
@@ -107,11 +106,6 @@ def gelu_backward_reference(x, dy):
 
 
 @triton.jit
-def _identity(x):
-    return x
-
-
-@triton.jit
 def _elu(x):
     # Near 0, exp(x) - 1 loses its digits; above -0.35 seven terms of its series have them all.
     series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))))
@@ -137,17 +131,12 @@ def _gelu_slope(x):
 
 
 @triton.jit
-def _map(x, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, at < n).to(tl.float32)
-    tl.store(y + at, FUNCTION(v), at < n)
-
-
-@triton.jit
-def _map_backward(x, dy, dx, n, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, at < n).to(tl.float32)
-    tl.store(dx + at, tl.load(dy + at, at < n).to(tl.float32) * SLOPE(v), at < n)
+    d = 1.0 if dy is None else tl.load(dy + at, at < n).to(tl.float32)
+    tl.store(y + at, FUNCTION(v) * d, at < n)
 
 
 @triton.jit
@@ -211,7 +200,7 @@ class Map(torch.autograd.Function):
         ctx.save_for_backward(x, bias)
         ctx.slope = slope
         if bias is None:
-            return launch_map(_map, x, [x], function)
+            return launch_map(x, None, function)
         y, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
         if rows:
@@ -224,17 +213,17 @@ class Map(torch.autograd.Function):
     def backward(ctx, dy):
         x, bias = ctx.saved_tensors
         if bias is None:
-            return launch_map(_map_backward, x, [x, dy.contiguous()], ctx.slope), None, None, None
+            return launch_map(x, dy.contiguous(), ctx.slope), None, None, None
         dx = torch.empty_like(x)
         return dx, column_sums(dy.contiguous(), x, bias.contiguous(), dx, ctx.slope), None, None
 
 
-def launch_map(kernel, like, inputs, function):
+def launch_map(x, dy, function):
     # 4 KiB a program, 4 warps: 32 bytes a thread. Of 1024 .. 16384 elements the fastest in either dtype, within 1 % of a copy.
-    out, n, block = torch.empty_like(like), like.numel(), 4096 // like.element_size()
+    y, n, block = torch.empty_like(x), x.numel(), 4096 // x.element_size()
     if n:
-        kernel[(triton.cdiv(n, block),)](*inputs, out, n, function, block, num_warps=4)
-    return out
+        _map[(triton.cdiv(n, block),)](x, dy, y, n, function, block, num_warps=4)
+    return y
 
 
 def column_sums(dy, x=None, bias=None, dx=None, slope=None):
@@ -455,7 +444,8 @@ class LayerNorm(torch.autograd.Function):
         block = min(triton.next_power_of_2(width), 8192)
         slices = triton.cdiv(width, block)
         row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
-        ahead = min(2, (shared_memory(x.device) - 8192) // row_bytes)
+        room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
+        ahead = min(2, (room - 8192) // row_bytes)
         programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
         dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
         if rows:
@@ -463,10 +453,6 @@ class LayerNorm(torch.autograd.Function):
                                                        use_dtotal, block, slices, 1 + ahead, num_warps=max(1, block // 1024))
         dw, db = sum_parts(partial, weight.dtype)
         return dx, dx if ctx.add else None, dw, db, None
-
-
-def shared_memory(device):
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**16
 
 
 def add_layer_norm(x, residual, weight, bias, eps=1e-5):
@@ -548,21 +534,31 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """O and LSE of BM rows of one head."""
+def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
+    """O and LSE of BM rows of one head.
+
+    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, twice four compute, 64 rows each,
+    and one four's softmax runs under the other's matmuls. The compiler divides the work so if there is one loop, if Q's
+    descriptor is made in here, where it can be cut to 64 rows, and if O is written through pointers.
+    """
     bh = tl.program_id(1)
     b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # last rows first: they see most keys, and
     rows = m0 + tl.arange(0, BM)                                                  # the short ones then fill up the GPU's tail
     last = last_key(rows, Tq, Tk, CAUSAL)
     full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
     end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
-    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    if SPECIALIZE:
+        Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+        first = tl.minimum(m0, Tq)  # m0, but a value of its own: cutting q in two, the compiler adds 64 wherever this one is used
+        q = tl.make_tensor_descriptor(Q, [Tq, D], [q_t, 1], [BM, D]).load([first, 0])
+    else:
+        q = Q.load([b, h, m0, 0]).reshape(BM, D)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for MASK in tl.static_range(2):
-        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+    for MASK in tl.static_range(1 if SPECIALIZE else 2):
+        for n0 in tl.range(full if MASK else 0, end if MASK else full, BN, warp_specialize=SPECIALIZE):
             k = K.load([b, h, n0, 0]).reshape(BN, D)
             s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
             if MASK:
@@ -577,7 +573,12 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: t
             m = m_new
     some = l > 0
     l = tl.where(some, l, 1.0)
-    O.store([b, h, m0, 0], (acc / l[:, None]).to(O.dtype).reshape(1, 1, BM, D))
+    o = (acc / l[:, None]).to(q.dtype)
+    if SPECIALIZE:
+        O += ((b.to(tl.int64) * Tq + m0) * H + h) * D
+        tl.store(O + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], o, rows[:, None] < Tq)
+    else:
+        O.store([b, h, m0, 0], o.reshape(1, 1, BM, D))
     tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
 
 
@@ -653,6 +654,9 @@ ATTENTION_TILES = {
     "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
                 128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
                 256: (64, 64, 4, 2)},    # runs, not tuned
+    # Not causal at T = 1024, 4096, 16384: 479, 618, 650, where (64, 64, 4, 3) has 455, 522, 517. A mask in the loop costs it 13 %:
+    # causal 313, 454, 520 against 358, 476, 533. At head dim 64, not causal, 323, 413, 435 against 393, 458, 449.
+    "specialized": {128: (128, 128, 4, 2)},
     "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
            128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
            256: (64, 32, 4, 2)},
@@ -684,9 +688,14 @@ def attention_forward(q, k, v, is_causal):
     (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
     o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
-    BM, BN, settings = _settings("forward", q, is_causal)
-    attention_forward_kernel[T_pad // BM, B * H](_tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), lse,
-                                                 math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
+    special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
+               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler divides otherwise
+    BM, BN, settings = _settings("specialized" if special else "forward", q, is_causal)
+    if special:  # memory for the descriptors that programs make
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    attention_forward_kernel[T_pad // BM, B * H](
+        q if special else _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), o if special else _tiles(o, BM), lse,
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, *q.stride()[:3], SPECIALIZE=special, **settings)
     return o, lse
 
 
@@ -722,66 +731,45 @@ def _check(q, k, v):
         raise ValueError(f"attention over nothing: {shapes}")
     if q.shape[0] * q.shape[1] > 65535:
         raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes at most 65535: split the batch")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype} ({shapes}): all three must be bfloat16, float16 or float32")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device} ({shapes}): must be one device")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): all three must be "
+                         f"bfloat16, float16 or float32, on one device")
+
+
+def _heads(tensors):
+    """[q, k, v], each (B, H, T, D): given as they are, or as one qkv (B, T, 3, H, D)."""
+    if len(tensors) == 1 and (tensors[0].dim() != 5 or tensors[0].shape[2] != 3):
+        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(tensors[0].shape)}")
+    return tensors if len(tensors) > 1 else tensors[0].permute(2, 0, 3, 1, 4)
 
 
 class FlashAttention(torch.autograd.Function):
-    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`, or `FlashAttention.apply(qkv, is_causal)`.
 
     q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, any strides that leave
     the last dimension contiguous. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so the heads are joined without a copy.
     Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero. Keeps q, k, v, O and one float32 a row.
+    qkv (B, T, 3, H, D) is how one linear layer makes them. Its gradient is one tensor too, which the kernels write into: of three,
+    autograd would make one by a copy, 12 T H D bytes more in bf16.
     Deterministic. Raises ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1 and 2.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal):
-        _check(q, k, v)
-        q, k, v = _tileable(q), _tileable(k), _tileable(v)
-        o, lse = attention_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.is_causal = is_causal
+    def forward(ctx, *arguments):
+        *tensors, ctx.is_causal = arguments
+        _check(*_heads(tensors))
+        tensors = [_tileable(x) for x in tensors]
+        o, lse = attention_forward(*_heads(tensors), ctx.is_causal)
+        ctx.save_for_backward(o, lse, *tensors)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        attention_backward(q, k, v, o, lse, do, ctx.is_causal, dq, dk, dv)
-        return dq, dk, dv, None
-
-
-class PackedFlashAttention(torch.autograd.Function):
-    """The same on qkv (B, T, 3, H, D), as one linear layer makes it: returns (B, T, H, D). `.apply(qkv, is_causal)`.
-
-    The gradient is one (B, T, 3, H, D) tensor that the kernels write into. Through FlashAttention autograd would first make
-    three, then copy them together: 12 T H D bytes more in bf16.
-    """
-
-    @staticmethod
-    def forward(ctx, qkv, is_causal):
-        if qkv.dim() != 5 or qkv.shape[2] != 3:
-            raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
-        qkv = _tileable(qkv)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # 3 x (B, H, T, D)
-        _check(q, k, v)
-        o, lse = attention_forward(q, k, v, is_causal)
-        ctx.save_for_backward(qkv, o, lse)
-        ctx.is_causal = is_causal
-        return o.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do):
-        qkv, o, lse = ctx.saved_tensors
-        dqkv = torch.empty_like(qkv)
-        (q, k, v), (dq, dk, dv) = (x.permute(2, 0, 3, 1, 4) for x in (qkv, dqkv))
-        attention_backward(q, k, v, o, lse, do.transpose(1, 2), ctx.is_causal, dq, dk, dv)
-        return dqkv, None
+        o, lse, *tensors = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in tensors]
+        attention_backward(*_heads(tensors), o, lse, do, ctx.is_causal, *_heads(grads))
+        return *grads, None
 
 
 def attention(qkv, is_causal=True):
@@ -790,7 +778,7 @@ def attention(qkv, is_causal=True):
     "auto" leaves head dims that the kernels do not know to PyTorch; "triton" raises.
     """
     if on_triton(qkv) and (_choice == "triton" or qkv.shape[4] in HEAD_DIMS):
-        return PackedFlashAttention.apply(qkv, is_causal)
+        return FlashAttention.apply(qkv, is_causal).transpose(1, 2)                          # (B, T, H, D)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
@@ -846,7 +834,8 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
 
 
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart. A target outside of 0 .. V-1, on another rank's slice, gives z_t = 0."""
+    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart. A target outside of 0 .. V-1, on another rank's
+    slice, gives z_t = 0."""
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     if len(z):  # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
         _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
@@ -896,12 +885,11 @@ def cross_entropy(logits, targets):
 # the 16-bit copy that layers compute with: 30. Separate kernels for clipping, stepping and copying move 8 + 28 + 6.
 
 @triton.jit
-def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2,
-           SCALE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr):
+def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     d = tl.load(g + at, inside).to(tl.float32)
-    if SCALE:
+    if scale is not None:
         d *= tl.load(scale).to(tl.float32)
     m1, v1, p1 = tl.load(m + at, inside), tl.load(v + at, inside), tl.load(p + at, inside)
     m1 += (d - m1) * (1 - beta1)
@@ -910,7 +898,7 @@ def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1
     tl.store(m + at, m1, inside)
     tl.store(v + at, v1, inside)
     tl.store(p + at, p1, inside)
-    if COPY:
+    if copy is not None:
         tl.store(copy + at, p1, inside)
 
 
@@ -933,15 +921,16 @@ class AdamW(torch.optim.AdamW):
                 if p.grad is None:
                     continue
                 if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():
-                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on {p.device}")
+                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on "
+                                     f"{p.device}")
                 state = self.state[p]
                 if not state:
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                 state["step"] += 1
-                t, copy = state["step"].item(), self.copies.get(p)
+                t = state["step"].item()
                 _adamw[(triton.cdiv(p.numel(), 1024),)](
-                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy, self.scale, p.numel(), group["lr"], beta1, beta2, group["eps"],
-                    group["weight_decay"], 1 - beta1**t, 1 - beta2**t, self.scale is not None, copy is not None, 1024, num_warps=4)
+                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(), group["lr"], beta1,
+                    beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024, num_warps=4)
 
 
 # -------------------------------------------------------------------------------------------------------------- sum of rows
@@ -962,13 +951,13 @@ def _sum_rows(rows, own, out, n, RANK: tl.constexpr, N: tl.constexpr, DIVIDE: tl
 def sum_rows(rows, own, rank, out, divide):
     """out (n) = the sum of rows (N, n), `own` (n) standing for row `rank`, which is never read; divided by N if `divide`.
 
-    bfloat16, float16, float32 (all summed in float32) or float64, contiguous; always summed in the order of the ranks. out may be own.
+    bfloat16, float16, float32 (all summed in float32) or float64, contiguous; summed in the order of the ranks. out may be own.
     """
     N, n = rows.shape
     if not (own.shape == out.shape == (n,) and rows.dtype == own.dtype == out.dtype and rows.dtype in (*DTYPES, torch.float64)
             and rows.is_contiguous() and own.is_contiguous() and out.is_contiguous() and 0 <= rank < N):
-        raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into {tuple(out.shape)} "
-                         f"{out.dtype}: needs contiguous (N, n), (n), (n) of one floating-point dtype, and a rank below N")
+        raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into "
+                         f"{tuple(out.shape)} {out.dtype}: needs contiguous (N, n), (n), (n) of one floating dtype, a rank below N")
     block = 4096 // rows.element_size()  # as in launch_map
     if n:
         _sum_rows[(triton.cdiv(n, block),)](rows, own, out, n, rank, N, divide, block, num_warps=4)
@@ -1011,14 +1000,14 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
         a += BK * a_column
         b += BK * b_row
     inside = (rows[:, None] < M) & (columns[None] < N)
-    tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], FUNCTION(tile), inside)
+    tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], tile if FUNCTION is None else FUNCTION(tile), inside)
 
 
 TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 
 
-def matmul(a, b, function=_identity, tiles=TILES):
-    """function(a @ b) for a (M, K), b (K, N) of any strides, in one dtype. function: _identity, _gelu, _elu."""
+def matmul(a, b, function=None, tiles=TILES):
+    """a @ b, or function(a @ b), for a (M, K), b (K, N) of any strides, in one dtype. function: _gelu, _elu."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and (K, N) of one dtype, "
                          f"bfloat16, float16 or float32")
@@ -1038,39 +1027,31 @@ def tiles_read(tall, wide, group, at_once=132):
     return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
 
 
-# -------------------------------------------------------------------------------------------------------------------- bench
+# ------------------------------------------------------------------------------------------------------------------- errors
 
-def operations(n, dtype, device):
-    """(name, ours, PyTorch's, inputs, passes over the first input forward, backward) on tensors of about n elements."""
+def operations(dtype, device):
+    """(name, ours, PyTorch's, inputs)."""
     def random(*shape):
         return torch.randn(*shape, device=device).to(dtype)
 
-    yield "ELU", elu, F.elu, [random(n)], 2, 3
-    big = n > 1e6
-    x, bias = random(n // (3072 if big else 33), 3072 if big else 33), random(3072 if big else 33)
-    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [x, bias], 2, 3
-    for width in (768, 1600, 4096, 8192, 16384) if big else (24, 100):
-        x, w, b = random(n // width, width), 1 + random(width), random(width)
-        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b], 2, 3
-    yield (f"add + layer norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
-           [x, torch.randn_like(x), w, b], 4, 4)
-    vocab = 50304 if big else 100
-    targets = torch.randint(vocab, (n // vocab,), device=device)
+    yield "ELU", elu, F.elu, [random(3000)]
+    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [random(90, 33), random(33)]
+    for width in (24, 1600, 20000):
+        x, r, w, b = random(7, width), random(7, width), 1 + random(width), random(width)
+        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
+        yield f"add + norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
+    for D, causal in (16, True), (16, False), (64, True), (64, False):
+        yield (f"attention {D}{' causal' * causal}", lambda *qkv: FlashAttention.apply(*qkv, causal),
+               lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(2, 2, 80, D) for _ in "qkv"])
+    targets = torch.randint(5000, (8,), device=device)
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
-           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(n // vocab, vocab)], 1, 2)
-
-
-def attentions(T, heads, dtype, device):
-    """(name, ours, PyTorch's, [q, k, v], FLOPs forward; backward 2.5 times as many) of causal and full attention."""
-    for D in (64, 128) if T > 1000 else (16,):
-        q, k, v = (torch.randn(2, heads * 64 // max(D, 64), T, D, device=device).to(dtype) for _ in range(3))
-        for causal in (True, False):
-            yield (f"attention {D}{' causal' * causal}", lambda q, k, v, causal=causal: FlashAttention.apply(q, k, v, causal),
-                   lambda q, k, v, causal=causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal), [q, k, v], 4 * q.numel() * T / (1 + causal))
+           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
+    yield ("product + GELU", lambda a, b: matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
+           [random(300, 200), random(200, 130)])
 
 
 def errors(function, exact, inputs):
-    """Relative errors (forward, worst gradient) of `function`; `exact` in float64 is the truth."""
+    """Relative errors (forward, and of the worst gradient where there are any) of `function`; `exact` in float64 is the truth."""
     values = []
     for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
@@ -1078,25 +1059,12 @@ def errors(function, exact, inputs):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.manual_seed(0)
         grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
-        values.append([outputs, torch.autograd.grad(outputs, leaves, grads)])
-    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values)]
-
-
-def milliseconds(function):
-    return triton.testing.do_bench(function, warmup=10, rep=50, return_mode="median")
-
-
-def times(function, inputs):
-    """Milliseconds of forward, and of backward: what both take, less forward."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.no_grad():
-        y, forward = function(*leaves), milliseconds(lambda: function(*leaves))
-    grads = [torch.randn_like(t) for t in (y if isinstance(y, tuple) else (y,))]
-    return forward, milliseconds(lambda: torch.autograd.grad(function(*leaves), leaves, grads)) - forward
+        values.append([outputs, torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()])
+    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values) if parts[0]]
 
 
 def main():
-    gpu, compiled = torch.cuda.is_available(), "--compile" in sys.argv
+    gpu = torch.cuda.is_available()
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
@@ -1106,36 +1074,17 @@ def main():
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's, of exp in branches that are not taken
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}: forward, worst gradient | PyTorch's own")
-    for name, ours, theirs, inputs, *_ in (*operations(1 << 22 if gpu else 3000, dtype, device),
-                                           *attentions(1024 if gpu else 40, 2, dtype, device)):
-        print(f"  {name:22} " + " | ".join("{:.2e} {:.2e}".format(*errors(f, theirs, inputs)) for f in (ours, theirs)), flush=True)
-    a, b = torch.randn(300, 200, device=device).to(dtype), torch.randn(200, 130, device=device).to(dtype)
-    exact = gelu_reference(a.double() @ b.double())
-    print(f"  {'product + GELU':22} " + " | ".join(f"{float((c - exact).norm() / exact.norm()):.2e}         "
-                                                for c in (matmul(a, b, _gelu), F.gelu(a @ b, approximate="tanh"))))
+    for name, ours, theirs, inputs in operations(dtype, device):
+        columns = ("  ".join(f"{e:.2e}" for e in errors(f, theirs, inputs)) for f in (ours, theirs))
+        print(f"  {name:22} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     tall, wide = 8192 // TILES[0], 8192 // TILES[1]
-    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs at "
-          f"once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
+    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs "
+          f"at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
     if not gpu:
         print("times need a GPU")
         return
-    x, y = torch.empty(2, 1 << 28, dtype=dtype, device=device).normal_()
-    copy = 4 * x.numel() / milliseconds(lambda x=x, y=y: y.copy_(x)) / 1e9
-    del x, y
-    print(f"\ncopy {copy:.2f} TB/s. TB/s (share of it), {dtype}, forward, backward | PyTorch's own" + " | torch.compile" * compiled)
-    for name, ours, theirs, inputs, *passes in operations(1 << 27, dtype, device):
-        line = []
-        for function in [ours, theirs] + [torch.compile(theirs, dynamic=False)] * compiled:
-            rates = [n * inputs[0].numel() * dtype.itemsize / ms / 1e9 for n, ms in zip(passes, times(function, inputs))]
-            line.append("  ".join(f"{rate:.2f} ({rate / copy:.2f})" for rate in rates))
-        print(f"  {name:22} " + " | ".join(line), flush=True)
-    print("TFLOP/s, forward, backward | PyTorch's own")
-    for name, ours, theirs, inputs, flops in attentions(4096, 64, dtype, device):
-        line = ["  ".join(f"{n * flops / ms / 1e9:.0f}" for n, ms in zip((1, 2.5), times(function, inputs))) for function in (ours, theirs)]
-        print(f"  {name:22} " + " | ".join(line), flush=True)
-    a, b = torch.empty(2, 8192, 8192, dtype=dtype, device=device).normal_()
-    ours, cublas = (2e-9 * 8192**3 / milliseconds(f) for f in (lambda: matmul(a, b), lambda: a @ b))
-    print(f"  product 8192           {ours:.0f} TFLOP/s, {ours / cublas:.2f} of cuBLAS")
+    sys.stdout.flush()  # the times, beside PyTorch's, are a table of bench.py
+    os.execv(sys.executable, [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench.py"), "kernels", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import functools
 import gc
+import importlib.util
 import inspect
 import itertools
 import json
@@ -22,6 +23,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +34,7 @@ import time
 import traceback
 import weakref
 import xml.etree.ElementTree
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -2417,6 +2420,13 @@ def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
             *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv])
 
 
+def test_flash_attention_by_specialized_warps(triton_kernels):
+    """Not causal, keys in whole blocks, head dim 128: another path through the forward kernel."""
+    for Tq, Tk in [(130, 256)] + ([(1000, 1024), (4096, 4096)] if GPUS else []):
+        q, k, v = (random(2, T, 2, 128, dtype=torch.bfloat16 if GPUS else torch.float16).transpose(1, 2) for T in (Tq, Tk, Tk))
+        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, False), functools.partial(plain_attention, is_causal=False), [q, k, v])
+
+
 def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
     q, k, v = (random(1, 2, T, 16).requires_grad_() for T in (20, 5, 5))
     y = kernels.FlashAttention.apply(q, k, v, True)
@@ -2594,3 +2604,123 @@ def test_python_kernels_py():
     assert process.returncode == 0, errors
     if kernels.HAVE_TRITON and not GPUS:
         assert "cross-entropy" in printed and "product + GELU" in printed and printed.endswith("times need a GPU\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- README
+
+README = open(os.path.join(HERE, "README.md")).read()
+MODULES = dict(model=model, kernels=kernels, collectives=dist, parallel=parallel, train=train, bench=bench, test_all=sys.modules[__name__])
+
+
+def readme_commands():
+    """Every command in README: lines of its fenced blocks, and what stands in backticks and starts like one."""
+    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", README, re.S) if not language]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
+    lines = [part.split("   ")[0].strip() for line in lines for part in line.split(" && ")]
+    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--", line)]
+
+
+def readme_rows():
+    """(what to read, what to run, what to look for) of each row of the reading guide."""
+    guide = README.split("## Reading guide")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("| ").split("|")][2:] for line in guide.splitlines() if line.startswith("| ")][1:]
+
+
+def named(token, where=None):
+    """Whether `token` is a class, function, method or constant of these files."""
+    for module in [MODULES[where]] if where else MODULES.values():
+        with contextlib.suppress(AttributeError):
+            functools.reduce(getattr, token.split("."), module)
+            return True
+    return False
+
+
+def test_readme_names_what_is_there():
+    """Every file, class, function, flag and link; in the guide's "read" column, names after a file are of that file."""
+    sources = {name: inspect.getsource(module) for name, module in MODULES.items()}
+    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)} | {name for _, name, _ in bench.FLAGS}
+    wrong, text = [], "".join(sources.values())
+    for read, _, _ in readme_rows():
+        where = None
+        for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
+            if name.endswith(".py"):
+                where = name[:-3]
+            elif not (named(name, where) if name else re.search(rf"(?m)^# -+ {section}\b", sources.get(where, text))):
+                wrong.append((where, name or section))
+    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S)):
+        if re.fullmatch(r"\w+\.py", token):
+            wrong += [token] * (token[:-3] not in MODULES)
+        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # others are the environment's
+            wrong += [token] * (not named(token) and not re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text))
+        elif token.startswith("--"):
+            wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
+    wrong += [link for link in re.findall(r"\]\(([^)]+)\)", README) if not os.path.exists(os.path.join(HERE, link))]
+    assert not wrong and len(readme_rows()) > 20
+
+
+def test_readme_commands_are_understood(monkeypatch, capsys):
+    understood = Counter()
+    for line in readme_commands():
+        words = [word for word in shlex.split(line) if not word.startswith("SLOW=")]
+        script = next((word for word in words if word.endswith(".py")), None)
+        rest = words[words.index(script) + 1:] if script else words
+        if words[0].endswith("pytest"):
+            tests = [name for name in globals() if name.startswith("test_")]
+            assert "-k" not in rest or any(rest[rest.index("-k") + 1] in name or rest[rest.index("-k") + 1] == "NAME" for name in tests), line
+        elif script == "train.py" and "--help" not in rest:
+            train.parse(rest)
+        elif script == "bench.py":
+            bench.parse([word for word in rest if word != "..."])
+        elif script == "parallel.py":
+            monkeypatch.setattr(sys, "argv", [script, *rest, "--help"])
+            with pytest.raises(SystemExit, match="0"):
+                parallel.main()
+        elif words[0].startswith("--"):
+            continue  # a flag alone: the test above
+        understood[script] += 1
+    assert understood["train.py"] > 12 and understood["bench.py"] > 5 and understood["parallel.py"] > 1
+
+
+@pytest.mark.parametrize("line,says", [
+    ("python model.py", "6 N + 12 L C T"), ("python collectives.py", "counted | formula"), ("python bench.py plan --gpus 64", "beside computation"),
+    ("python train.py --recompute block --steps 50", "activations")])
+def test_readme_commands_run(line, says):
+    assert line in readme_commands()
+    short = ["--steps", "1", "--sample", "0", "--eval-every", "0"] if "train.py" in line else []
+    process = command(sys.executable, *shlex.split(line)[1:], *short)
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0 and says in printed, errors
+
+
+def readme_code(folder):
+    """README's Python as a module that has what parallel.py and kernels.py have."""
+    code = "\n\n".join(["from kernels import *", "from parallel import *", *re.findall(r"```python\n(.*?)```", README, re.S)])
+    with open(os.path.join(folder, "readme_code.py"), "w") as file:
+        file.write(code)
+    spec = importlib.util.spec_from_file_location("readme_code", file.name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sign_gradients(folder):
+    net = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        [p.fill_(0.5) for p in net.parameters()]
+    strategy = readme_code(folder).SignDDP(net, None)
+    strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
+    strategy.finish_grad_sync()
+    return [p.grad.tolist() for p in net.parameters()]
+
+
+def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):
+    (tmp_path / "0").mkdir()
+    added = readme_code(tmp_path / "0")
+    for p, m in ((1, 1), (3, 5), (4, 8)):
+        parallel.check(parallel.lower(added.eager(p, m, 1)))
+    assert parallel.simulate(added.eager(4, 8, 1)).peak == [7, 5, 3, 1]
+    no_worse_than_pytorch(added.relu2, lambda x: F.relu(x).square(), [random(1000)])
+    no_worse_than_pytorch(added.relu2, lambda x, b: F.relu(x + b).square(), [random(30, 7), random(7)])
+    for grads in pool(2).run(sign_gradients, str(tmp_path)):
+        assert grads == [[[1, -1, 0]] * 2, [1, 1]]  # of the third input, one vote for and one against, however loud
