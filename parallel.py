@@ -123,16 +123,13 @@ def make_buckets(params, megabytes, group, kind=lambda param: ()):
 
     A bucket holds one dtype, one device, one set of groups that the parameters are cut over, and one `kind`.
     """
-    buckets, filling = [], {}  # key -> [parameters, bytes]
+    buckets, filling = [], {}
     for param in reversed(params):
         key = (param.dtype, param.device, split_over(param), getattr(param, "tied", False), kind(param))
-        some = filling.get(key)
-        if some and some[1] + param.numel() * param.element_size() > megabytes * 2**20:
-            buckets.append(Bucket(filling.pop(key)[0], group))
-        some = filling.setdefault(key, [[], 0])
-        some[0].append(param)
-        some[1] += param.numel() * param.element_size()
-    return buckets + [Bucket(some[0], group) for some in filling.values()]
+        if key in filling and sum(p.nbytes for p in [*filling[key], param]) > megabytes * 2**20:
+            buckets.append(Bucket(filling.pop(key), group))
+        filling.setdefault(key, []).append(param)
+    return buckets + [Bucket(some, group) for some in filling.values()]
 
 
 def split_over(param):
