@@ -35,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
@@ -76,16 +77,15 @@ class Bucket:
 
     def __init__(self, params, group):
         self.params = params
-        self.missing = set(params)     # those whose gradient of this micro-batch is still to come
-        self.unfinished = set(params)  # those whose last gradient of this step is
+        self.waiting = set(params)  # those whose last gradient before the bucket leaves is still to come
+        self.came = 0               # how many gradients there were since the last ones went into `flat`
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.flat = None      # the gradients, full size
-        self.stale = True     # `flat` holds nothing of this step yet
-        self.sent = False     # under way, or through: a second backward must not add to it
-        self.shard = None     # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
+        self.flat = None            # the gradients, full size
+        self.state = "empty"        # of this step's gradients; "filling", or "sent": then a second backward must not add to it
+        self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -123,16 +123,13 @@ def make_buckets(params, megabytes, group, kind=lambda param: ()):
 
     A bucket holds one dtype, one device, one set of groups that the parameters are cut over, and one `kind`.
     """
-    buckets, filling = [], {}  # key -> [parameters, bytes]
+    buckets, filling = [], {}
     for param in reversed(params):
         key = (param.dtype, param.device, split_over(param), getattr(param, "tied", False), kind(param))
-        some = filling.get(key)
-        if some and some[1] + param.numel() * param.element_size() > megabytes * 2**20:
-            buckets.append(Bucket(filling.pop(key)[0], group))
-        some = filling.setdefault(key, [[], 0])
-        some[0].append(param)
-        some[1] += param.numel() * param.element_size()
-    return buckets + [Bucket(some[0], group) for some in filling.values()]
+        if key in filling and sum(p.nbytes for p in [*filling[key], param]) > megabytes * 2**20:
+            buckets.append(Bucket(filling.pop(key), group))
+        filling.setdefault(key, []).append(param)
+    return buckets + [Bucket(some, group) for some in filling.values()]
 
 
 def split_over(param):
@@ -157,6 +154,7 @@ class Reducer:
         self.grad_dtype, self.reduce_dtype = grad_dtype, reduce_dtype
         self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
         self.fixed = False  # whether CUDA graphs know where the flat vectors lie
+        self.keeps_grad = all(bucket.shard is None for bucket in buckets)  # plain DDP: `.grad` stays, a view of the bucket
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         ready = weakref.WeakMethod(self._ready)  # or a parameter would keep all buckets alive, and they it, for good
         for param in self.bucket_of:
@@ -165,66 +163,57 @@ class Reducer:
     @contextmanager
     def no_sync(self):
         """Inside, backward only adds up gradients: nothing is sent (stage 2 sends all the same: it has nowhere to keep them)."""
-        self.syncing, before = False, self.syncing
+        self.syncing, before = self.stage >= 2, self.syncing
         try:
             yield
         finally:
             self.syncing = before
 
-    def _keeps_grad(self, bucket):
-        return self.stage == 0 and bucket.shard is None  # plain DDP: `.grad` stays, a view of the bucket
-
     def _ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
         bucket = self.bucket_of[param]
-        if self.stage < 2 and bucket.sent:
+        if bucket.state == "sent":
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
-        if not self.syncing and self._keeps_grad(bucket):
+        if not self.syncing and self.keeps_grad:
             return  # autograd adds to .grad by itself
         self.finished = False
-        bucket.missing.discard(param)
+        bucket.came += 1
         if self.syncing:
-            bucket.unfinished.discard(param)
-        if not bucket.missing:
+            bucket.waiting.discard(param)
+        if not bucket.waiting:
             self.on_complete(bucket)
-            if self.stage < 2 and bucket.unfinished and not self._keeps_grad(bucket):
-                self._move(bucket)  # this micro-batch's part; the next one adds to it
-        while self.next < len(self.buckets) and not (self.buckets[self.next].missing if self.stage >= 2 else
-                                                     self.buckets[self.next].unfinished):
+        elif self.stage < 2 and not self.keeps_grad and bucket.came == len(bucket.params):
+            self._move(bucket)  # this micro-batch's part; the next one adds to it
+        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
             self._leave()
-        if self.stage >= 2:
-            self.next %= len(self.buckets)  # the next micro-batch fills them again
 
     def _leave(self):
         self._move(self.buckets[self.next])
         self._send(self.buckets[self.next])
         self.next += 1
+        if self.stage >= 2:
+            self.next %= len(self.buckets)  # the next micro-batch fills them again
 
     @torch.no_grad()
     def _move(self, bucket):
         """Gradients from .grad into the flat vector; a missing one counts as zero. The originals are freed."""
-        views = self._views(bucket)
-        new = [(view, p) for view, p in zip(views, bucket.params) if p.grad is None or p.grad.data_ptr() != view.data_ptr()]
-        found = [(view, p.grad) for view, p in new if p.grad is not None]
-        stale, bucket.stale = bucket.stale, False
-        if stale or self._keeps_grad(bucket):
-            if found:
-                torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
-            for view, param in new:
-                if param.grad is None:
-                    view.zero_()
-        elif found:
-            torch._foreach_add_([view for view, _ in found], [grad for _, grad in found])
-        for view, param in new:
-            param.grad = view if self._keeps_grad(bucket) else None
-        bucket.missing = set(bucket.params)
+        views, fresh = self._views(bucket), bucket.state == "empty"
+        grads = [p.grad for p in bucket.params]
+        new = [(view, g) for view, g in zip(views, grads) if g is not None and g.data_ptr() != view.data_ptr()]
+        if new:
+            (torch._foreach_copy_ if fresh else torch._foreach_add_)(*map(list, zip(*new)))
+        for param, view, grad in zip(bucket.params, views, grads):
+            if fresh and grad is None:
+                view.zero_()
+            param.grad = view if self.keeps_grad else None
+        bucket.state, bucket.came = "filling", 0
 
     def _views(self, bucket):
         """The flat vector's parts, one a parameter; there from now on, and free of what an earlier step left in it."""
         if bucket.flat is None:
             dtype = self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype
-            bucket.flat, bucket.stale = torch.empty(bucket.numel, dtype=dtype, device=bucket.device), True
+            bucket.flat, bucket.state = torch.empty(bucket.numel, dtype=dtype, device=bucket.device), "empty"
             bucket.flat[sum(p.numel() for p in bucket.params):] = 0  # the padding
-        kept = bucket.shard is not None and bucket.stale and bucket.shard.grad
+        kept = bucket.shard is not None and bucket.state == "empty" and bucket.shard.grad
         if isinstance(kept, torch.Tensor) and kept.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr():
             bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
         return bucket.views(bucket.flat)
@@ -235,7 +224,7 @@ class Reducer:
         for bucket in self.buckets:
             into.update(zip(bucket.params, self._views(bucket)))
             bucket.flat.zero_()
-            bucket.stale = False
+            bucket.state = "filling"
         return into
 
     def _send(self, bucket):
@@ -248,16 +237,16 @@ class Reducer:
         else:
             out = wire[bucket.own] if wire is bucket.flat and self.stage == 1 else torch.empty_like(wire[bucket.own])
             handle = dist.reduce_scatter_tensor(out, wire, dist.ReduceOp.AVG, self.group, async_op=True)
-        bucket.sent = True
+        bucket.waiting, bucket.state = set(bucket.params), "sent"
         if self.stage >= 2:
-            bucket.flat = None  # ZeRO-2: the full gradient goes as soon as it is through
+            bucket.flat, bucket.state = None, "empty"  # ZeRO-2: the full gradient goes as soon as it is through
         self.under_way.append((handle, bucket, wire, out))  # holds the buffers until then
         while self.stage >= 2 and len(self.under_way) > 2:
             self._receive(*self.under_way.popleft())
 
     def _receive(self, handle, bucket, wire, out):
         handle.wait()
-        bucket.sent, bucket.stale, bucket.unfinished = False, True, set(bucket.params)
+        bucket.state = "empty"
         if self.stage == 0 and wire is not bucket.flat:
             bucket.flat.copy_(wire)
             out = bucket.flat
@@ -269,14 +258,9 @@ class Reducer:
 
     def finish(self):
         """Send what has not left yet, wait for all of it."""
-        def waiting():  # stages 0, 1: each bucket leaves once a step; 2: as often as there is something in it
-            return self.next < len(self.buckets) if self.stage < 2 else (
-                self.next or any(p.grad is not None for p in self.bucket_of))
-
-        while waiting():
+        # Stages 0, 1: each bucket leaves once a step; 2: as often as there is something in it.
+        while self.next < len(self.buckets) if self.stage < 2 else self.next or any(p.grad is not None for p in self.bucket_of):
             self._leave()
-            if self.stage >= 2:
-                self.next %= len(self.buckets)
         while self.under_way:
             self._receive(*self.under_way.popleft())
         self.next, self.finished = 0, True
@@ -482,7 +466,7 @@ class FSDP(nn.Module):
             bucket.gathering, bucket.uses_left = None, 0
             # Its own version counter (.data): refilling the buffer before backward is no change to what autograd has saved.
             bucket.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(bucket.views(bucket.weights), old)]
-            bucket.missing, bucket.unfinished = set(bucket.params), set(bucket.params)
+            bucket.waiting = set(bucket.params)
             for new, p in zip(bucket.params, old):
                 new.__dict__.update(p.__dict__)
                 replaced[p] = new
@@ -541,7 +525,7 @@ class FSDP(nn.Module):
     # forward is right again in backward.
 
     @torch.no_grad()
-    def _gather(self, bucket, wait=True):
+    def _gather(self, bucket, wait):
         storage = bucket.weights.untyped_storage()
         if not storage.size():
             storage.resize_(bucket.numel * bucket.dtype.itemsize)
@@ -554,21 +538,20 @@ class FSDP(nn.Module):
 
     def _free(self, bucket):
         if bucket.sharded and bucket.weights.untyped_storage().size():
-            self._gather(bucket)  # a gather under way must not write into freed memory
+            self._gather(bucket, wait=True)  # one under way must not write into freed memory
             bucket.weights.untyped_storage().resize_(0)
 
-    def _before_forward(self, unit, inputs):
+    def _fetch(self, unit, wait):
         for bucket in self.units[unit]:
-            self._gather(bucket)
+            self._gather(bucket, wait)
+
+    def _before_forward(self, unit, inputs):
+        self._fetch(unit, wait=True)
         if not self.in_backward:  # not when a checkpoint runs it again
             i = len(self.order)
             self.order.append(unit)
             if i + 1 < len(self.last_order) and self.last_order[i] is unit:
-                self._prefetch(self.last_order[i + 1])
-
-    def _prefetch(self, unit):
-        for bucket in self.units[unit]:
-            self._gather(bucket, wait=False)
+                self._fetch(self.last_order[i + 1], wait=False)
 
     def _after_forward(self, unit, inputs, output):
         if self.in_backward:
@@ -585,10 +568,9 @@ class FSDP(nn.Module):
 
     def _before_backward(self, unit, position):
         self.in_backward = True
-        for bucket in self.units[unit]:
-            self._gather(bucket)
+        self._fetch(unit, wait=True)
         if 0 < position <= len(self.order):
-            self._prefetch(self.order[position - 1])
+            self._fetch(self.order[position - 1], wait=False)
 
     def forward(self, *args, **kwargs):
         self.last_order, self.order, self.in_backward = self.order, [], False
@@ -597,12 +579,13 @@ class FSDP(nn.Module):
             if not bucket.sharded:
                 bucket.weights.copy_(bucket.shard.detach())
         if self.compute_dtype:
-            args, kwargs = (_cast(x, self.compute_dtype) for x in (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x,
+                                         (args, kwargs))
         output = self.module(*args, **kwargs)
         for bucket in self.buckets:
             self._free(bucket)
         if torch.is_grad_enabled() and self.order:
-            self._prefetch(self.order[-1])  # backward starts with it
+            self._fetch(self.order[-1], wait=False)  # backward starts with it
         return output
 
     def finish_grad_sync(self):
@@ -637,27 +620,15 @@ def fsdp_units(module):
 
 def tensors_in(value):
     """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def _cast(value, dtype):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(item, dtype) for item in value)
-    return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1, fused=True):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: see below,
-    `held` micro-batches of them at once in a pipeline. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; all
-    where left out.
+    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: as below,
+    of `held` micro-batches at once in a pipeline. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; left
+    out, all.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
@@ -687,10 +658,10 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
         whole on every rank: x, LN(x), x + attention, LN of that                  4C
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
 
-    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention" drops
-    q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its input,
-    LN of it, and the logits: as they are if `fused`, where the loss's kernel leaves the gradient in their place, and where the
-    vocabulary is cut; PyTorch's own loss keeps a float32 log-softmax.
+    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention"
+    drops q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its
+    input, LN of it, and the logits: as they are where the vocabulary is cut or the loss is `fused`, a kernel that leaves the
+    gradient in their place; PyTorch's own loss keeps a float32 log-softmax.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks, head = sum(1 <= i <= config.n_layer for run in pieces for i in run), any(config.n_layer + 1 in run for run in pieces)
@@ -1016,7 +987,7 @@ def rounds(lists, ready, stuck):
 def in_order(lists):
     """[(rank, action)] of lists without transfers, each after what it needs."""
     stages = stages_of(lists)
-    for now in rounds(lists, lambda action, done, heads: done.issuperset(needs(action, stages)), "needs what never comes before it"):
+    for now in rounds(lists, lambda action, done, _: done.issuperset(needs(action, stages)), "needs what never comes before it"):
         yield from now
 
 
@@ -1203,16 +1174,17 @@ def split_pieces(config, stages):
     c, n = config.n_embd, config.n_layer + 2
     block = 4 * c * c + 2 * c * config.inner + config.seq_len * c
     cost = [0] + [block] * config.n_layer + [c * config.vocab_size]
-    total = [sum(cost[:i]) for i in range(n + 1)]
-    best = {(0, 0): (0, None)}  # (pieces used, stages used) -> (cost of the slowest, where the last stage begins)
-    for k in range(1, stages + 1):
-        for end in range(k, n - stages + k + 1):
-            best[end, k] = min((max(best[start, k - 1][0], total[end] - total[start]), start)
-                               for start in range(k - 1, end) if (start, k - 1) in best)
-    cuts = [n]
-    for k in range(stages, 0, -1):
-        cuts.append(best[cuts[-1], k][1])
-    return [range(a, b) for a, b in zip(cuts[::-1], cuts[-2::-1])]
+
+    @functools.cache
+    def best(end, k):
+        """(cost of the slowest, where each begins, last first) of k stages that share the pieces up to `end`."""
+        if k == 1:
+            return sum(cost[:end]), (0,)
+        return min((max(rest, sum(cost[start:end])), (start, *starts))
+                   for start in range(k - 1, end) for rest, starts in [best(start, k - 1)])
+
+    starts = best(n, stages)[1][::-1]
+    return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
 
 
 def pipeline_groups(mesh):
@@ -1271,10 +1243,9 @@ class Passage:
 class Recording(Passage):
     """A Passage recorded as CUDA graphs: replaying one costs the CPU one launch, where running it costs one a kernel.
 
-    A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next (4 H200, 3 blocks
-    of 1536 a stage, 4 x 1024 tokens: 6.9 ms of CPU for 4.7 ms of GPU). A graph's tensors stay where they are: inputs are copied in,
-    outputs out, and weight gradients add up in `into` {parameter: tensor}; no hooks run. Each recording keeps memory for one
-    micro-batch's activations, so there is one for every micro-batch in flight.
+    A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next. A graph's tensors
+    stay where they are: inputs are copied in, outputs out, and weight gradients add up in `into` {parameter: tensor}; no hooks run.
+    Each recording keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight.
     """
 
     def __init__(self, module, loss, later, into, kinds, x, target):
@@ -1420,7 +1391,8 @@ class Pipeline:
     def _post(self, source):
         """Post the next receive from a rank; it sends in the order in which they are expected."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.passing[self.expected[source].popleft()] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
+        handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+        self.passing[self.expected[source].popleft()] = handle, buffer
 
     def _take(self, receive):
         source = other_end(receive).stage % self.p
@@ -1430,7 +1402,8 @@ class Pipeline:
         if isinstance(value, torch.Tensor):  # from a stage on this rank
             return value
         handle, buffer = value
-        what = f"{'activation' if receive.kind == 'RF' else 'gradient'} of micro-batch {receive.micro_batch} from rank {self.ranks[source]}"
+        kind = "activation" if receive.kind == "RF" else "gradient"
+        what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]}"
         dist.progress(f"waiting for the {what}")
         dist.wait_for(handle, f"pipeline rank {self.rank} waited for the {what} (pipeline rank {source})")
         return buffer
@@ -1743,8 +1716,8 @@ def demo_data(arguments):
 
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
-    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors. A bucket leaves\n"
-        f"when its last gradient is there, and travels while backward goes on:\n\n"
+    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, float64.\n"
+        f"A bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
         f"  gradients there      KiB   bucket of             still to come")
     all_reduced()
     cross_entropy(one(x), y, config.vocab_size).backward()

@@ -1098,7 +1098,8 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
         pytest.skip("no package triton for this machine")
     for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block")):
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute", recompute):
-            assert 0.93 < kept / predicted < 1.07, (dtype, recompute)
+            # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as small as these.
+            assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.07), (dtype, recompute)
 
 
 @pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])
