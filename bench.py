@@ -735,15 +735,18 @@ def plain_model(config, device, dtype=torch.float32, pieces=None):
     return model
 
 
-def torch_step(model, optimizer, params, s, device, x, y, precision=None):
+def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=None):
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
+
+    def plain_loss(tokens, targets):
+        logits = model(tokens).flatten(0, 1)
+        return F.cross_entropy(logits if isinstance(logits, DTensor()) else logits.float(), targets.flatten())
 
     def step():
         optimizer.zero_grad()
         for i, (tokens, targets) in enumerate(zip(x, y)):
             with contextlib.nullcontext() if i == len(x) - 1 or not hasattr(model, "no_sync") else model.no_sync(), precision():
-                logits = model(tokens).flatten(0, 1)
-                (F.cross_entropy(logits if isinstance(logits, DTensor()) else logits.float(), targets.flatten()) / len(x)).backward()
+                ((loss or plain_loss)(tokens, targets) / len(x)).backward()
         for some in params:
             torch.nn.utils.clip_grad_norm_(some, 1.0)
         optimizer.step()
@@ -761,10 +764,11 @@ def adamw(params, device):
 
 
 def torch_compiled(config, s, device, x, y):
-    """torch.compile, on one GPU. Weights in float32, layers under autocast."""
+    """torch.compile of model and loss, on one GPU. Weights in float32, layers under autocast, which takes the loss in float32."""
     model = plain_model(config, device)
-    params, compiled = list(model.parameters()), torch.compile(model)
-    return torch_step(compiled, adamw(params, device), [params], s, device, x, y), "compile"
+    params = list(model.parameters())
+    loss = torch.compile(lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+    return torch_step(model, adamw(params, device), [params], s, device, x, y, loss=loss), "compile"
 
 
 def torch_ddp(config, s, device, x, y):
