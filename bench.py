@@ -619,7 +619,8 @@ def collectives(a):
 def layouts(n, m, virtual):
     """{strategy: what it sets in train.py's Settings} for n processes."""
     pipeline = dict(pp=n, micro_batches=m)
-    every = {"ddp": dict(dp=n), "zero1": dict(dp=n, zero=1), "zero2": dict(dp=n, zero=2), "zero3": dict(dp=n, zero=3)}
+    every = {"one": dict(dp=n)} if n == 1 else {}
+    every |= {"ddp": dict(dp=n), "zero1": dict(dp=n, zero=1), "zero2": dict(dp=n, zero=2), "zero3": dict(dp=n, zero=3)}
     if n > 1:
         every |= {"tp": dict(tp=n), "gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
                   "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual), "zb-h1": dict(pipeline, schedule="zb-h1")}
@@ -759,6 +760,13 @@ def adamw(params, device):
     return torch.optim.AdamW(params, lr=1e-4, fused=device.type == "cuda")
 
 
+def torch_compiled(config, s, device, x, y):
+    """torch.compile, on one GPU. Weights in float32, layers under autocast."""
+    model = plain_model(config, device)
+    params, compiled = list(model.parameters()), torch.compile(model)
+    return torch_step(compiled, adamw(params, device), [params], s, device, x, y), "compile"
+
+
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -825,7 +833,7 @@ def torch_pipeline(schedule):
     return build
 
 
-PEERS = {"ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp, "tp": torch_tp,
+PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp, "tp": torch_tp,
          "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
          "interleaved": torch_pipeline("ScheduleInterleaved1F1B"), "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble")}
 
@@ -884,6 +892,7 @@ def strategies(a):
 def measure_strategy(name, s, a, device, machines):
     """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
     comms, config, tokens = list(machines), a.config, a.batch_size * a.config.seq_len / a.gpus
+    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # there, torch.compile wants a C++ compiler
 
     def build():
         trainer = make_trainer(config, s, device)
@@ -892,7 +901,7 @@ def measure_strategy(name, s, a, device, machines):
         return trainer
 
     def build_peer():
-        step, title = PEERS[name](config, s, device, *batches)
+        step, title = peer(config, s, device, *batches)
 
         def in_pytorch():  # PyTorch's own all the way down: its kernels know autocast and DTensor, ours do not
             kernels.use("torch")
@@ -918,7 +927,7 @@ def measure_strategy(name, s, a, device, machines):
     steps = {comm: functools.partial(ours, comm) for comm in comms}
     if s.pp > 1:
         steps["gradients"] = lambda: (trainer.optimizer.zero_grad(), trainer.net.forward_backward(*batches, s.schedule))
-    if name in PEERS:
+    if peer:
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
     seconds = interleaved(steps, device, a.repeats)
     first = dict(
@@ -944,9 +953,9 @@ def measure_strategy(name, s, a, device, machines):
 
     for comm in comms:
         yield row(comm, f"ours, {'ring' if comm == 'ring' else torch_dist.get_backend()}", peak,
-                  plan=1e3 * predict(config, s, machines[comm]).step, ratio=seconds["peer"] / seconds[comm] if name in PEERS else None,
+                  plan=1e3 * predict(config, s, machines[comm]).step, ratio=seconds["peer"] / seconds[comm] if peer else None,
                   **(first if comm == comms[0] else {}))
-    if name in PEERS:
+    if peer:
         yield row("peer", title, peer_peak)
 
 

@@ -714,7 +714,7 @@ def test_layout_equals_one_process(pool, layout):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("layout", [dict(dp=1), dict(dp=2), dict(dp=4), dict(tp=2), dict(dp=2, tp=2), dict(dp=4, tp=2)], ids=str)
+@pytest.mark.parametrize("layout", [dict(dp=1), dict(dp=2), dict(dp=4), dict(dp=2, tp=2), dict(dp=4, tp=2)], ids=str)
 def test_zero_equals_one_process(pool, layout, zero):
     most = BATCH // layout.get("dp", 1) // 2
     for optimizer, micro_batches, change, recompute in [("sgd", 1, {}, "none"), ("sgd", most, dict(tied=False), "block"),
@@ -1063,16 +1063,16 @@ def kept_gradients(stage):
     assert alive() is None
 
 
-def test_memory_table_is_the_lecture_s():
+def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
     """16-bit weights, float32 gradients and masters: 2 + 4 + 12 bytes a parameter, divided stage by stage."""
     k = model.PRESETS["gpt2-xl"].parameters()
     for zero, (parameters, gradients, optimizer) in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (0, 4 / 8, 12 / 8)]):
         b = parallel.memory_bytes(model.PRESETS["gpt2-xl"], zero, dp=8, dtype=torch.bfloat16)
         assert close(torch.tensor([b["parameters"], b["gradients"], b["optimizer"]]) / k,
                      torch.tensor([parameters, gradients, optimizer]), 1e-2)  # 1-D ones stay whole
-    process = command(sys.executable, "parallel.py", "memory", "--model", "gpt2-xl", "--dp", "8")
-    printed, _ = process.communicate(timeout=60)
-    rows = [line.split()[:5] for line in printed.splitlines() if line.startswith("ZeRO-")]
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "memory", "--model", "gpt2-xl", "--dp", "8"])
+    parallel.main()
+    rows = [line.split()[:5] for line in capsys.readouterr().out.splitlines() if line.startswith("ZeRO-")]
     assert rows[0] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"] and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"]
 
 
@@ -1277,10 +1277,10 @@ def test_broken_schedules_are_rejected(how, says):
     assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))
 
 
-def test_pipeline_demo_draws_all_four(tmp_path):
-    process = command(sys.executable, "parallel.py", "pipeline", "--stages", "4", "--micro-batches", "8", "--svg", str(tmp_path))
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+def test_pipeline_demo_draws_all_four(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "pipeline", "--stages", "4", "--micro-batches", "8", "--svg", str(tmp_path)])
+    parallel.main()
+    printed = capsys.readouterr().out
     for line in ("GPipe: idle 9 by the formula | 9 simulated", "1F1B: idle 9 by the formula | 9 simulated",
                  "interleaved 1F1B, v=2: idle 4.5 by the formula | 4.5 simulated", "ZB-H1: idle 3 by the formula | 3 simulated",
                  "peak activations 4 3 2 1", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0"):
@@ -2509,8 +2509,11 @@ def test_matmul(dtype, triton_kernels):
         a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
         exact = kernels.gelu_reference(a.double() @ b.double())
         theirs = F.gelu(a @ b, approximate="tanh")
-        error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (kernels.matmul(a, b, kernels._gelu, tiles), theirs))
-        assert error <= 1.1 * max(allowed, torch.finfo(dtype).eps / 2)
+        for ours, theirs, exact, unit in (
+                (kernels.matmul(a, b, None, tiles), a @ b, a.double() @ b.double(), 0.5),
+                (kernels.matmul(a, b, kernels._gelu, tiles), theirs, exact, 2 if dtype == torch.float32 else 0.5)):  # as above: exp
+            error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (ours, theirs))
+            assert error <= 1.1 * max(allowed, unit * torch.finfo(dtype).eps), (M, K, N, unit)
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
 
 
