@@ -284,11 +284,9 @@ class DDP(nn.Module):
         super().__init__()
         self.module, self.group, self.find_unused = module, group, find_unused_parameters
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.alone = dist.get_world_size(group) == 1
-        if not self.alone:
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.detach(), group=group, group_src=0)
-        self.buckets = [] if self.alone else make_buckets(self.params, bucket_mb, group)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        self.buckets = make_buckets(self.params, bucket_mb, group) if dist.get_world_size(group) > 1 else []
         self.reducer = Reducer(self.buckets, group, stage=0)
         self.no_sync = self.reducer.no_sync
 
@@ -299,7 +297,7 @@ class DDP(nn.Module):
         """Send what has not left yet and wait for all of it. Call after the step's last backward, on every rank."""
         unused = [p for p in self.params if p.grad is None]
         self.reducer.finish()
-        if self.find_unused and not self.alone:
+        if self.find_unused and self.buckets:
             missing = set(unused)
             used = torch.tensor([p not in missing for p in self.params], dtype=torch.uint8, device=self.params[0].device)
             dist.all_reduce(used, dist.ReduceOp.MAX, self.group)
