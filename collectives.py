@@ -69,7 +69,7 @@ RECEIVES_AHEAD = 4
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
 # On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25: operations that come back to the same memory
 # are replayed, up to this many bytes (a graph keeps its room for what arrives) and this many different ones.
-REPLAY_BYTES, REPLAYS = 1 << 27, 512
+REPLAY_BYTES, REPLAYS = 1 << 28, 512
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -903,6 +903,25 @@ def print_in_order(text, group=None):
         print(bytes(t[:int(n)].tolist()).decode(), flush=True)
 
 
+def ring_states(device="cpu"):
+    """What this rank's tensor holds before and after each step of a ring all-reduce, a number a chunk: rank r starts from 1 << r, so a
+    sum has a bit for each rank whose data is in it. Call on all ranks."""
+    link, size, states = _link(None), get_world_size(), []
+    t = torch.full((size,), 1 << get_rank(), device=device)
+    chunks = t.tensor_split(size)
+
+    def watch(step):  # nobody sends what comes next before all have looked: receives are posted early
+        states.append(t.tolist())
+        torch_dist.barrier()
+
+    watch("start")
+    link.watch = watch
+    _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % size] for s in range(size - 1)], ReduceOp.SUM)
+    _ring_all_gather(link, chunks)
+    link.watch = lambda step: None
+    return states
+
+
 def _demo(device):
     rank, size = get_rank(), get_world_size()
 
@@ -943,15 +962,7 @@ def _demo(device):
     barrier()
     print_in_order(f"  rank {rank}   left after {time.perf_counter() - start:.2f} s")
 
-    # The ring, drawn from what the real one does: chunk c of rank r starts as the bit of r, so a sum tells whose data is in it.
-    link, whose = _link(None), "abcdefghijklmnopqrstuvwxyz"
-    t = torch.full((size,), 1 << rank, device=device)
-    steps = [t.tolist()]
-    link.watch = lambda step: steps.append(t.tolist())
-    chunks = t.tensor_split(size)
-    _ring_reduce_scatter(link, chunks, [chunks[(rank - 2 - s) % size] for s in range(size - 1)], ReduceOp.SUM)
-    _ring_all_gather(link, chunks)
-    link.watch = lambda step: None
+    whose, steps = "abcdefghijklmnopqrstuvwxyz", ring_states(device)
     for s, state in enumerate(steps):
         if rank == 0:
             print("\nring all-reduce, a row a rank, a column a chunk, a letter for each rank whose data the chunk holds:\n  start"

@@ -1765,17 +1765,13 @@ def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
     assert close(rows[2]["efficiency"], 100 * 96 / 99)
 
 
-def ring_states():
-    return bench.ring_states()
-
-
 @pytest.mark.parametrize("size", [3, 4])
 def test_ring_picture_is_the_law(pool, size):
     """Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1; each step changes no other."""
     if pool.device_type == "cuda":
         pytest.skip("the picture is of processes on the CPU")
-    states, *others = pool(size).run(ring_states)
-    assert others == [states] * (size - 1) and len(states) == 2 * size - 1 and states[0] == tuple([1 << r] * size for r in range(size))
+    states = list(zip(*pool(size).run(dist.ring_states)))  # [state][rank][chunk]
+    assert len(states) == 2 * size - 1 and states[0] == tuple([1 << r] * size for r in range(size))
     for s, (before, after) in enumerate(zip(states, states[1:])):
         for r in range(size):
             changed = [c for c in range(size) if before[r][c] != after[r][c]]
@@ -2509,11 +2505,11 @@ def test_matmul(dtype, triton_kernels):
         a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
         exact = kernels.gelu_reference(a.double() @ b.double())
         theirs = F.gelu(a @ b, approximate="tanh")
-        for ours, theirs, exact, unit in (
-                (kernels.matmul(a, b, None, tiles), a @ b, a.double() @ b.double(), 0.5),
-                (kernels.matmul(a, b, kernels._gelu, tiles), theirs, exact, 2 if dtype == torch.float32 else 0.5)):  # as above: exp
+        unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 0.5)  # as above
+        for ours, theirs, exact in ((kernels.matmul(a, b, None, tiles), a @ b, a.double() @ b.double()),
+                                    (kernels.matmul(a, b, kernels._gelu, tiles), theirs, exact)):
             error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (ours, theirs))
-            assert error <= 1.1 * max(allowed, unit * torch.finfo(dtype).eps), (M, K, N, unit)
+            assert error <= 1.1 * max(allowed, unit), (M, K, N, error, allowed)
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
 
 
