@@ -260,9 +260,9 @@ class Machine:
 
 MACHINES = {  # `peak` and `memory` by the datasheet. The rates: measured on four H200s; of the others, and of all networks, of the order
     # that is reached. So measure your own: --machine FILE
-    "h200": Machine("H200", 989e12, 139e9, 760e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 300e9, 4.5e-5, 45e9, 5e-5),
-    "h100": Machine("H100", 989e12, 79e9, 700e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 300e9, 4.5e-5, 45e9, 5e-5),
-    "a100": Machine("A100", 312e12, 79e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 4.5e-5, 22e9, 5e-5),
+    "h200": Machine("H200", 989e12, 139e9, 760e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 300e9, 4.5e-5, 45e9, 8e-6),
+    "h100": Machine("H100", 989e12, 79e9, 700e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 300e9, 4.5e-5, 45e9, 8e-6),
+    "a100": Machine("A100", 312e12, 79e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 4.5e-5, 22e9, 8e-6),
 }
 
 

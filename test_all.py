@@ -1708,7 +1708,7 @@ def layout(**more):
 
 def test_plan_obeys_the_formulas():
     config, even = model.PRESETS["gpt2-xl"], GPTConfig(256, 1024, 30, 16, 2048)
-    H200 = dataclasses.replace(bench.MACHINES["h200"], hop=0.0)  # bandwidth alone
+    H200 = dataclasses.replace(bench.MACHINES["h200"], hop=0.0, network_hop=0.0)  # bandwidth alone
     one, dp = (bench.predict(config, layout(dp=n, batch_size=8 * n), H200) for n in (1, 4))
     assert one.step == one.compute + one.optimizer and one.tp == one.dp == one.bubble == one.transfers == 0
     assert close(one.compute, dp.compute) and 0.3 < 8 * 1024 * config.flops_per_token() / one.step / H200.peak < 0.6
@@ -1720,7 +1720,7 @@ def test_plan_obeys_the_formulas():
     assert close(tp.tp, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 / H200.link, 0.05)  # 4 all-reduces of BTC a block
     far = bench.predict(config, layout(dp=64, batch_size=512), H200)  # eight network cards of a node are level with its links
     slow = bench.predict(config, layout(dp=64, batch_size=512), dataclasses.replace(H200, network=1e9))
-    assert far.dp < far.compute / 50 and slow.dp > 5 * far.dp_all
+    assert far.dp_all < 1.5 * dp.dp_all and slow.dp > 5 * far.dp_all
     for schedule, v in [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]:  # the lecture's bubble is that of the clock
         s = layout(pp=4, micro_batches=8, schedule=schedule, virtual_stages=v)
         costs, stages = bench.predict(even, s, H200), [(i, run) for i, run in enumerate(bench.split_pieces(even, 4 * v)) if i % 4 == 1]
