@@ -137,9 +137,10 @@ def environment(device):
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     cuda = device.type == "cuda"
-    return dict(hardware=torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-                processes=int(os.environ.get("WORLD_SIZE", "1")), torch=torch.__version__, commit=commit, command=" ".join(sys.argv),
-                triton=getattr(kernels.triton, "__version__", None), nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None)
+    return {"hardware": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+                "processes": int(os.environ.get("WORLD_SIZE", "1")), "torch": torch.__version__, "commit": commit,
+                "command": " ".join(sys.argv),
+                "triton": getattr(kernels.triton, "__version__", None), "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
 
 
 def write_json(path, what, device, tables, **more):
@@ -488,7 +489,7 @@ def operations(device, dtype, n, only):
         t = t if n > 1 << 20 else t // 64
         b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-        backends = dict(FLASH="FLASH_ATTENTION", cuDNN="CUDNN_ATTENTION") if device.type == "cuda" else dict(math="MATH")
+        backends = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"} if device.type == "cuda" else {"math": "MATH"}
         yield Operation(f"attention T={t} D={d} causal", {
             **{f"SDPA {key}": (sdpa(getattr(torch.nn.attention.SDPBackend, value)), [q, k, v]) for key, value in backends.items()},
             "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
@@ -534,9 +535,9 @@ def measure_kernels(a):
     del x, y, m
     say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the slower of bytes over "
         f"the one and FLOPs over the other\nwhat torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
-    table = Table("bytes that must move over seconds; bfloat16 but for the second ELU", dict(
-        op="operation:<30", way="way:<8", who="who:<14", ms="ms:>9.3f", tb="TB/s:>6.2f", tflops="TFLOP/s:>8.0f", bound="bound by:<8",
-        share="% of roofline:>13.0f"))
+    table = Table("bytes that must move over seconds; bfloat16 but for the second ELU", {
+        "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f", "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8",
+        "share": "% of roofline:>13.0f"})
     for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
         for operation in operations(device, dtype, n, only):
             for who, seconds in seconds_of(operation, device, repeats).items():
@@ -586,9 +587,9 @@ def collectives(a):
     machines = measure_machine(device, *((torch.bfloat16, PRESETS["gpt2-xl"]) if device.type == "cuda" else (torch.float32, PRESETS["tiny"])),
                                comms=("ring", "torch"))
     say(f"{n} processes, {backend}\n{describe_machine(machines['ring'])}")
-    table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", dict(
-        op="collective:<22", size="KiB:>9,.0f", us="ours us:>10,.0f", torch_us="torch us:>10,.0f", ratio="torch / ours:>12.2f",
-        alg="alg GB/s:>8.2f", bus="bus GB/s:>8.2f", torch_bus="torch bus:>9.2f", counted="bytes sent:>14,", formula="formula:>14,"))
+    table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
+        "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f", "ratio": "torch / ours:>12.2f",
+        "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
     sizes, fits = [size for i in range(11) if (size := 1024 << (5 if a.quick else 2) * i) <= a.max_bytes], []
     for op in a.only:
         points = []
@@ -598,21 +599,22 @@ def collectives(a):
             dist.reset_traffic()
             calls["ring"]()
             logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
-            gb, row = 4e-9 * count, dict(op=op, n=n, size=count / 256, us=1e6 * seconds["ring"])
+            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ring"]}
             if count:
-                row |= dict(alg=gb / seconds["ring"], bus=gb / seconds["ring"] * BUS[op](n))
+                row |= {"alg": gb / seconds["ring"], "bus": gb / seconds["ring"] * BUS[op](n)}
             if "torch" in seconds:  # a collective
-                row |= dict(torch_us=1e6 * seconds["torch"], ratio=seconds["torch"] / seconds["ring"],
-                            torch_bus=gb / seconds["torch"] * BUS[op](n) if count else None, counted=sum(log.bytes for log in logs),
-                            formula=sum(sent(op, count, 4, n, r, *law) for r in range(n)))
+                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ring"],
+                            "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
+                            "counted": sum(log.bytes for log in logs),
+                            "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
                 points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ring"], seconds["torch"]))
             table.row(**row)
             del calls
         if len(points) > 1:
             m, k, *times = zip(*points)
             fits.append((op, *fit(m, k, times[0]), *fit(m, k, times[1])))
-    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", dict(
-        op="collective:<22", a="ours a, us:>10.1f", b="ours b, GB/s:>12.2f", torch_a="torch a, us:>11.1f", torch_b="torch b, GB/s:>13.2f"))
+    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
+        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f", "torch_b": "torch b, GB/s:>13.2f"})
     for op, ours_a, ours_b, torch_a, torch_b in fits:
         lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
     write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines["ring"]),
@@ -623,15 +625,15 @@ def collectives(a):
 
 def layouts(n, m, virtual):
     """{strategy: what it sets in train.py's Settings} for n processes."""
-    pipeline = dict(pp=n, micro_batches=m)
-    every = {"one": dict(dp=n)} if n == 1 else {}
-    every |= {"ddp": dict(dp=n), "zero1": dict(dp=n, zero=1), "zero2": dict(dp=n, zero=2), "zero3": dict(dp=n, zero=3)}
+    pipeline = {"pp": n, "micro_batches": m}
+    every = {"one": {"dp": n}} if n == 1 else {}
+    every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2}, "zero3": {"dp": n, "zero": 3}}
     if n > 1:
-        every |= {"tp": dict(tp=n), "gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
+        every |= {"tp": {"tp": n}, "gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
                   "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual), "zb-h1": dict(pipeline, schedule="zb-h1")}
     if n > 3 and n % 2 == 0:
-        every |= {"dp+tp": dict(dp=n // 2, tp=2), "zero1+pp": dict(dp=n // 2, zero=1, pp=2, micro_batches=m),
-                  "tp+pp": dict(tp=n // 2, pp=2, micro_batches=m), "zero3+tp": dict(dp=n // 2, zero=3, tp=2)}
+        every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
+                  "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2}}
     return every
 
 
@@ -780,7 +782,7 @@ def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
-    options, params = dict(lr=1e-4, fused=device.type == "cuda"), list(model.parameters())
+    options, params = {"lr": 1e-4, "fused": device.type == "cuda"}, list(model.parameters())
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options) if s.zero else torch.optim.AdamW(params, **options)
     return torch_step(model, optimizer, [params], s, device, x, y), "ZeroRedundancyOptimizer" if s.zero else "DDP"
 
@@ -789,8 +791,8 @@ def torch_fsdp(config, s, device, x, y):
     """fully_shard; with weights kept after forward (no second all-gather) it is what comes nearest to ZeRO-2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
-    options = dict(mesh=parallel.make_mesh(device.type, dp=s.dp)["dp"], reshard_after_forward=not kept,
-                   mp_policy=MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32))
+    options = {"mesh": parallel.make_mesh(device.type, dp=s.dp)["dp"], "reshard_after_forward": not kept,
+                   "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -816,7 +818,7 @@ def torch_tp(config, s, device, x, y):
     if config.tied:
         model.lm_head.weight = model.wte.weight
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor()) == cut] for cut in (True, False)]
-    return torch_step(model, adamw([dict(params=kind) for kind in kinds], device), kinds, s, device, x, y, loss_parallel), "DTensor"
+    return torch_step(model, adamw([{"params": kind} for kind in kinds], device), kinds, s, device, x, y, loss_parallel), "DTensor"
 
 
 def torch_pipeline(schedule):
@@ -835,7 +837,7 @@ def torch_pipeline(schedule):
 
         def step():
             optimizer.zero_grad()
-            runner.step(*([tokens] if rank == 0 else []), **(dict(target=targets, losses=[]) if rank == s.pp - 1 else {}))
+            runner.step(*([tokens] if rank == 0 else []), **({"target": targets, "losses": []} if rank == s.pp - 1 else {}))
             torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
         return step, schedule.removeprefix("Schedule")
@@ -880,11 +882,11 @@ def strategies(a):
     for reason in a.reasons:
         say(f"left out: {reason}")
     table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: GiB of tensors on rank 0 (peak: the\n"
-                  "allocator's); MiB rank 0 sends; bubble. hidden: communication that runs under computation.", dict(
-        strategy="strategy:<11", who="who:<29", ms="ms:>8.1f", plan="(plan):>8.1f", ratio="torch / ours:>12.2f",
-        tokens="tokens/s GPU:>12,.0f", mfu="MFU %:>5.1f", memory="GiB:>6.2f", memory_measured="measured:>8.2f", peak="peak:>6.2f",
-        traffic="MiB sent:>9,.1f", traffic_counted="counted:>9,.1f", hidden="hidden %:>8.0f", bubble="bubble %:>8.1f",
-        bubble_measured="measured:>8.1f"))
+                  "allocator's); MiB rank 0 sends; bubble. hidden: communication that runs under computation.", {
+        "strategy": "strategy:<11", "who": "who:<29", "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "ratio": "torch / ours:>12.2f",
+        "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f",
+        "traffic": "MiB sent:>9,.1f", "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
+        "bubble_measured": "measured:>8.1f"})
     for name, s in a.layouts.items():
         for row in measure_strategy(name, s, a, device, machines):
             table.row(**row)
@@ -939,26 +941,28 @@ def measure_strategy(name, s, a, device, machines):
     if peer:
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
     seconds = interleaved(steps, device, a.repeats)
-    first = dict(
-        memory=sum(memory[0][0].values()) / 2**30, memory_measured=sum(memory[0][1].values()) / 2**30, memory_by_rank=memory,
-        peak_by_rank=peaks, traffic=sum(formula.values()) / 2**20, traffic_counted=sum(counted.values()) / 2**20,
-        traffic_by_collective=formula, counted_by_collective=counted)
+    first = {
+        "memory": sum(memory[0][0].values()) / 2**30, "memory_measured": sum(memory[0][1].values()) / 2**30, "memory_by_rank": memory,
+        "peak_by_rank": peaks, "traffic": sum(formula.values()) / 2**20, "traffic_counted": sum(counted.values()) / 2**20,
+        "traffic_by_collective": formula, "counted_by_collective": counted}
     ours(comms[0])
     if s.pp > 1:
         f, i, w = stage_costs(trainer, device, a.repeats)
         timeline = parallel.simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), f, i, w)
-        first |= dict(bubble=100 * max(timeline.idle) / timeline.length, f_i_w_ms=[1e3 * x for x in (f, i, w)],
-                      bubble_measured=100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"], gradients_ms=1e3 * seconds["gradients"])
+        first |= {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in (f, i, w)],
+                      "bubble_measured": 100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"],
+                      "gradients_ms": 1e3 * seconds["gradients"]}
     elif a.gpus > 1 and s.cuda_graphs == "off":  # a graph would send all the same
         alone, without = communication_alone(trainer, device, a.repeats)
-        first |= dict(communication_ms=1e3 * alone, without_communication_ms=1e3 * without)
+        first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
-            first |= dict(hidden=100 * (1 - (seconds[comms[0]] - without) / alone))
+            first |= {"hidden": 100 * (1 - (seconds[comms[0]] - without) / alone)}
 
     def row(who, label, peak, **more):
         speed = tokens / seconds[who]
         mfu = 100 * speed * config.flops_per_token() / machines[comms[0]].peak if machines[comms[0]].peak else None
-        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, mfu=mfu, peak=peak, settings=dataclasses.asdict(s), **more)
+        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, mfu=mfu, peak=peak,
+                    settings=dataclasses.asdict(s), **more)
 
     for comm in comms:
         yield row(comm, f"ours, {'ring' if comm == 'ring' else torch_dist.get_backend()}", peak,
@@ -1044,9 +1048,9 @@ def plan(a):
         f"\n{describe_machine(machine)}")
     candidates = sorted(((predict(config, s, machine), s) for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine.node)),
                         key=lambda pair: pair[0].step)
-    table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", dict(
-        layout="layout:<44", micro="micro-batches:>13", ms="ms:>10,.1f", tokens="tokens/s GPU:>12,.0f", mfu="MFU %:>5.1f", gib="GiB:>6.1f",
-        bubble="bubble %:>8.1f", dp="dp %:>6.1f", tp="tp %:>6.1f", pp="pp %:>6.1f", limit="beside computation:<28"))
+    table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", {
+        "layout": "layout:<44", "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
+        "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "pp": "pp %:>6.1f", "limit": "beside computation:<28"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
         key = (s.dp, s.tp, s.pp, s.zero, s.schedule)  # one row each: the best micro-batches, virtual stages and recomputation
@@ -1072,9 +1076,9 @@ def plan(a):
 
 def scaling(a):
     """`strategies` with 1, 2, 4, ... processes: weak, the batch grows with them; strong, it stays."""
-    table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", dict(
-        kind="scaling:<7", gpus="GPUs:>5", strategy="strategy:<11", who="who:<29", batch="batch:>6", ms="ms:>8.1f",
-        tokens="tokens/s GPU:>12,.0f", efficiency="efficiency %:>12.1f", mfu="MFU %:>5.1f"))
+    table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
+        "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<29", "batch": "batch:>6", "ms": "ms:>8.1f",
+        "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
     worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
     one, done = {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -1187,8 +1191,9 @@ def comparisons(found):
     if found["what"] == "kernels":
         for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")):
             for way in ("forward", "backward"):
-                yield picture, f"{op}{way}, {unit}", groups(lambda row: row["op"].removeprefix(op), lambda row: {row["who"]: row[key]},
-                                                            lambda row: row["op"].startswith(op) and row["way"] == way)
+                yield picture, f"{op}{way}, {unit}", groups(
+                    lambda row, op=op: row["op"].removeprefix(op), lambda row, key=key: {row["who"]: row[key]},
+                    lambda row, op=op, way=way: row["op"].startswith(op) and row["way"] == way)
     elif found["what"] == "collectives":
         yield "all-reduce", "all-reduce, bus GB/s by size", groups(
             lambda row: f"{row['size']:,.0f} KiB", lambda row: {"ours": row["bus"], "torch": row["torch_bus"]},
@@ -1236,28 +1241,28 @@ WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": st
 OF_A_MODEL, MEASURED, TRAINED = ("strategies", "plan", "scaling"), ("kernels", "collectives", "strategies", "scaling"), ("strategies", "scaling")
 SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")
 FLAGS = [  # which of WHAT take it, its name, the rest
-    ((*MEASURED, "plan"), "--json", dict(default="", metavar="FILE", help="leave the rows there, with hardware, versions, commit")),
-    ((*MEASURED, "plan"), "--gpus", dict(type=parallel.positive, help="processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2")),
-    (MEASURED, "--device", dict(choices=["auto", "cpu", "cuda"], default="auto")),
-    (MEASURED, "--quick", dict(action="store_true", help="tiny sizes, few repeats: does it work?")),
-    (MEASURED, "--only", dict(nargs="+", metavar="NAME", help="of the kernels, collectives or strategies; left out, all; scaling: ddp zero3")),
-    (("collectives",), "--max-bytes", dict(type=parallel.positive, help="largest tensor; left out, 1 GiB, on the CPU 16 MiB")),
-    (OF_A_MODEL, "--model", dict(choices=list(PRESETS), help="preset; left out, gpt2, on the CPU tiny, plan gpt2-xl")),
-    *((OF_A_MODEL, "--" + name.replace("_", "-"), dict(type=parallel.positive, help="instead of the preset's")) for name in SIZES),
-    (OF_A_MODEL, "--batch-size", dict(type=parallel.positive, help="sequences a step, of all GPUs, scaling: of each; left out, 8 for each")),
-    (OF_A_MODEL, "--dtype", dict(choices=["bf16", "fp32"], help="what layers compute in; left out, bf16, on the CPU fp32")),
-    (TRAINED, "--comm", dict(choices=["ring", "torch", "both"], default="ring", help="collectives under our strategies")),
-    (TRAINED, "--accumulate", dict(type=parallel.positive, default=1, help="micro-batches without a pipeline")),
-    (TRAINED, "--micro-batches", dict(type=parallel.positive, default=8, help="of a pipeline")),
-    (TRAINED, "--virtual-stages", dict(type=parallel.positive, default=2, help="of a rank in the interleaved pipeline")),
-    (TRAINED, "--cuda-graphs", dict(choices=["off", "on"], default="off", help="train.py's, where ZeRO is 0 or 1")),
-    (TRAINED, "--repeats", dict(type=parallel.positive, help="of each step; left out, 7, --quick 3")),
-    (("plan",), "--machine", dict(default="h200", help=f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote")),
-    (("plan",), "--node", dict(type=parallel.positive, help="GPUs of a node, instead of the machine's")),
-    (("plan",), "--network", dict(type=parallel.positive, metavar="GB/S", help="from a GPU to another node, instead of the machine's")),
-    (("plan",), "--top", dict(type=parallel.positive, default=15, help="layouts to print")),
-    (("pictures",), "files", dict(nargs="*", metavar="FILE", help="what --json, or train.py's --trace, wrote; without one, the ring alone")),
-    (("pictures",), "--into", dict(default="assets", metavar="DIR", help="where the SVG files go")),
+    ((*MEASURED, "plan"), "--json", {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
+    ((*MEASURED, "plan"), "--gpus", {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
+    (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
+    (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
+    (MEASURED, "--only", {"nargs": "+", "metavar": "NAME", "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
+    (("collectives",), "--max-bytes", {"type": parallel.positive, "help": "largest tensor; left out, 1 GiB, on the CPU 16 MiB"}),
+    (OF_A_MODEL, "--model", {"choices": list(PRESETS), "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
+    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"}) for name in SIZES),
+    (OF_A_MODEL, "--batch-size", {"type": parallel.positive, "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
+    (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"], "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
+    (TRAINED, "--comm", {"choices": ["ring", "torch", "both"], "default": "ring", "help": "collectives under our strategies"}),
+    (TRAINED, "--accumulate", {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
+    (TRAINED, "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
+    (TRAINED, "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
+    (TRAINED, "--cuda-graphs", {"choices": ["off", "on"], "default": "off", "help": "train.py's, where ZeRO is 0 or 1"}),
+    (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
+    (("plan",), "--machine", {"default": "h200", "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
+    (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
+    (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S", "help": "from a GPU to another node, instead of the machine's"}),
+    (("plan",), "--top", {"type": parallel.positive, "default": 15, "help": "layouts to print"}),
+    (("pictures",), "files", {"nargs": "*", "metavar": "FILE", "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
+    (("pictures",), "--into", {"default": "assets", "metavar": "DIR", "help": "where the SVG files go"}),
 ]
 
 
@@ -1331,7 +1336,7 @@ def check_strategies(a, batch_size):
     for name in a.only or every:
         if name not in every:
             raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        s = train.Settings(**dict(dict(dtype=a.dtype, device=a.device, batch_size=batch_size, micro_batches=a.accumulate), **every[name]))
+        s = train.Settings(**dict({"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}, **every[name]))
         s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
         try:
             train.check_layout(s, a.config, 1, 1)
@@ -1359,7 +1364,7 @@ def check_files(a):
         if kind in first:
             raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give it alone, with --into another folder")
         a.found[path], first[kind] = found, path
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         train.check_folder(a.into, "--into")
 
 
@@ -1372,7 +1377,7 @@ def load_machine(a):
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BadInput(f"--machine {a.machine}: {type(error).__name__} {error}; give one of {', '.join(MACHINES)}, or a file that "
                            f"`bench.py collectives --json` wrote") from None
-    given = dict(node=a.node, network=a.network and 1e9 * a.network, network_hop=machine.network_hop or machine.hop)
+    given = {"node": a.node, "network": a.network and 1e9 * a.network, "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
     if machine.link is None:
         raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it again with --gpus 2 or more")

@@ -783,9 +783,9 @@ def initialize(device_type, timeout=600):
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
     world = {}
     if "RANK" not in os.environ:
-        world = dict(store=torch_dist.HashStore(), rank=0, world_size=1)
+        world = {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        world = dict(store=_fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        world = {"store": _fresh_store(timeout), "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
                        device_id=device if device_type == "cuda" else None, **world)
     return device

@@ -679,8 +679,8 @@ def _settings(name, q, is_causal):
     """Tile sizes, and the rest of a launch: constexprs and options."""
     D, wide = q.shape[3], q.dtype == torch.float32
     BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
-    return BM, BN, dict(CAUSAL=is_causal, D=D, BM=BM, BN=BN, PRECISION="tf32x3" if wide else "tf32",
-                        num_warps=warps, num_stages=stages)
+    return BM, BN, {"CAUSAL": is_causal, "D": D, "BM": BM, "BN": BN, "PRECISION": "tf32x3" if wide else "tf32",
+                        "num_warps": warps, "num_stages": stages}
 
 
 def attention_forward(q, k, v, is_causal):
@@ -1041,8 +1041,8 @@ def operations(dtype, device):
         yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
         yield f"add + norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
     for D, causal in (16, True), (16, False), (64, True), (64, False):
-        yield (f"attention {D}{' causal' * causal}", lambda *qkv: FlashAttention.apply(*qkv, causal),
-               lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(2, 2, 80, D) for _ in "qkv"])
+        yield (f"attention {D}{' causal' * causal}", lambda *qkv, causal=causal: FlashAttention.apply(*qkv, causal),
+               lambda *qkv, causal=causal: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(2, 2, 80, D) for _ in "qkv"])
     targets = torch.randint(5000, (8,), device=device)
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])

@@ -31,8 +31,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -41,7 +41,6 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import kernels
 from model import GPT, PRESETS, GPTConfig, Linear, initial_weight, materialize
-
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
 
@@ -337,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=25, compute_dtype=None, reduce_dtype=None, **kwargs):
         groups = list(params)
-        groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [dict(params=groups)]
+        groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [{"params": groups}]
         self.group, self.stage = group or torch.distributed.group.WORLD, stage
         which = {}  # parameter -> its parameter group; a tied one belongs where it comes first
         for i, g in enumerate(groups):
@@ -633,9 +632,9 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
     mine = matrix / dp + vector if zero == 3 else whole / dp if zero else whole  # what this rank's optimizer steps
     masters = wide * mine if wide != narrow else 0
-    return dict(parameters=int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
-                gradients=int(wide * (whole if zero < 2 else mine)), optimizer=int(2 * wide * mine + masters),
-                activations=held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused))
+    return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
+                "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
+                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused)}
 
 
 @functools.cache
@@ -933,7 +932,7 @@ def zero_bubble_h1(p, m):
     def rank(r):
         put_off = [[Action("W", r, i - r)] if i >= r else [] for i in range(m + r)]
         backwards = [[Action("I", r, i)] + put_off[i] for i in range(m)]
-        return take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, backwards) + sum(put_off[m:], [])
+        return take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, backwards) + [w for some in put_off[m:] for w in some]
     return [rank(r) for r in range(p)]
 
 
@@ -1084,8 +1083,8 @@ def draw_svg(timeline, path):
     """The same as a picture, readable on light and dark pages: forward blue, input gradient orange, weight gradient green."""
     colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
     scale, height = 960 / timeline.length, 26
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1040 {height * len(timeline.spans) + 8}" '
-           f'font-family="sans-serif" font-size="11">']
+    box = f'viewBox="0 0 1040 {height * len(timeline.spans) + 8}"'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="11">']
     for r, row in enumerate(timeline.spans):
         out.append(f'<text x="4" y="{r * height + 19}" fill="#888">rank {r}</text>')
         for action, start, end in row:
@@ -1499,9 +1498,9 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if zero == 3:
-            params = dict(model.named_parameters())
+            cut = dict(model.named_parameters())
             model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
-            model.load(lambda name: cut_like(params[name], source(name)))
+            model.load(lambda name, cut=cut: cut_like(cut[name], source(name)))
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last: it holds the parameters as they are now.
@@ -1541,8 +1540,8 @@ class ParallelGPT:
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
         params = list(dict.fromkeys(p for model in self.stages.values() for p in model.parameters()))
-        groups = [dict(params=[p for p in params if is_matrix(p)], weight_decay=weight_decay),
-                  dict(params=[p for p in params if not is_matrix(p)], weight_decay=0.0)]
+        groups = [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
+                  {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
             self.optimizer, self.params, self.syncs = optimizer_class(groups, **kwargs), params, self.stages
         else:
@@ -1725,7 +1724,7 @@ def demo_data(arguments):
     cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
     average_gradients(naive)
     rows = [("naive, after backward", all_reduced(), naive)] + rows
-    say(f"\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
+    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
@@ -1743,7 +1742,7 @@ def demo_tensor(arguments):
     for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B, A makes each head's q, k and v"),
                               ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
         whole, cut, inner = getattr(one, name), getattr(net, name), []
-        cut.c_proj.register_forward_pre_hook(lambda layer, inputs: inner.append(inputs[0].detach()))
+        cut.c_proj.register_forward_pre_hook(lambda layer, inputs, inner=inner: inner.append(inputs[0].detach()))
         x, x_cut = X.clone().requires_grad_(), X.clone().requires_grad_()
         Y = whole(x)
         Y.backward(dY)

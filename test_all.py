@@ -21,6 +21,7 @@ import json
 import math
 import multiprocessing
 import os
+import pathlib
 import re
 import resource
 import shlex
@@ -40,8 +41,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 if not GPUS:
@@ -78,7 +79,7 @@ def _worker(rank, size, device_type, port, pipe):
         function, args, options = job
         try:
             result = True, globals()[function](*args, **options)
-        except BaseException:
+        except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
         for group in list(torch_dist.distributed_c10d._world.pg_map):  # each holds sockets and threads: hundreds would not do
             if group is not torch_dist.group.WORLD:
@@ -177,23 +178,23 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
     t = prepare(_values(shape, dtype, rank))
     every = [prepare(torch.zeros(shape, dtype=dtype)) for _ in range(size)]
     if name == "broadcast":
-        args, out = (dict(tensor=t, src=root)), [t]
+        args, out = ({"tensor": t, "src": root}), [t]
     elif name == "reduce":
-        args, out = dict(tensor=t, dst=root, op=op), [t] if rank == root else []
+        args, out = {"tensor": t, "dst": root, "op": op}, [t] if rank == root else []
     elif name == "gather":
-        args, out = dict(tensor=t, gather_list=every if rank == root else None, dst=root), every if rank == root else []
+        args, out = {"tensor": t, "gather_list": every if rank == root else None, "dst": root}, every if rank == root else []
     elif name == "scatter":
         lists = [prepare(_values(shape, dtype, i + 10)) for i in range(size)] if rank == root else None
-        t, args = every[0], dict(tensor=every[0], scatter_list=lists, src=root)
+        t, args = every[0], {"tensor": every[0], "scatter_list": lists, "src": root}
         out = [t]
     elif name == "all_gather_into_tensor":
         whole = prepare(torch.zeros((size * shape[0],) + shape[1:], dtype=dtype))
-        args, out = dict(output_tensor=whole, input_tensor=t), [whole]
+        args, out = {"output_tensor": whole, "input_tensor": t}, [whole]
     elif name == "reduce_scatter_tensor":
         whole = prepare(_values((size * shape[0],) + shape[1:], dtype, rank))
-        args, out = dict(output=t, input=whole, op=op), [t]
+        args, out = {"output": t, "input": whole, "op": op}, [t]
     elif name == "all_reduce":
-        args, out = dict(tensor=t, op=op), [t]
+        args, out = {"tensor": t, "op": op}, [t]
     handle = getattr(comm, name)(**args, async_op=async_op)
     if async_op:
         handle.wait()
@@ -310,7 +311,7 @@ def ring_only(function):
     """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
     @functools.wraps(function)
     def run(*args):
-        kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, dict(gloo=0, nccl=0, switched=0)
+        kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, {"gloo": 0, "nccl": 0, "switched": 0}
         dist._link(None)._graphs, dist._link(None)._pools = {}, {}
         try:
             return function(*args)
@@ -510,7 +511,7 @@ def test_causal():
     assert net(tokens)[:, :6].equal(net(other)[:, :6]) and not net(tokens)[:, 6:].equal(net(other)[:, 6:])
 
 
-@pytest.mark.parametrize("change", [dict(), dict(tied=False), dict(inner=24), dict(activation="elu")])
+@pytest.mark.parametrize("change", [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"}])
 def test_hugging_face_folder_round_trip(tmp_path, change):
     net, tokens = GPT(GPTConfig(37, 10, 2, 4, 16, **change), seed=3), torch.arange(20).view(2, 10)
     net.save_hf(tmp_path)
@@ -595,7 +596,7 @@ def tokens_of(step, batch=BATCH):
     return rows[:, :-1], rows[:, 1:]
 
 
-DECAY = dict(weight_decay=0.1)  # of matrices only
+DECAY = {"weight_decay": 0.1}  # of matrices only
 
 
 def optimizer_of(name, params):
@@ -609,7 +610,7 @@ def one_process(optimizer, change, batch=BATCH):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
     config = dataclasses.replace(SMALL, **change)
     net = GPT(config).double()
-    groups = [dict(params=[p for p in net.parameters() if (p.dim() > 1) == matrix], weight_decay=0.1 * matrix) for matrix in (1, 0)]
+    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix} for matrix in (1, 0)]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
         x, y = tokens_of(step, batch)
@@ -630,12 +631,16 @@ def without_collective(where):
     for part in where.split("."):
         target = getattr(target, part)
     code = inspect.unwrap(target).__code__
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
-        def call(*args, _real=getattr(dist, name), **kwargs):
+
+    def without(real):
+        def call(*args, **kwargs):
             if sys._getframe(1).f_code is code:
                 return dist.Handle(lambda: None, lambda: True)
-            return _real(*args, **kwargs)
-        setattr(parallel.dist, name, call)
+            return real(*args, **kwargs)
+        return call
+
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(parallel.dist, name, without(getattr(dist, name)))
 
 
 def whole_gradients(net, shapes):
@@ -700,24 +705,24 @@ def differences(got, want):
             + [f"weight {n}" for n in want[3] if not close(weights[n], want[3][n])])
 
 
-LAYOUTS = [dict(dp=1), dict(dp=2), dict(dp=4), dict(dp=8), dict(tp=2), dict(tp=4), dict(tp=8), dict(dp=2, tp=2), dict(dp=4, tp=2),
-           dict(dp=2, tp=4)]
+LAYOUTS = [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 8}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2},
+           {"dp": 2, "tp": 4}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout_equals_one_process(pool, layout):
-    for optimizer, micro_batches, change in [("sgd", 1, {}), ("sgd", 1, dict(tied=False, activation="elu")), ("adamw", 1, {})] + (
-            [("sgd", BATCH // layout.get("dp", 1) // 2, dict(tied=False))] if layout.get("dp", 1) <= 4 else []):
+    for optimizer, micro_batches, change in [("sgd", 1, {}), ("sgd", 1, {"tied": False, "activation": "elu"}), ("adamw", 1, {})] + (
+            [("sgd", BATCH // layout.get("dp", 1) // 2, {"tied": False})] if layout.get("dp", 1) <= 4 else []):
         want = one_process(optimizer, change)
         for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change):
             assert not differences(got, want), (optimizer, micro_batches, change)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("layout", [dict(dp=1), dict(dp=2), dict(dp=4), dict(dp=2, tp=2), dict(dp=4, tp=2)], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)
 def test_zero_equals_one_process(pool, layout, zero):
     most = BATCH // layout.get("dp", 1) // 2
-    for optimizer, micro_batches, change, recompute in [("sgd", 1, {}, "none"), ("sgd", most, dict(tied=False), "block"),
+    for optimizer, micro_batches, change, recompute in [("sgd", 1, {}, "none"), ("sgd", most, {"tied": False}, "block"),
                                                         ("adamw", most, {}, "attention")]:
         want = one_process(optimizer, change)
         for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, zero=zero,
@@ -728,9 +733,9 @@ def test_zero_equals_one_process(pool, layout, zero):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_on_three_ranks(pool, zero):
     """Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights."""
-    change = dict(n_head=3, n_embd=27, inner=40)
+    change = {"n_head": 3, "n_embd": 27, "inner": 40}
     want = one_process("sgd", change, batch=9)
-    for got in pool(3).run(in_layout, dict(dp=3), "sgd", 3, change, zero=zero, batch=9):
+    for got in pool(3).run(in_layout, {"dp": 3}, "sgd", 3, change, zero=zero, batch=9):
         assert not differences(got, want)
 
 
@@ -747,9 +752,9 @@ def all_of(results):
 def test_pipeline_equals_one_process(pool, schedule, p):
     """More and fewer micro-batches than stages; five layers, which no p divides; tied and untied."""
     for m, tied in ((1, True), (2, False), (3, True), (4, False), (8, True)) if schedule != "gpipe" else ((2, True), (8, False)):
-        change, batch = dict(n_layer=5, tied=tied), 24 if m == 3 else BATCH
+        change, batch = {"n_layer": 5, "tied": tied}, 24 if m == 3 else BATCH
         want = one_process("sgd", change, batch)
-        results = pool(p).run(in_layout, dict(pp=p), "sgd", m, change, schedule=schedule, batch=batch)
+        results = pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule=schedule, batch=batch)
         assert set(all_of(results)[2]) == set(want[2])
         for got in [*results, all_of(results)]:
             assert not differences(got, want), (m, tied)
@@ -757,32 +762,32 @@ def test_pipeline_equals_one_process(pool, schedule, p):
 
 @pytest.mark.parametrize("p,m,v", [(2, 2, 2), (2, 8, 3), (3, 3, 2), (4, 4, 1), (4, 8, 2)])
 def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
-    change, batch = dict(n_layer=7), 24 if m == 3 else BATCH
+    change, batch = {"n_layer": 7}, 24 if m == 3 else BATCH
     want = one_process("sgd", change, batch)
-    for got in pool(p).run(in_layout, dict(pp=p), "sgd", m, change, schedule="interleaved", batch=batch, virtual_stages=v):
+    for got in pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule="interleaved", batch=batch, virtual_stages=v):
         assert not differences(got, want)
 
 
 @pytest.mark.parametrize("layout,schedule,options", [
-    (dict(dp=2, tp=2, pp=2), "1f1b", {}), (dict(dp=2, tp=2, pp=2), "zb-h1", dict(zero=1)), (dict(dp=2, pp=4), "zb-h1", {}),
-    (dict(tp=2, pp=4), "1f1b", dict(recompute="block")), (dict(dp=2, tp=2, pp=2), "zb-h1", dict(zero=3)),
-    *((dict(dp=2, pp=2), schedule, dict(zero=zero)) for zero in (0, 1, 2, 3) for schedule in ("1f1b", "zb-h1")),
-    *((dict(dp=2, pp=2), "interleaved", dict(zero=zero, virtual_stages=2)) for zero in (0, 1, 2, 3)),
-    (dict(dp=2, pp=2), "gpipe", dict(zero=3, recompute="attention"))], ids=str)
+    ({"dp": 2, "tp": 2, "pp": 2}, "1f1b", {}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 1}), ({"dp": 2, "pp": 4}, "zb-h1", {}),
+    ({"tp": 2, "pp": 4}, "1f1b", {"recompute": "block"}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 3}),
+    *(({"dp": 2, "pp": 2}, schedule, {"zero": zero}) for zero in (0, 1, 2, 3) for schedule in ("1f1b", "zb-h1")),
+    *(({"dp": 2, "pp": 2}, "interleaved", {"zero": zero, "virtual_stages": 2}) for zero in (0, 1, 2, 3)),
+    ({"dp": 2, "pp": 2}, "gpipe", {"zero": 3, "recompute": "attention"})], ids=str)
 def test_pipeline_composes(pool, layout, schedule, options):
     """SGD with a tied embedding, AdamW with an untied one: 1F1B and GPipe do both, the others share them."""
     both = [("sgd", True), ("adamw", False)]
     for optimizer, tied in {"zb-h1": both[:1], "interleaved": both[1:]}.get(schedule, both):
-        change = dict(n_layer=4, tied=tied)
+        change = {"n_layer": 4, "tied": tied}
         want = one_process(optimizer, change)
         for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule, **options):
             assert not differences(got, want)
 
 
 @pytest.mark.parametrize("layout, schedule, options", [
-    (dict(dp=1), "1f1b", {}), (dict(dp=2), "1f1b", dict(zero=1)), (dict(tp=2), "1f1b", {}), (dict(pp=4), "1f1b", {}),
-    (dict(pp=4), "gpipe", {}), (dict(pp=2), "interleaved", dict(virtual_stages=2)), (dict(pp=4), "zb-h1", {}),
-    (dict(dp=2, pp=2), "zb-h1", dict(zero=1)), (dict(tp=2, pp=2), "zb-h1", dict(recompute="block"))], ids=str)
+    ({"dp": 1}, "1f1b", {}), ({"dp": 2}, "1f1b", {"zero": 1}), ({"tp": 2}, "1f1b", {}), ({"pp": 4}, "1f1b", {}),
+    ({"pp": 4}, "gpipe", {}), ({"pp": 2}, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, "zb-h1", {}),
+    ({"dp": 2, "pp": 2}, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, "zb-h1", {"recompute": "block"})], ids=str)
 def test_replayed_graphs_equal_one_process(pool, layout, schedule, options):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of one process."""
     if pool.device_type != "cuda":
@@ -804,19 +809,20 @@ def test_layers_are_split_by_cost():
 
 def test_uneven_tensor_parallel(pool):
     """Three ranks: a vocabulary of 37, an MLP of 40 wide, 3 heads."""
-    change = dict(n_head=3, n_embd=24, inner=40)
+    change = {"n_head": 3, "n_embd": 24, "inner": 40}
     want = one_process("sgd", change)
-    for got in pool(3).run(in_layout, dict(tp=3), "sgd", 1, change):
+    for got in pool(3).run(in_layout, {"tp": 3}, "sgd", 1, change):
         assert not differences(got, want)
 
 
 @pytest.mark.parametrize("where,layout", [
-    ("Reducer._send", dict(dp=2)), ("Reducer._send", dict(dp=2, zero=1)), ("Reducer._send", dict(dp=2, zero=2)),
-    ("Reducer._send", dict(dp=2, zero=3)), ("ShardedOptimizer.step", dict(dp=2, zero=1)), ("FSDP._gather", dict(dp=2, zero=3)),
-    ("clip_grad_norm_", dict(dp=2, zero=2)), ("clip_grad_norm_", dict(dp=2, zero=3)),
-    ("ParallelGPT.forward_backward", dict(pp=2)), ("clip_grad_norm_", dict(pp=2)), ("CopyToGroup.backward", dict(tp=2)), ("ReduceFromGroup.forward", dict(tp=2)),
-    ("VocabParallelCrossEntropy.forward", dict(tp=2)), ("clip_grad_norm_", dict(tp=2)), ("clip_grad_norm_", dict(dp=2, tp=2)),
-    ("Reducer._send", dict(dp=2, tp=2))], ids=str)
+    ("Reducer._send", {"dp": 2}), ("Reducer._send", {"dp": 2, "zero": 1}), ("Reducer._send", {"dp": 2, "zero": 2}),
+    ("Reducer._send", {"dp": 2, "zero": 3}), ("ShardedOptimizer.step", {"dp": 2, "zero": 1}), ("FSDP._gather", {"dp": 2, "zero": 3}),
+    ("clip_grad_norm_", {"dp": 2, "zero": 2}), ("clip_grad_norm_", {"dp": 2, "zero": 3}),
+    ("ParallelGPT.forward_backward", {"pp": 2}), ("clip_grad_norm_", {"pp": 2}), ("CopyToGroup.backward", {"tp": 2}),
+    ("ReduceFromGroup.forward", {"tp": 2}),
+    ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}), ("clip_grad_norm_", {"dp": 2, "tp": 2}),
+    ("Reducer._send", {"dp": 2, "tp": 2})], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
     zero = layout.get("zero", 0)
     layout = {axis: size for axis, size in layout.items() if axis != "zero"}
@@ -1029,9 +1035,9 @@ def zero_traffic(stage, micro_batches):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_zero_sends_what_the_table_says(pool, size, micro_batches):
     m = micro_batches
-    for stage, law in enumerate([dict(all_reduce=2), dict(reduce_scatter_tensor=1, all_gather_into_tensor=1),
-                                 dict(reduce_scatter_tensor=m, all_gather_into_tensor=1),
-                                 dict(reduce_scatter_tensor=m, all_gather_into_tensor=2 * m)]):
+    for stage, law in enumerate([{"all_reduce": 2}, {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1},
+                                 {"reduce_scatter_tensor": m, "all_gather_into_tensor": 1},
+                                 {"reduce_scatter_tensor": m, "all_gather_into_tensor": 2 * m}]):
         for sent, k in pool(size).run(zero_traffic, stage, m):
             assert sent == {name: times * (size - 1) * k // size for name, times in law.items()}, stage
 
@@ -1113,7 +1119,7 @@ def overflow_case(text, zero):
     config, source = train.model_config(s)
     train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
     trainer = train.Trainer(s, config, source, train.load_data(s, 256), torch.get_default_device())
-    weights = lambda: [trainer.whole_parameters()(name).clone() for name in model.shapes(config)]  # noqa: E731
+    weights = lambda: [trainer.whole_parameters()(name).clone() for name in model.shapes(config)]
     assert trainer.step(0)[1].isfinite()
     before, loss = weights(), trainer.net.pipeline.loss
     if dist.get_rank() == 1:
@@ -1381,7 +1387,7 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         if layout[2] < 2 and layout[3] < 3:  # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing
             kept = memory["measured_bytes"]["activations"] / memory["predicted_bytes"]["activations"]
             assert 0.9 < kept < 1.1, (layout, memory)
-        models = [GPT.from_hf(tmp_path / name / "step-00000020") for name in ("dp%dtp%dzero%dpp%d" % layout, "dp1tp1zero0pp1")]
+        models = [GPT.from_hf(tmp_path / name / "step-00000020") for name in ("dp{}tp{}zero{}pp{}".format(*layout), "dp1tp1zero0pp1")]
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
 
 
@@ -1390,7 +1396,7 @@ def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
     pool(2).run(run_training, TINY + ["--data", text, "--steps", "3", "--pp", "2", "--micro-batches", "4", "--schedule", "zb-h1",
                                       "--sample", "0", "--eval-every", "0", "--trace", out,
                                       "--device", pool(2).device_type])
-    events = [e for e in json.load(open(os.path.join(out, "trace.json")))["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in json.loads(pathlib.Path(out, "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     for rank, actions in enumerate(parallel.lower(parallel.zero_bubble_h1(2, 4))):
         mine = sorted((e for e in events if e["tid"] == rank), key=lambda e: e["ts"])
         assert [e["name"] for e in mine] == [f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
@@ -1420,7 +1426,7 @@ def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
                                "--batch-size", "4", "--sample", "0", "--lr", "0", "--min-lr", "0", "--out", str(tmp_path / "out")])
     before, after = GPT.from_hf(tmp_path / "hf"), GPT.from_hf(tmp_path / "out" / "step-00000001")
     assert all(p.equal(q) for p, q in zip(before.parameters(), after.parameters()))
-    tokens = np.frombuffer(open(text, "rb").read(), np.uint8)
+    tokens = np.fromfile(text, np.uint8)
     x, y = train.batch(tokens[:len(tokens) - len(tokens) // 10], 0, 0, 4, 16, 256, slice(None))
     with torch.device("cpu"):
         want = F.cross_entropy(before.double()(x).flatten(0, 1), y.flatten()).item()
@@ -1440,7 +1446,7 @@ def test_learning_rate_schedule():
     s = train.Settings(steps=100, warmup_steps=10, lr=1.0, min_lr=0.1)
     rates = [train.learning_rate(s, step) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == 0.1
-    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
 def test_token_files(tmp_path):
@@ -1537,7 +1543,8 @@ def processes_with(mark):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if mark in open(f"/proc/{pid}/cmdline").read() and open(f"/proc/{pid}/stat").read().split()[2] != "Z":
+            cmdline, stat = (pathlib.Path("/proc", pid, name).read_text() for name in ("cmdline", "stat"))
+            if mark in cmdline and stat.split()[2] != "Z":
                 found.append(int(pid))
         except OSError:
             pass
@@ -1603,7 +1610,7 @@ def bench_traffic(cases):
     config, found, kept = GPTConfig(67, 16, 5, 4, 48), [], dist.DOUBLING_BYTES
     dist.DOUBLING_BYTES = dict.fromkeys(kept, 2000)
     for case in cases:
-        s = train.Settings(**{**dict(dp=1, batch_size=8, dtype="fp32"), **case})
+        s = train.Settings(**{"dp": 1, "batch_size": 8, "dtype": "fp32", **case})
         trainer = bench.make_trainer(config, s, torch.get_default_device())
         trainer.step(0), trainer.step(1)  # ZeRO-3 learns its order of units in the first
         dist.reset_traffic()
@@ -1616,12 +1623,12 @@ def bench_traffic(cases):
 
 
 TRAFFIC = {
-    1: [dict(dtype="bf16", micro_batches=2)],
-    2: [dict(dp=2), dict(dp=2, zero=1, dtype="bf16"), dict(dp=2, zero=2, micro_batches=2), dict(dp=2, zero=3, micro_batches=2),
-        dict(tp=2, recompute="block"), dict(tp=2, recompute="attention", micro_batches=2), dict(pp=2, micro_batches=4, schedule="zb-h1"),
-        dict(pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2)],
-    3: [dict(dp=3, batch_size=6), dict(dp=3, zero=3, batch_size=6, dtype="bf16"), dict(pp=3, micro_batches=4, schedule="gpipe")],
-    4: [dict(dp=2, tp=2, zero=3, micro_batches=2), dict(dp=2, pp=2, zero=1, micro_batches=4), dict(tp=2, pp=2, micro_batches=2)]}
+    1: [{"dtype": "bf16", "micro_batches": 2}],
+    2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2}, {"dp": 2, "zero": 3, "micro_batches": 2},
+        {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2}, {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
+        {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}],
+    3: [{"dp": 3, "batch_size": 6}, {"dp": 3, "zero": 3, "batch_size": 6, "dtype": "bf16"}, {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
+    4: [{"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4}, {"tp": 2, "pp": 2, "micro_batches": 2}]}
 
 
 @pytest.mark.parametrize("size", list(TRAFFIC))
@@ -1703,7 +1710,7 @@ H200 = bench.MACHINES["h200"]
 
 
 def layout(**more):
-    return train.Settings(**{**dict(dp=1, batch_size=32, dtype="bf16"), **more})
+    return train.Settings(**{"dp": 1, "batch_size": 32, "dtype": "bf16", **more})
 
 
 def test_plan_obeys_the_formulas():
@@ -1740,11 +1747,11 @@ def test_plan_lists_what_can_run_and_fits(tmp_path):
     for row in rows:
         s = train.Settings(**{**row["settings"], "device": "cpu"})
         assert train.check_layout(s, a.config, 1, 1) == 64
-    assert len(json.load(open(tmp_path / "plan.json"))["rows"]) == 15
+    assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 15
     assert plan("--gpus", "4096", "--batch-size", "8192", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288", "--top", "2")[1]
     assert not plan("--gpus", "1", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288")[1]  # a sixth of GPT-3 on one GPU
     small = dict(dataclasses.asdict(H200), memory=12 * 2**30)  # only where something is sharded or cut
-    (tmp_path / "machine.json").write_text(json.dumps(dict(machine=small)))
+    (tmp_path / "machine.json").write_text(json.dumps({"machine": small}))
     _, rows = plan("--gpus", "8", "--machine", str(tmp_path / "machine.json"))
     assert rows and all(row["settings"]["zero"] or row["settings"]["pp"] > 1 for row in rows)
 
@@ -1755,7 +1762,7 @@ def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
         n, batch = int(flags["--gpus"]), int(flags["--batch-size"])
         assert batch // n // int(flags["--accumulate"]) == 8  # micro-batches stay as they are
         with open(flags["--json"], "w") as file:
-            json.dump(dict(rows=[dict(strategy="ddp", who="ours", ms=1.0, tokens=100 - n, mfu=None)]), file)
+            json.dump({"rows": [{"strategy": "ddp", "who": "ours", "ms": 1.0, "tokens": 100 - n, "mfu": None}]}, file)
     monkeypatch.setattr(bench.subprocess, "run", run)
     a = bench.parse(["scaling", "--gpus", "4", "--device", "cpu"])
     assert bench.check(a, 1) == 1
@@ -1777,11 +1784,11 @@ def test_ring_picture_is_the_law(pool, size):
         pytest.skip("the picture is of processes on the CPU")
     states = list(zip(*pool(size).run(ring_states)))  # [state][rank][chunk]
     assert len(states) == 2 * size - 1 and states[0] == tuple([1 << r] * size for r in range(size))
-    for s, (before, after) in enumerate(zip(states, states[1:])):
+    for s, (before, after) in enumerate(itertools.pairwise(states)):
         for r in range(size):
             changed = [c for c in range(size) if before[r][c] != after[r][c]]
             assert changed == [(r - 2 - s if s < size - 1 else r - (s - size + 1) - 1) % size]
-            assert bin(after[r][changed[0]]).count("1") == min(s + 2, size)
+            assert after[r][changed[0]].bit_count() == min(s + 2, size)
     assert states[-1] == tuple([(1 << size) - 1] * size for _ in range(size))
     colours = [element for element in drawn(bench.draw_ring(states)) if element.get("fill") in bench.COLOURS[:size]]
     assert [element.get("d").count("z") for element in colours] == [sum(bits >> r & 1 for state in states for row in state for bits in row)
@@ -1796,17 +1803,17 @@ def drawn(parts):
 def test_pictures_show_what_files_hold(tmp_path):
     GiB = 2**30
     files = {
-        "kernels": [dict(op=f"attention T={t} D=64 causal", way=way, who=who, tflops=x, tb=1) for t in (1024, 4096)
+        "kernels": [{"op": f"attention T={t} D=64 causal", "way": way, "who": who, "tflops": x, "tb": 1} for t in (1024, 4096)
                     for way in ("forward", "backward") for who, x in (("SDPA <new>", 200 + t / 64), ("ours", 100))],
-        "collectives": [dict(op="all_reduce", size=1024, bus=3, torch_bus=2), dict(op="all_reduce", a=1, b=2)],
-        "strategies": [dict(strategy=name, who="ours, ring", tokens=1e4, peak=peak, memory_by_rank=[
-            [dict(parameters=GiB, activations=GiB), dict(parameters=GiB, activations=3 * GiB)]]) for name, peak in (("ddp", None), ("zero1", 4.5))],
-        "scaling": [dict(kind="weak", gpus=n, strategy="ddp", who="ours", efficiency=101 - n) for n in (1, 2)]}
+        "collectives": [{"op": "all_reduce", "size": 1024, "bus": 3, "torch_bus": 2}, {"op": "all_reduce", "a": 1, "b": 2}],
+        "strategies": [{"strategy": name, "who": "ours, ring", "tokens": 1e4, "peak": peak, "memory_by_rank": [
+            [{"parameters": GiB, "activations": GiB}, {"parameters": GiB, "activations": 3 * GiB}]]} for name, peak in (("ddp", None), ("zero1", 4.5))],
+        "scaling": [{"kind": "weak", "gpus": n, "strategy": "ddp", "who": "ours", "efficiency": 101 - n} for n in (1, 2)]}
     for what, rows in files.items():
-        (tmp_path / f"{what}.json").write_text(json.dumps(dict(what=what, hardware="a machine", model="tiny", rows=rows)))
-    events = [dict(ph="X", name=f"{kind} stage 0 micro-batch 3", tid=0, ts=5e6 + i, dur=1, args=dict(stage=0, micro_batch=3))
+        (tmp_path / f"{what}.json").write_text(json.dumps({"what": what, "hardware": "a machine", "model": "tiny", "rows": rows}))
+    events = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1, "args": {"stage": 0, "micro_batch": 3}}
               for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
-    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=events + [dict(ph="M", name="thread_name", tid=0)])))
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events + [{"ph": "M", "name": "thread_name", "tid": 0}]}))
     process = command(sys.executable, "bench.py", "pictures", *(str(tmp_path / f"{what}.json") for what in (*files, "trace")),
                       "--into", str(tmp_path / "made"))
     printed, errors = process.communicate(timeout=60)
@@ -1831,7 +1838,8 @@ def test_pictures_show_what_files_hold(tmp_path):
 
 
 BAD_BENCH = [
-    ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"), ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
+    ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"), ("plan --gpus 0", "--gpus"),
+    ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
     ("collectives --max-bytes 7", "--max-bytes 7"), ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
@@ -1843,8 +1851,8 @@ BAD_BENCH = [
 @pytest.mark.parametrize("words,names", BAD_BENCH)
 def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(dict(machine=dict(dataclasses.asdict(H200), network=None))))
-    (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=[])))
+    path.write_text(json.dumps({"machine": dict(dataclasses.asdict(H200), network=None)}))
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
     words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).split()
     cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
@@ -1879,13 +1887,15 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths):
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     if deaths:  # SIGKILL just before, or just after, the nth time that something becomes durable, gets its name or goes
         count, (nth, after) = itertools.count(1), deaths
+
+        def deadly(call, *arguments, **more):
+            last = next(count) == nth
+            last and not after and os.kill(os.getpid(), signal.SIGKILL)
+            call(*arguments, **more)
+            last and os.kill(os.getpid(), signal.SIGKILL)
+
         for name in ("fsync", "replace", "rename", "unlink"):
-            def deadly(*arguments, call=getattr(os, name), **more):
-                last = next(count) == nth
-                last and not after and os.kill(os.getpid(), signal.SIGKILL)
-                call(*arguments, **more)
-                last and os.kill(os.getpid(), signal.SIGKILL)
-            setattr(os, name, deadly)
+            setattr(os, name, functools.partial(deadly, getattr(os, name)))
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -2276,7 +2286,7 @@ def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_r
         flags = flags + ["--lr", "0.5"]
     if "LOCKED" in flags:
         os.mkdir(tmp_path / "locked")
-        lock = open(tmp_path / "locked" / ".lock", "w+")
+        lock = open(tmp_path / "locked" / ".lock", "w+")  # noqa: SIM115  locked until the test ends
         lock.write("process 1 on here"), lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
     before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
@@ -2346,7 +2356,7 @@ def no_worse_than_pytorch(ours, theirs, inputs):
 
 
 def test_hand_derived_backwards_equal_autograd():
-    x, r, w, b, dy = (torch.randn(5, 7, dtype=torch.float64) for _ in range(5))
+    x, w, b, dy = (torch.randn(5, 7, dtype=torch.float64) for _ in range(4))
     x.requires_grad_()
     for forward, backward, library in [(kernels.elu_reference, kernels.elu_backward_reference, F.elu),
                                        (kernels.gelu_reference, kernels.gelu_backward_reference, lambda x: F.gelu(x, approximate="tanh"))]:
@@ -2508,11 +2518,10 @@ def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
 def test_matmul(dtype, triton_kernels):
     for (M, K, N), tiles in [((1, 1, 1), (16, 16, 16, 1)), ((17, 127, 33), (16, 16, 32, 2)), ((127, 40, 100), (32, 16, 16, 3))]:
         a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
-        exact = kernels.gelu_reference(a.double() @ b.double())
-        theirs = F.gelu(a @ b, approximate="tanh")
+        product = a.double() @ b.double()
         unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 0.5)  # as above
-        for ours, theirs, exact in ((kernels.matmul(a, b, None, tiles), a @ b, a.double() @ b.double()),
-                                    (kernels.matmul(a, b, kernels._gelu, tiles), theirs, exact)):
+        for ours, theirs, exact in ((kernels.matmul(a, b, None, tiles), a @ b, product), (
+                kernels.matmul(a, b, kernels._gelu, tiles), F.gelu(a @ b, approximate="tanh"), kernels.gelu_reference(product))):
             error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (ours, theirs))
             assert error <= 1.1 * max(allowed, unit), (M, K, N, error, allowed)
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
@@ -2565,7 +2574,7 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
     start, grads = random(1500), random(5, 1500)
     mine, theirs = (torch.nn.Parameter(start.to(d)) for d in (torch.float32, torch.float64))
-    kwargs = dict(lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    kwargs = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
     ours, exact = kernels.AdamW([mine], **kwargs), torch.optim.AdamW([theirs], **kwargs)
     copy = torch.empty(1500, dtype=torch.float16, device=mine.device)
     ours.copies = {mine: copy}
@@ -2613,15 +2622,16 @@ def test_python_kernels_py():
 
 # ---------------------------------------------------------------------------------------------------------------------- README
 
-README = open(os.path.join(HERE, "README.md")).read()
-MODULES = dict(model=model, kernels=kernels, collectives=dist, parallel=parallel, train=train, bench=bench, test_all=sys.modules[__name__])
+README = pathlib.Path(HERE, "README.md").read_text()
+MODULES = {"model": model, "kernels": kernels, "collectives": dist, "parallel": parallel, "train": train, "bench": bench,
+           "test_all": sys.modules[__name__]}
 
 
 def readme_commands():
     """Every command in README: lines of its fenced blocks, and what stands in backticks and starts like one."""
-    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", README, re.S) if not language]
+    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL) if not language]
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
     lines = [part.split("   ")[0].strip() for line in lines for part in line.split(" && ")]
     return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--", line)]
 
@@ -2653,7 +2663,7 @@ def test_readme_names_what_is_there():
                 where = name[:-3]
             elif not (named(name, where) if name else re.search(rf"(?m)^# -+ {section}\b", sources.get(where, text))):
                 wrong.append((where, name or section))
-    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S)):
+    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL)):
         if re.fullmatch(r"\w+\.py", token):
             wrong += [token] * (token[:-3] not in MODULES)
         elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # others are the environment's
@@ -2700,7 +2710,7 @@ def test_readme_commands_run(line, says):
 
 def readme_code(folder):
     """README's Python as a module that has what parallel.py and kernels.py have."""
-    code = "\n\n".join(["from kernels import *", "from parallel import *", *re.findall(r"```python\n(.*?)```", README, re.S)])
+    code = "\n\n".join(["from kernels import *", "from parallel import *", *re.findall(r"```python\n(.*?)```", README, re.DOTALL)])
     with open(os.path.join(folder, "readme_code.py"), "w") as file:
         file.write(code)
     spec = importlib.util.spec_from_file_location("readme_code", file.name)

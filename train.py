@@ -345,9 +345,9 @@ def run_of(s, config, data):
     """What decides a run's numbers, whatever its layout: a folder of checkpoints goes on under the same, and no other."""
     ends = [tokens[part] for tokens in data[:2] for part in (slice(0, 1 << 20), slice(-1 << 20, None))]  # all would take minutes
     start = {name: os.path.abspath(given) for name in ("init_from", "resume") if (given := getattr(s, name)) and given != "newest"}
-    return dict(flags={name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}, start=start,
-                model=dataclasses.asdict(config), data=dict(tokens=len(data[0]) + len(data[1]), bytes=bool(data[2]),
-                                                            crc32=zlib.crc32(np.concatenate(ends).tobytes())))
+    return {"flags": {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}, "start": start,
+                "model": dataclasses.asdict(config), "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]),
+                                                            "crc32": zlib.crc32(np.concatenate(ends).tobytes())}}
 
 
 def differences(there, here, parts=("flags", "start", "model", "data")):
@@ -645,8 +645,8 @@ class Trainer:
                     os.path.join(part, "optimizer.safetensors"),
                     {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
                 updates = max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
-                manifest = dict(format=1, step=step, updates=updates, skipped=self.skipped, files=files, run=run,
-                                scaler=vars(self.scaler) if self.scaler else None)
+                manifest = {"format": 1, "step": step, "updates": updates, "skipped": self.skipped, "files": files, "run": run,
+                                "scaler": vars(self.scaler) if self.scaler else None}
                 write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
                 sync_folder(part)
                 os.rename(part, final)
@@ -686,10 +686,10 @@ class Trainer:
         shards = [b.shard for b in buckets if b.shard is not None]
         module = [p for m in models for p in getattr(m, "module", m).parameters()]
         mixed = self.dtype != parallel.master_dtype(self.dtype)
-        kinds = dict(
-            parameters=module + ([] if mixed else shards),
-            gradients=[p.grad for p in module + shards] + [b.flat for b in buckets],
-            optimizer=(shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()])
+        kinds = {
+            "parameters": module + ([] if mixed else shards),
+            "gradients": [p.grad for p in module + shards] + [b.flat for b in buckets],
+            "optimizer": (shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()]}
         return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
 
     def measured_bytes(self):
@@ -735,8 +735,8 @@ class Trainer:
 def describe(trainer, say, run):
     s, c, mesh, local_world = trainer.s, trainer.config, trainer.mesh, run.local_world
     each = s.batch_size // s.dp // s.micro_batches
-    say(f"model    {run.checkpoint.path if run.checkpoint else s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
-        f"{c.parameters():,} parameters, {s.dtype}")
+    say(f"model    {run.checkpoint.path if run.checkpoint else s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, "
+        f"width {c.n_embd}, vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}")
     say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
         f"to train on, {len(trainer.held_out):,} held out")
     say(f"layout   dp {s.dp} x tp {s.tp}{f' x pp {s.pp} ({s.schedule})' if s.pp > 1 else ''} = {mesh.size()} processes, {trainer.device.type} "
@@ -770,13 +770,13 @@ def write_trace(trainer, folder):
     words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SF": "send activation",
              "RF": "post receive of activation", "SB": "send gradient", "RB": "post receive of gradient"}
     start = min(begin for spans in every for _, begin, _ in spans)
-    events = [dict(name=f"{kind} stage {stage} micro-batch {i}", cat=words[kind], ph="X", pid=0, tid=rank,
-                   ts=1e6 * (begin - start), dur=1e6 * (end - begin), args=dict(what=words[kind], stage=stage, micro_batch=i))
+    events = [{"name": f"{kind} stage {stage} micro-batch {i}", "cat": words[kind], "ph": "X", "pid": 0, "tid": rank,
+                   "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"what": words[kind], "stage": stage, "micro_batch": i}}
               for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-    events += [dict(name="thread_name", ph="M", pid=0, tid=rank, args=dict(name=f"rank {rank}")) for rank in range(len(every))]
+    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(every))]
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "trace.json"), "w") as file:
-        json.dump(dict(traceEvents=events), file)
+        json.dump({"traceEvents": events}, file)
 
 
 def describe_first_steps(trainer, say):
@@ -787,7 +787,7 @@ def describe_first_steps(trainer, say):
            if trainer.device.type == "cuda" else ""))
     say("traffic  sent by rank 0 a step: " + (", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items())
                                              or ("not counted with --comm torch" if trainer.s.comm == "torch" else "nothing")))
-    return dict(predicted_bytes=predicted, measured_bytes=measured)
+    return {"predicted_bytes": predicted, "measured_bytes": measured}
 
 
 def size(n):
@@ -858,7 +858,7 @@ def train_steps(trainer, run, first, say):
         saving = run.saving and (done == s.steps or trainer.stopping or s.save_every and done % s.save_every == 0)
         if bad := trainer.bad or saving and trainer.agree(trainer.read())[0]:
             what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
-            record(dict(step=done, not_finite=what, on_nan=s.on_nan))
+            record({"step": done, "not_finite": what, "on_nan": s.on_nan})
             if s.on_nan == "stop":
                 raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
             say(f"{where}  {what} is not finite: step skipped, {trainer.skipped} in all")
@@ -902,7 +902,7 @@ def train_steps(trainer, run, first, say):
                 left = checkpoints(s.out)
                 say(f"{where}  not saved in {s.out}: {problem.strerror}; {'going on' if done < s.steps else 'ended'}, "
                     + (f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"))
-                record(dict(step=done, not_saved=problem.strerror))
+                record({"step": done, "not_saved": problem.strerror})
             elif trainer.stopping or done == s.steps:
                 say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
             since += time.perf_counter() - started
