@@ -1037,12 +1037,12 @@ def operations(dtype, device):
     yield "ELU", elu, F.elu, [random(3000)]
     yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [random(90, 33), random(33)]
     for width in (24, 1600, 20000):
-        x, r, w, b = random(7, width), random(7, width), 1 + random(width), random(width)
+        x, r, w, b = random(3, width), random(3, width), 1 + random(width), random(width)
         yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
         yield f"add + norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
     for D, causal in (16, True), (16, False), (64, True), (64, False):
         yield (f"attention {D}{' causal' * causal}", lambda *qkv, causal=causal: FlashAttention.apply(*qkv, causal),
-               lambda *qkv, causal=causal: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(2, 2, 80, D) for _ in "qkv"])
+               lambda *qkv, causal=causal: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(1, 2, 80, D) for _ in "qkv"])
     targets = torch.randint(5000, (8,), device=device)
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])

@@ -1690,15 +1690,15 @@ def test_bench_collectives(tmp_path):
 
 
 def test_bench_strategies(tmp_path):
-    found, printed = bench_rows("strategies", *CPU, "--only", "zero3", "tp", "zb-h1", "--repeats", "1", tmp_path=tmp_path)
+    found, printed = bench_rows("strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1", tmp_path=tmp_path)
     ours, theirs = (found["rows"][i::2] for i in (0, 1))
-    assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["zero3", "tp", "zb-h1"]
-    assert [row["who"] for row in theirs] == ["torch fully_shard", "torch DTensor", "torch InterleavedZeroBubble"]
+    assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "zb-h1"]
+    assert [row["who"] for row in theirs] == ["torch DTensor", "torch InterleavedZeroBubble"]
     assert all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"]) and "MFU %" in printed
     assert all(row["traffic_by_collective"] == row["counted_by_collective"] for row in ours)
     assert all(0.7 < row["memory"] / row["memory_measured"] < 1.2 for row in ours)
-    assert close(ours[2]["bubble_measured"], 100 - 100 * 8 * sum(ours[2]["f_i_w_ms"]) / ours[2]["gradients_ms"])
-    assert all(row["communication_ms"] > 0 and row["without_communication_ms"] > 0 for row in ours[:2])
+    assert close(ours[1]["bubble_measured"], 100 - 100 * 8 * sum(ours[1]["f_i_w_ms"]) / ours[1]["gradients_ms"])
+    assert ours[0]["communication_ms"] > 0 and ours[0]["without_communication_ms"] > 0
 
 
 def test_line_through_times_is_found():
@@ -2039,7 +2039,7 @@ def test_killed_at_each_point_of_a_write(text, tmp_path):
     assert end_of(out) == end_of(tmp_path / "whole") and not any(name.startswith(".step") for name in os.listdir(out))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=slow)])
 def test_killed_runs_lose_nothing(text, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
     ends with the loss, and the files, of the run that nobody killed."""
