@@ -1295,16 +1295,24 @@ def test_pipeline_demo_draws_all_four(tmp_path, monkeypatch, capsys):
     assert sorted(os.listdir(tmp_path)) == [f"pipeline-{n}.svg" for n in ("1f1b", "gpipe", "interleaved", "zb-h1")]
 
 
-def demo_lines(name):
+def demo_lines(module, name, argument=None):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        getattr(parallel, f"demo_{name}")(None)
+        getattr(sys.modules[module], name)(argument)
     return out.getvalue().splitlines()
+
+
+def test_collectives_demo_shows_steps_and_counts_bytes(pool):
+    lines = pool(4).run(demo_lines, "collectives", "_demo", torch.device(pool.device_type))[0]
+    ring = lines[lines.index("  all-gather step 3: a complete chunk goes right") + 1:][:4]
+    assert [line.split()[2:] for line in ring] == [["abcd"] * 4] * 4
+    counts = [line.split()[1:4:2] for line in lines if " | " in line and "counted" not in line]
+    assert len(counts) == 5 and all(counted == formula for counted, formula in counts)
 
 
 def test_data_demo_shows_buckets_that_leave_before_backward_ends(pool):
     if pool.device_type == "cuda":
         pytest.skip("the demo is of processes on the CPU")
-    lines = pool(3).run(demo_lines, "data")[0]
+    lines = pool(3).run(demo_lines, "parallel", "demo_data")[0]
     rows = [line for line in lines if " of 52 " in line]
     leaves = [int(row.split()[0]) for row in rows]
     assert leaves == sorted(set(leaves)) and len(leaves) > 2 and leaves[-1] == 52
@@ -1317,7 +1325,7 @@ def test_data_demo_shows_buckets_that_leave_before_backward_ends(pool):
 def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(pool):
     if pool.device_type == "cuda":
         pytest.skip("the demo is of processes on the CPU")
-    lines = pool(3).run(demo_lines, "tensor")[0]
+    lines = pool(3).run(demo_lines, "parallel", "demo_tensor")[0]
     law = 4 * 16 * 128 * 96 * 8 // 3
     assert f"{law:,} a rank" in lines[0] and sum(f"{law:,} bytes sent" in line for line in lines) == 4  # f and g, twice
     assert [re.findall(r"\([\d, ]+\)", line)[0] for line in lines if line.startswith("  rank")] == 3 * ["(96, 96)"] + 3 * ["(96, 128)"]
@@ -1693,7 +1701,8 @@ def test_bench_collectives(tmp_path):
 
 
 def test_bench_strategies(tmp_path):
-    found, printed = bench_rows("strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1", tmp_path=tmp_path)
+    found, printed = bench_rows("strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1", "--seq-len", "32", "--n-layer", "2",
+                                "--batch-size", "8", tmp_path=tmp_path)
     ours, theirs = (found["rows"][i::2] for i in (0, 1))
     assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "zb-h1"]
     assert [row["who"] for row in theirs] == ["torch DTensor", "torch InterleavedZeroBubble"]
@@ -2702,7 +2711,7 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line,says", [
-    ("python model.py", "6 N + 12 L C T"), ("python collectives.py", "counted | formula"), ("python bench.py plan --gpus 64", "beside computation"),
+    ("python model.py", "6 N + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation"),
     ("python parallel.py data", "travels alone")])
 def test_readme_commands_run(line, says):
     assert line in readme_commands()
