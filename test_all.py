@@ -247,7 +247,7 @@ def test_collective_equals_library(pool, name, size):
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
     pool(size).run(compare_with_library, name, cases, False)
     if name in DIRECT:
-        pool(size).run(compare_with_library, name, cases[::3] if size == 8 else cases, True)
+        pool(size).run(compare_with_library, name, cases[::3] if size > 3 else cases, True)
 
 
 def all_to_all_cases():
@@ -1370,8 +1370,8 @@ def log_of(folder):
 def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
     """20 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
     logs, device = {}, request.node.callspec.params["pool"]
-    for dp, tp, zero, pp in ((1, 1, 0, 1), (2, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (4, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1),
-                             (4, 1, 3, 1), (2, 2, 3, 1), (2, 1, 1, 2), (1, 1, 0, 3)):
+    for dp, tp, zero, pp in ((1, 1, 0, 1), (1, 2, 0, 1), (4, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 1, 1, 2),
+                             (1, 1, 0, 3)):
         if device == "cuda" and dp * tp * pp > GPUS:
             continue
         out = str(tmp_path / f"dp{dp}tp{tp}zero{zero}pp{pp}")
@@ -1566,11 +1566,10 @@ def processes_with(mark):
 LAYOUT = ["--dp", "2", "--device", "cpu", "--eval-every", "2", "--sample", "4"]
 
 
-@pytest.mark.parametrize("start", [  # torchrun --nproc_per_node 2: test_two_nodes_and_a_killed_rank_that_comes_back
-    [sys.executable, "train.py"], [sys.executable, "-m", "torch.distributed.run", "train.py"]], ids=["python", "torchrun"])
-def test_both_short_ways_to_start(start, text, tmp_path):
+def test_torchrun_without_a_number_of_processes(text, tmp_path):
+    """The other ways to start: test_all_processes_end_together, test_two_nodes_and_a_killed_rank_that_comes_back."""
     out = str(tmp_path / "out")
-    process = command(*start, *TINY, *LAYOUT, "--data", text, "--steps", "2", "--out", out)
+    process = command(sys.executable, "-m", "torch.distributed.run", "train.py", *TINY, *LAYOUT, "--data", text, "--steps", "2", "--out", out)
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
