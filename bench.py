@@ -158,7 +158,7 @@ def write_json(path, what, device, tables, **more):
 def law_of(group):
     """(small, switched) for `sent`, as collectives.py decides in this group."""
     link = dist._link(group)
-    return dist.DOUBLING_BYTES["switched" if link.switched else link.backend], link.switched
+    return link.doubling_bytes, link.switched
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):

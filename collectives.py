@@ -158,6 +158,11 @@ class Link:
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
+    @property
+    def doubling_bytes(self):
+        """Up to here an all-reduce takes few rounds with the whole tensor, beyond it chunks."""
+        return DOUBLING_BYTES["switched" if self.switched else self.backend]
+
     def post(self, sends=(), receives=()):
         """Start messages, all at once. `sends` and `receives` list (flat tensor, peer rank); returns handles for `wait`."""
         ops = [(irecv, t, peer) for t, peer in receives if t.numel()] + [(_isend, t, peer) for t, peer in sends if t.numel()]
@@ -465,19 +470,19 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
 
 def _all_reduce(link, tensor, op):
     flat = _flat(tensor)
-    small = flat.numel() * flat.element_size() <= DOUBLING_BYTES["switched" if link.switched else link.backend]
     chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
-    if small and link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
-        _direct_reduce_scatter(link, [flat] * link.size, flat, op)
-    elif link.switched:
-        _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
-        _all_gather(link, chunks)
-    elif small:
-        _recursive_doubling(link, flat, op)
+    if flat.nbytes <= link.doubling_bytes:
+        if link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
+            _direct_reduce_scatter(link, [flat] * link.size, flat, op)
+        else:
+            _recursive_doubling(link, flat, op)
     else:
-        _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
-        _average(op, chunks[link.rank], link.size)
-        _ring_all_gather(link, chunks)
+        if link.switched:
+            _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
+        else:
+            _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
+            _average(op, chunks[link.rank], link.size)
+        _all_gather(link, chunks)
     _unflatten(flat, tensor)
 
 
