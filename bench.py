@@ -329,7 +329,8 @@ def stage_seconds(config, s, machine, stages):
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp))
     f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm   # gradients into their buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
-    launch = machine.launch * (1 if s.recompute == "none" else 4 / 3) if s.cuda_graphs == "off" else 0.0
+    replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.tp * s.pp > 1
+    launch = 0.0 if replayed else machine.launch * (1 if s.recompute == "none" else 4 / 3)
     slow = max(1.0, launch / (f + i + w))
     f, i, w = (blocks * slow * x for x in (f, i, w))
     if head:
@@ -699,10 +700,12 @@ def communication_alone(trainer, device, repeats):
             return function(*args, **kwargs)
         return call
 
+    trainer.net.pipeline.graphs = parallel.no_graphs()  # a graph sends what it was recorded with: the next step runs without
     with replaced(recorded):
         trainer.step(0)
     alone = interleaved({"": lambda: [call() for call in log]}, device, repeats)[""]
     log.clear(), scratch.clear()
+    trainer.net.pipeline.graphs = parallel.no_graphs()
     with replaced(left_out):
         return alone, interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
 
@@ -717,7 +720,7 @@ def stage_costs(trainer, device, repeats):
         marks = []
         for stage, module in pipe.stages.items():
             value = x[0] if stage == 0 else torch.randn(*x[0].shape, trainer.config.n_embd, dtype=trainer.dtype, device=device)
-            passage = (pipe.recordings.get(stage) or [parallel.Passage(
+            passage = (pipe.graphs.recordings.get(stage) or [parallel.Passage(
                 module, net.loss if stage == net.count - 1 else None, pipe.later[stage])])[-1]
             with net.syncs[stage].no_sync():
                 marks.append([mark(device)])
@@ -924,9 +927,10 @@ def measure_strategy(name, s, a, device, machines):
     def ours(comm):
         for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.pipeline.ends] * (s.pp > 1):
             dist.use_library(group, comm == "torch")
+        trainer.net.pipeline.graphs = graphs[comm]  # they send by what they were recorded with
         trainer.step(2)
 
-    trainer, peak = peak_gib(device, build)
+    (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in ("ring", "torch")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
     memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
     formula = predicted_traffic(trainer)
@@ -952,7 +956,7 @@ def measure_strategy(name, s, a, device, machines):
         first |= {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in (f, i, w)],
                       "bubble_measured": 100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"],
                       "gradients_ms": 1e3 * seconds["gradients"]}
-    elif a.gpus > 1 and s.cuda_graphs == "off":  # a graph would send all the same
+    elif a.gpus > 1:
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
@@ -1255,7 +1259,7 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (TRAINED, "--accumulate", {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
     (TRAINED, "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
     (TRAINED, "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
-    (TRAINED, "--cuda-graphs", {"choices": ["off", "on"], "default": "off", "help": "train.py's, where ZeRO is 0 or 1"}),
+    (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
     (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
     (("plan",), "--machine", {"default": "h200", "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
     (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),

@@ -155,7 +155,7 @@ class Reducer:
         self.fixed = False  # whether CUDA graphs know where the flat vectors lie
         self.keeps_grad = all(bucket.shard is None for bucket in buckets)  # plain DDP: `.grad` stays, a view of the bucket
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-        ready = weakref.WeakMethod(self._ready)  # or a parameter would keep all buckets alive, and they it, for good
+        ready = weakref.WeakMethod(self.ready)  # or a parameter would keep all buckets alive, and they it, for good
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(lambda p: ready()(p))
 
@@ -168,7 +168,7 @@ class Reducer:
         finally:
             self.syncing = before
 
-    def _ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
+    def ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
         bucket = self.bucket_of[param]
         if bucket.state == "sent":
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
@@ -217,14 +217,20 @@ class Reducer:
             bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
         return bucket.views(bucket.flat)
 
-    def accumulators(self):
-        """{parameter: where its gradients add up this step}, zeroed, for backwards that run no hooks. Stages 0 and 1."""
+    def totals(self, zero=True):
+        """{parameter: where its gradients add up this step}, for `Sums`. Stages 0 and 1."""
         into, self.fixed = {}, True
         for bucket in self.buckets:
             into.update(zip(bucket.params, self._views(bucket)))
-            bucket.flat.zero_()
+            bucket.flat.zero_() if zero else None
             bucket.state = "filling"
         return into
+
+    def replayed(self, grads):
+        """A CUDA graph has sent and received all buckets: leave what `finish` leaves, and nothing for it to do."""
+        for bucket, grad in zip(self.buckets, grads):
+            bucket.shard.grad, bucket.state = grad, "empty"
+        self.next = len(self.buckets)
 
     def _send(self, bucket):
         wire = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
@@ -818,8 +824,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         if kernels.on_triton(z):  # in the logits' memory
             return kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float()), None, None, None
         p = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
-        here = ((0 <= local) & (local < z.shape[1])).nonzero().squeeze(-1)
-        p[here, local[here]] -= 1
+        here = (0 <= local) & (local < z.shape[1])
+        p.scatter_add_(1, (local * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
         return (p * (grad / len(p))).to(z.dtype), None, None, None
 
 
@@ -1117,13 +1123,13 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, y = ctx.saved_tensors
         params, later = ctx.params, ctx.later
-        rows = grad.flatten(0, -2) if y is None else kernels.pad_columns(grad, y)
+        rows = grad.flatten(0, -2).contiguous() if y is None else kernels.pad_columns(grad, y)
 
         @torch.no_grad()
         def weight_gradients():
             later.into_product(params[0], rows[:, :len(params[0])].T, x.flatten(0, -2))
             if params[1] is not None:
-                later.into(params[1], rows.sum(0))
+                later.into(params[1], kernels.column_sums(rows) if kernels.on_triton(rows) else rows.sum(0))
 
         if later.queue is None:
             weight_gradients()
@@ -1141,12 +1147,29 @@ def accumulate(param, grad):
         hook(param)
 
 
-def add_product(total, a, b):
-    """total += a b, added up in total's dtype: a float32 sum of bf16 products then takes no pass over memory of its own."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+class Sums:
+    """Where gradients add up in place of .grad: `totals` {parameter: tensor}; ready(param) hears of each that has come.
+
+    fresh: they overwrite what is there, as the only micro-batch's may. A float32 total of bf16 products is made by the product itself,
+    in one pass over memory.
+    """
+
+    def __init__(self, totals, ready, fresh=False):
+        self.totals, self.ready, self.fresh, self.came = totals, ready, fresh, set()
+
+    def add(self, param, grad):
+        (self.totals[param].copy_ if self.fresh else self.totals[param].add_)(grad)
+        self.came.add(param)
+        self.ready(param)
+
+    def add_product(self, param, a, b):
+        total, beta = self.totals[param], 0 if self.fresh else 1
+        if total.dtype == a.dtype:
+            total.addmm_(a, b, beta=beta)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
+        self.came.add(param)
+        self.ready(param)
 
 
 def split_linears(module):
@@ -1241,19 +1264,19 @@ class Recording(Passage):
     """A Passage recorded as CUDA graphs: replaying one costs the CPU one launch, where running it costs one a kernel.
 
     A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next. A graph's tensors
-    stay where they are: inputs are copied in, outputs out, and weight gradients add up in `into` {parameter: tensor}; no hooks run.
-    Each recording keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight.
+    stay where they are: inputs are copied in, outputs out, and weight gradients add up in `sums`; autograd's hooks do not run.
+    Each recording keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight; those that never
+    are in flight together share a pool. reducer: this is a step's last micro-batch, and the graph sends the gradients, too.
     """
 
-    def __init__(self, module, loss, later, into, kinds, x, target):
+    def __init__(self, module, loss, later, sums, kinds, x, target, pool=None, reducer=None):
         super().__init__(module, loss, later)
-        self.into, self.input, self.target, self.graphs = into, x.detach().clone(), target.clone(), {}
-        kept, pool = (later.into, later.into_product), torch.cuda.graph_pool_handle()
-        later.into, later.into_product = (lambda param, grad: into[param].add_(grad),
-                                          lambda param, a, b: add_product(into[param], a, b))
+        self.sums, self.kinds, self.reducer, self.pool = sums, kinds, reducer, pool or torch.cuda.graph_pool_handle()
+        self.input, self.target, self.graphs = x.detach().clone(), target.clone(), {}
+        kept, (later.into, later.into_product) = (later.into, later.into_product), (sums.add, sums.add_product)
         for kind in kinds:
             before, graph = dist.traffic(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
                 if kind == "F":
                     self.output = super().forward(self.input, self.target)
                     self.dy = torch.empty_like(self.output)
@@ -1261,22 +1284,29 @@ class Recording(Passage):
                     super().backward("W")
                 else:
                     self.dx = super().backward(kind, self.dy)
+                if reducer and kind == kinds[-1]:
+                    for param in sums.totals.keys() - sums.came if sums.fresh else ():
+                        sums.totals[param].zero_()  # nobody used it
+                    reducer.finish()
+                    self.grads = [bucket.shard.grad for bucket in reducer.buckets]
             self.graphs[kind] = graph, dist.traffic_since(before)
         later.into, later.into_product = kept
 
     def _gradients(self, dy):
-        wanted = [self.x] * self.x.requires_grad + list(self.into)
+        wanted = [self.x] * self.x.requires_grad + list(self.sums.totals)
         grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))
         dx = grads.pop(0) if self.x.requires_grad else None
-        for total, grad in zip(self.into.values(), grads):
+        for param, grad in zip(self.sums.totals, grads):
             if grad is not None:
-                total.add_(grad)
+                self.sums.add(param, grad)
         return dx
 
     def _replay(self, kind):
         graph, traffic = self.graphs[kind]
         graph.replay()
         dist.count_traffic(traffic)
+        if self.reducer and kind == self.kinds[-1]:
+            self.reducer.replayed(self.grads)
 
     def forward(self, x, target=None):
         self.input.detach().copy_(x)
@@ -1290,6 +1320,12 @@ class Recording(Passage):
             self.dy.copy_(dy)
         self._replay(kind)
         return self.dx.clone() if kind != "W" and self.dx is not None else None
+
+
+def no_graphs():
+    """What a Pipeline has in CUDA graphs, by stage: those for micro-batches in flight, that for the last one where it sends gradients;
+    what ran before, and for what they were recorded."""
+    return SimpleNamespace(recordings={}, closing={}, warm=None, recorded_for=None)
 
 
 class Pipeline:
@@ -1307,22 +1343,24 @@ class Pipeline:
         self.ranks = mesh.mesh[:, dp, tp].tolist()
         self.channels, self.ends = pipeline_groups(mesh)
         self.later = dict.fromkeys(stages, SimpleNamespace(queue=None))  # until a schedule splits a backward
-        self.split, self.recordings, self.warm, self.recorded_for = False, {}, None, None
+        self.split, self.graphs = False, no_graphs()
         self.spans = None  # a list: record (action, start, end) of what really runs
 
-    def run(self, actions, x, y, width, scale=1.0, syncs=None, on_forward=lambda: None, into=None, eager_last=True):
+    def run(self, actions, x, y, width, scale=1.0, syncs=None, on_forward=lambda: None, reducer=None):
         """x, y: tokens and targets of each micro-batch, (B, T); width: of the activations between stages, (B, T, width).
 
         Returns the losses, detached, on the last stage; backward starts from `scale` times their mean. syncs: {stage: object with
-        no_sync()}, left for the stage's last backward. into: {stage: {parameter: tensor}}: from the second run on, micro-batches
-        are replayed from CUDA graphs that add gradients there, all but the last, whose hooks send them (or all: `eager_last`).
+        no_sync()}, left for the stage's last backward. reducer: gradients add up in its buckets, and from the second run on
+        micro-batches are replayed from CUDA graphs; in a real pipeline of several replicas all but the last, whose hooks send them.
         """
-        if (into or any(a.kind == "I" for a in actions)) and not self.split:
+        if (reducer or any(a.kind == "I" for a in actions)) and not self.split:
             self.split, self.later = True, {s: split_linears(module) for s, module in self.stages.items()}
         final = {(a.kind, a.stage): a for a in actions}  # the last of its kind on its stage
         self.shape, self.passing, self.expected = (*x[0].shape, width), {}, defaultdict(deque)
         passages, losses, sending = {}, [], deque()
-        self._record(actions, x[0], y[0], into)
+        if reducer:
+            self._record(actions, x, y, reducer)
+        eager_last = reducer and dist.get_world_size(reducer.group) > 1  # its hooks send, where no graph does
         for action in actions:
             kind, s, i = action
             begin = self._now()
@@ -1332,9 +1370,12 @@ class Pipeline:
                 to, tensor = other_end(action).stage % self.p, self.passing.pop(other_end(action))
                 sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
             elif kind == "F":
-                last, free = s == self.count - 1, into and self.recordings.get(s)
-                passage = (free.pop() if free and not (eager_last and any(final.get((k, s)) == (k, s, i) for k in "BW")) else
-                           Passage(self.stages[s], self.loss if last else None, self.later[s]))
+                last, closes, passage = s == self.count - 1, any(final.get((k, s)) == (k, s, i) for k in "BW"), None
+                if reducer and closes and s in self.graphs.closing:
+                    passage = self.graphs.closing[s]
+                elif reducer and self.graphs.recordings.get(s) and not (eager_last and closes):
+                    passage = self.graphs.recordings[s].pop()
+                passage = passage or Passage(self.stages[s], self.loss if last else None, self.later[s])
                 value = x[i] if s == 0 else self._take(Action("RF", s, i))
                 begin = self._now()  # until here the rank was idle
                 out = passage.forward(value, y[i])
@@ -1354,8 +1395,8 @@ class Pipeline:
                     dx = passage.backward(kind, dy)
                 if s and kind != "W":
                     self.passing[Action("RB", s - 1, i)] = dx
-                if kind != "I" and isinstance(passage, Recording):
-                    self.recordings[s].append(passage)
+                if kind != "I" and isinstance(passage, Recording) and not passage.reducer:
+                    self.graphs.recordings[s].append(passage)
             if self.spans is not None:
                 self.spans.append((action, begin, self._now()))
             while sending and sending[0][0].is_completed():
@@ -1364,20 +1405,35 @@ class Pipeline:
             dist.wait_for(sending.popleft()[0], "isend of the pipeline")
         return losses
 
-    def _record(self, actions, x, y, into):
-        """Graphs for as many micro-batches as are in flight at once on each stage; the first run of a kind warms up."""
-        asked = into and (x.shape, tuple(actions))
-        if not asked or asked == self.recorded_for:
+    def _record(self, actions, x, y, reducer):
+        """Let gradients add up in the reducer's buckets. The first run of a kind warms up; the second records graphs, for as many
+        micro-batches as are in flight at once on each stage."""
+        asked, kinds, graphs = (x[0].shape, tuple(actions)), "FIW" if any(a.kind == "I" for a in actions) else "FB", self.graphs
+        single = self.p == 1 and kinds == "FB"
+        fresh = single and len(x) == 1 and asked in (graphs.warm, graphs.recorded_for)
+        totals = reducer.totals(zero=not fresh)
+        totals = {s: {p: totals[p] for p in module.parameters()} for s, module in self.stages.items()}
+        for s, later in self.later.items():  # what runs eagerly adds in the same order, in the same precision
+            sums = Sums(totals[s], reducer.ready)
+            later.into, later.into_product = sums.add, sums.add_product
+        if asked == graphs.recorded_for:
             return
-        self.recordings, self.recorded_for = {}, None
-        if asked == self.warm:
-            kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
+        graphs.recordings, graphs.closing, graphs.recorded_for = {}, {}, None
+        if asked == graphs.warm:
             for s, module in self.stages.items():
-                example = x if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-                self.recordings[s] = [Recording(module, self.loss if s == self.count - 1 else None, self.later[s], into[s], kinds,
-                                                example, y) for _ in range(most_held(a for a in actions if a.stage == s))]
-            self.recorded_for = asked
-        self.warm = asked
+                example = x[0] if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+                def recording(ready=lambda param: None, s=s, module=module, example=example, **more):
+                    return Recording(module, self.loss if s == self.count - 1 else None, self.later[s], Sums(totals[s], ready, fresh),
+                                     kinds, example, y[0], **more)
+
+                if single:  # the last micro-batch's graph can send gradients, too
+                    graphs.closing[s] = recording(reducer.ready, reducer=reducer)
+                    graphs.recordings[s] = [recording(pool=graphs.closing[s].pool)] if len(x) > 1 else []
+                else:
+                    graphs.recordings[s] = [recording() for _ in range(most_held(a for a in actions if a.stage == s))]
+            graphs.recorded_for = asked
+        graphs.warm = asked
 
     def _expect(self, receive):
         source = other_end(receive).stage % self.p
@@ -1545,7 +1601,7 @@ class ParallelGPT:
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
             self.optimizer, self.params, self.syncs = optimizer_class(groups, **kwargs), params, self.stages
         else:
-            bucket_mb = 25 if torch.device(self.device).type == "cpu" else 100  # a ring on NCCL takes a millisecond to launch
+            bucket_mb = 25 if torch.device(self.device).type == "cpu" else 100  # a GPU's links are faster, its latencies are not
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, bucket_mb, self.dtype, self.reduce_dtype,
                                               **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
@@ -1583,12 +1639,9 @@ class ParallelGPT:
         return self._run(x, y, "forward", 1.0, lambda: None)
 
     def _run(self, x, y, schedule, scale, on_forward):
-        syncs, into = None if schedule == "forward" else self.syncs, None
-        if syncs and self.cuda_graphs:
-            where = self.optimizer.reducer.accumulators()
-            into = {s: {p: where[p] for p in module.parameters()} for s, module in self.stages.items()}
-        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, self.config.n_embd, scale, syncs, on_forward, into,
-                                   eager_last=dist.get_world_size(self.dp) > 1)
+        syncs = None if schedule == "forward" else self.syncs
+        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, self.config.n_embd, scale, syncs, on_forward,
+                                   self.optimizer.reducer if syncs and self.cuda_graphs else None)
         total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
         for loss in losses:
             total += loss / len(x)

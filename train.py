@@ -97,8 +97,8 @@ class Settings:
                              choices=["same", "bf16"])
     recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its activations",
                           choices=["none", "block", "attention"])
-    cuda_graphs: str = flag("off", "on: record a micro-batch's kernels once and replay them, for runs whose CPU cannot launch them fast enough",
-                            choices=["off", "on"])
+    cuda_graphs: str = flag("auto", "record a micro-batch's kernels once and replay them, which spares the CPU; auto: on several GPUs, "
+                                    "where ZeRO is 0 or 1", choices=["auto", "off", "on"])
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, except in fp64",
                         choices=["auto", "torch", "triton"])
@@ -220,8 +220,11 @@ def check_layout(s, config, world, local_world):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if s.device == "auto":
         s.device = "cuda" if gpus else "cpu"
-    if s.cuda_graphs == "on" and (s.device != "cuda" or s.zero > 1):
+    able = s.device == "cuda" and s.zero < 2
+    if s.cuda_graphs == "on" and not able:
         raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave it out")
+    if s.cuda_graphs == "auto":
+        s.cuda_graphs = "on" if able and processes > 1 else "off"
     try:
         kernels.use(s.kernels)
     except ValueError as problem:
