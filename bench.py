@@ -1086,7 +1086,7 @@ def scaling(a):
     worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
     one, done = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("weak", "strong"):
+        for kind in ("weak", "strong") if a.kind == "both" else (a.kind,):
             for n in worlds:
                 batch = a.batch_size * (n if kind == "weak" else worlds[-1])
                 if (n, batch) not in done:  # the largest world's two are one
@@ -1261,6 +1261,7 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (TRAINED, "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
     (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
     (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
+    (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both", "help": "whether the batch grows with the GPUs"}),
     (("plan",), "--machine", {"default": "h200", "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
     (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
     (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S", "help": "from a GPU to another node, instead of the machine's"}),

@@ -102,11 +102,11 @@ def traffic_since(before):
             for name, t in _traffic.items() for b in [before.get(name, zero)]}
 
 
-def count_traffic(more):
-    """Add to the log what a replayed CUDA graph sends: no Python runs then that could count it."""
+def count_traffic(more, times=1):
+    """Add to the log what a replayed CUDA graph sends, for no Python runs then that could count it; -1: recording it sent nothing."""
     for name, t in more.items():
         log = _traffic[name]
-        log.calls, log.messages, log.bytes = log.calls + t.calls, log.messages + t.messages, log.bytes + t.bytes
+        log.calls, log.messages, log.bytes = log.calls + times * t.calls, log.messages + times * t.messages, log.bytes + times * t.bytes
 
 
 def reset_traffic():
@@ -354,6 +354,11 @@ def _link(group):
     if link is None or link.group is not group:
         link = _links[group.group_name] = Link(group)
     return link
+
+
+def scratches():
+    """The buffers that groups keep for what arrives."""
+    return [link._scratch for link in _links.values()]
 
 
 def destroy_process_group(group=None):
@@ -732,7 +737,7 @@ def _start(algorithm, group, async_op, **arguments):
         raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
                          f"not {tensors[0].device}")
     key = None
-    if algorithm in REPLAYED and link.backend == "nccl" and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
+    if algorithm in REPLAYED and link.backend == "nccl" and link.size > 1 and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
         key = algorithm, async_op, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     return link.run(name, functools.partial(algorithm, link, **arguments), tensors, async_op, key)
 

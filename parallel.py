@@ -1290,7 +1290,9 @@ class Recording(Passage):
                     reducer.finish()
                     self.grads = [bucket.shard.grad for bucket in reducer.buckets]
             self.graphs[kind] = graph, dist.traffic_since(before)
+            dist.count_traffic(self.graphs[kind][1], -1)
         later.into, later.into_product = kept
+        self.edge = None  # autograd's nodes go: kept, they would tie later eager steps to the stream of this recording
 
     def _gradients(self, dy):
         wanted = [self.x] * self.x.requires_grad + list(self.sums.totals)

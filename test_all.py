@@ -1113,7 +1113,7 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
     for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))[choice == "triton":]:
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute", recompute):
             # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as small as these.
-            assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.1), (dtype, recompute, kept, predicted)
+            assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.04), (dtype, recompute, kept, predicted)
 
 
 @pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])

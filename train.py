@@ -679,8 +679,8 @@ class Trainer:
                 for p in group["params"]:
                     state[p]["step"] = torch.tensor(float(manifest["updates"]), device=p.device if group.get("fused") else "cpu")
 
-    def note_activations(self, births):  # gradients of the micro-batches before are no activations
-        self.activations = max(getattr(self, "activations", 0), births.alive(self.kept_tensors()["gradients"]))
+    def note_activations(self, births):  # gradients of the micro-batches before are no activations, nor is what collectives keep
+        self.activations = max(getattr(self, "activations", 0), births.alive([*self.kept_tensors()["gradients"], *dist.scratches()]))
 
     def kept_tensors(self):
         """This rank's tensors that outlive a step, by kind."""
