@@ -245,7 +245,7 @@ class Machine:
     name: str
     peak: float           # FLOP/s by the datasheet, dense, 16-bit; None: not known, no MFU
     memory: float         # bytes
-    matmul: float         # FLOP/s of a block's matrix products
+    matmul: float         # FLOP/s of a block's matrix products with 8192 tokens
     attention: float      # FLOP/s between q, k, v and their heads' outputs, both ways; what the mask skips is not counted
     elementwise: float    # bytes/s of a block's other operations, as `passes` counts them: fused ones come out faster than hbm
     loss: float           # logits/s through cross-entropy, both ways
@@ -261,9 +261,9 @@ class Machine:
 
 MACHINES = {  # `peak` and `memory` by the datasheet. The rates: measured on four H200s; of the others, and of all networks, of the order
     # that is reached. So measure your own: --machine FILE
-    "h200": Machine("H200", 989e12, 139e9, 760e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 300e9, 4.5e-5, 45e9, 8e-6),
-    "h100": Machine("H100", 989e12, 79e9, 700e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 300e9, 4.5e-5, 45e9, 8e-6),
-    "a100": Machine("A100", 312e12, 79e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 4.5e-5, 22e9, 8e-6),
+    "h200": Machine("H200", 989e12, 139e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
+    "h100": Machine("H100", 989e12, 79e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
+    "a100": Machine("A100", 312e12, 79e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6),
 }
 
 
@@ -373,9 +373,9 @@ def predict(config, s, machine):
     else:
         sends = m if s.zero == 2 else 1
         dp = max(reduce / count, reduce - sends * (i + w)) + gather
-    # Hidden is not free: the kernels that send take multiprocessors and memory bandwidth from those that compute. DDP and ZeRO-1 on four
-    # H200s saved 42 and 47 % of their traffic's time.
-    dp = (dp + gather + reduce) / 2
+    # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks. DDP of GPT-2 XL on
+    # four H200s saved 64 % of its traffic's time.
+    dp += (gather + reduce - dp) / 3
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down.
     optimizer = matrices / (s.dp if s.zero else 1) * (10 * wide + (wide != narrow) * (wide + narrow)) / machine.hbm
     return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce)
@@ -406,17 +406,18 @@ def measure_machine(device, dtype, config, comms=("ring",)):
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
     x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
     source, target = (torch.zeros(1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device) for _ in "st")
+    k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
     seconds = interleaved({
-        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)), "copy": lambda: target.copy_(source),
+        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])), "copy": lambda: target.copy_(source),
         "block": both_ways(block, x, torch.randn_like(x)), "attention": both_ways(attention.attn, qkv, torch.randn_like(x)),
         "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row))}, device, 5, calls=3)
-    matmul = 6 * b * t * c * config.inner / seconds["products"]
-    rest = seconds["block"] - seconds["attention"] - 6 * b * t * (4 * c * c + 2 * c * config.inner) / matmul
+    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # of the block's products
     counted = sum(passes(config)) * b * t * dtype.itemsize
     machine = Machine(
         torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
         torch.cuda.get_device_properties(device).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n,
-        matmul, 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
+        6 * k * c * config.inner / seconds["fewer"], 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
         logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny))
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))

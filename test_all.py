@@ -1747,7 +1747,7 @@ def test_plan_obeys_the_formulas():
     assert one.step == one.compute + one.optimizer and one.tp == one.dp == one.bubble == one.transfers == 0
     assert close(one.compute, dp.compute) and 0.3 < 8 * 1024 * config.flops_per_token() / one.step / H200.peak < 0.6
     k = 4 * config.parameters()
-    assert close(dp.dp_all, 2 * 3 / 4 * k / H200.link, 0.03) and 0.5 < dp.dp / dp.dp_all < 0.6  # 2(N-1)/N K; nearly all hidden, at half its time
+    assert close(dp.dp_all, 2 * 3 / 4 * k / H200.link, 0.03) and 1 / 3 < dp.dp / dp.dp_all < 0.4  # 2(N-1)/N K; nearly all hidden, at a third of its time
     z3 = bench.predict(config, layout(dp=4, zero=3), H200)
     assert close(z3.dp_all, (2 / 2 + 1) * 3 / 4 * k / H200.link, 0.05) and z3.optimizer == dp.optimizer / 4  # weights are 16-bit
     tp = bench.predict(even, layout(tp=4), H200)
