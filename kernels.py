@@ -258,19 +258,32 @@ def gelu(x, bias=None):
 # follows, its backward has dy in registers already: ask the layer for its product alone, and give the bias to the activation.
 
 class Linear(torch.autograd.Function):
+    """x A^T + b. take: None, or what is given dy and x as rows and makes dA and db of them in autograd's place, now or later."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    def forward(ctx, x, weight, bias, take=None):
+        padded = pad_outputs(x, weight) if bias is None else weight
+        y = F.linear(x, padded, bias)                                                 # (..., padded)
+        # y only where it is padded; its .data, for that its contents change is no concern of this backward
+        ctx.save_for_backward(x, padded, None if padded is weight else y.data)
+        ctx.take, ctx.width = take, len(weight)
+        return y if padded is weight else y[..., :len(weight)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dy = dy.contiguous()
-        rows = dy.flatten(0, -2)
-        return (dy @ weight if ctx.needs_input_grad[0] else None, rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None,
-                column_sums(rows) if ctx.needs_input_grad[2] else None)
+        x, padded, y = ctx.saved_tensors
+        rows = dy.contiguous().flatten(0, -2) if y is None else pad_columns(dy, y)
+        dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
+        rows, x = rows[:, :ctx.width], x.flatten(0, -2)
+        if ctx.take:
+            ctx.take(rows, x)
+            return dx, None, None, None
+        return dx, rows.T @ x if ctx.needs_input_grad[1] else None, bias_gradient(rows) if ctx.needs_input_grad[2] else None, None
+
+
+def bias_gradient(dy):
+    return column_sums(dy) if on_triton(dy) else dy.sum(0)
 
 
 def pad_outputs(x, weight):
@@ -295,29 +308,10 @@ def pad_columns(dy, y):
     return F.pad(rows, (0, width - rows.shape[1]))
 
 
-class PaddedLinear(torch.autograd.Function):
-    """x A^T with `pad_outputs`' weight; the result is a view without the columns of zeros."""
-
-    @staticmethod
-    def forward(ctx, x, weight, padded):
-        y = F.linear(x, padded)                                                       # (..., padded)
-        ctx.save_for_backward(x, padded, y.data)  # .data: that its contents change is no concern of this backward
-        return y[..., :len(weight)]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, padded, y = ctx.saved_tensors
-        rows = pad_columns(dy, y)
-        return (rows @ padded).view(x.shape), (rows.T @ x.flatten(0, -2))[:dy.shape[-1]], None
-
-
 def linear(x, weight, bias=None):
     """x A^T + b for x (..., in), weight A (out, in), bias (out)."""
-    if bias is None:
-        padded = pad_outputs(x, weight.detach())
-        return F.linear(x, weight) if len(padded) == len(weight) else PaddedLinear.apply(x, weight, padded)
-    return Linear.apply(x, weight, bias) if on_triton(x) else F.linear(x, weight, bias)
+    ours = on_triton(x) and (bias is not None or len(weight) % 8)  # a product alone is as fast without us
+    return Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
 
 
 # --------------------------------------------------------------------------------------------------------------- layer norm

@@ -1104,40 +1104,6 @@ def draw_svg(timeline, path):
 
 # ------------------------------------------------------------------------------------------------------- pipeline: running a list
 
-class SplitLinear(torch.autograd.Function):
-    """x A^T + b for zero-bubble schedules: backward returns the input's gradient and queues the weights' as a closure.
-
-    Half of a Linear's backward, dA = dy^T x, is what no other stage waits for. Autograd does not see the weights, so that it cannot
-    take their gradients for complete: `later.queue` takes the closures while an "I" runs; while it is None they run at once.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, later, params):
-        padded = weight if params[1] is not None else kernels.pad_outputs(x, weight)
-        y = F.linear(x, padded, params[1])
-        ctx.save_for_backward(x, padded, y.data if padded is not weight else None)
-        ctx.later, ctx.params = later, params
-        return y[..., :len(weight)]
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, y = ctx.saved_tensors
-        params, later = ctx.params, ctx.later
-        rows = grad.flatten(0, -2).contiguous() if y is None else kernels.pad_columns(grad, y)
-
-        @torch.no_grad()
-        def weight_gradients():
-            later.into_product(params[0], rows[:, :len(params[0])].T, x.flatten(0, -2))
-            if params[1] is not None:
-                later.into(params[1], kernels.column_sums(rows) if kernels.on_triton(rows) else rows.sum(0))
-
-        if later.queue is None:
-            weight_gradients()
-        else:
-            later.queue.append(weight_gradients)
-        return (rows @ weight).view(x.shape), None, None, None
-
-
 def accumulate(param, grad):
     """What autograd does at the end of a backward: add to .grad, call the hooks."""
     if not param.requires_grad:
@@ -1173,11 +1139,23 @@ class Sums:
 
 
 def split_linears(module):
-    """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks."""
+    """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks.
+
+    For zero-bubble schedules: half of a Linear's backward, dA = dy^T x, is what no other stage waits for. Autograd does not see the
+    weights, so that it cannot take their gradients for complete. `later.queue` takes closures while an "I" runs; while it is None they
+    run at once, into .grad or wherever `later.into` puts them.
+    """
     later = SimpleNamespace(queue=None, into=accumulate, into_product=lambda param, a, b: accumulate(param, a @ b))
 
     def linear(x, weight, bias=None):
-        return SplitLinear.apply(x, weight.detach(), later, (weight, bias))
+        def take(dy, x):
+            @torch.no_grad()
+            def gradients():
+                later.into_product(weight, dy.T, x)
+                if bias is not None:
+                    later.into(bias, kernels.bias_gradient(dy))
+            gradients() if later.queue is None else later.queue.append(gradients)
+        return kernels.Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), take)
 
     owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
     for layer in module.modules():  # a weight tied to another layer's stays with autograd, which adds the two up
