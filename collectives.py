@@ -99,7 +99,7 @@ def traffic_since(before):
     """What has been added to the log since `before = traffic()`."""
     zero = Traffic()
     return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes)
-            for name, t in _traffic.items() for b in [before.get(name, zero)]}
+            for name, t in _traffic.items() for b in [before.get(name, zero)] if t != b}
 
 
 def count_traffic(more, times=1):
@@ -230,9 +230,14 @@ class Link:
             return None
         if self._aside not in self._windows:
             local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
-            gpus = [rank % local for rank in torch_dist.get_process_group_ranks(self.group)]
-            reach = all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus)
-            self._windows[self._aside] = Window(self) if reach and self.size > 1 else None
+            gpus, window = [rank % local for rank in torch_dist.get_process_group_ranks(self.group)], None
+            if self.size > 1 and all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
+                with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
+                    window = Window(self)
+                all_can = torch.tensor(window is not None, dtype=torch.int32, device="cuda")
+                torch_dist.all_reduce(all_can, ReduceOp.MIN, self.group)
+                window = window if all_can.item() else None
+            self._windows[self._aside] = window
         return self._windows[self._aside]
 
     def wait(self, handles):
@@ -298,20 +303,17 @@ class Link:
         if recording == 2:
             # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it.
             pool = self._pools.setdefault(key[1], torch.cuda.graph_pool_handle())
-            log, graph, stream = self.log, torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            self.log = Traffic()  # recording sends nothing
+            before, graph, stream = traffic(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
                 body()
                 graph.capture_end()
-            recording, self.log = (graph, self.log.messages, self.log.bytes), log
-            self._graphs[key] = recording
+            recording = self._graphs[key] = graph, traffic_since(before)
+            count_traffic(recording[1], -1)
         if isinstance(recording, tuple):
-            graph, messages, sent = recording
-            graph.replay()
-            self.log.messages += messages
-            self.log.bytes += sent
+            recording[0].replay()
+            count_traffic(recording[1])
             return
         body()
         if recording is not None and (key in self._graphs or len(self._graphs) < REPLAYS):
