@@ -1331,7 +1331,7 @@ class Pipeline:
 
         Returns the losses, detached, on the last stage; backward starts from `scale` times their mean. syncs: {stage: object with
         no_sync()}, left for the stage's last backward. reducer: gradients add up in its buckets, and from the second run on
-        micro-batches are replayed from CUDA graphs; in a real pipeline of several replicas all but the last, whose hooks send them.
+        micro-batches are replayed from CUDA graphs; in a pipeline of several replicas all but the last, whose hooks send them.
         """
         if (reducer or any(a.kind == "I" for a in actions)) and not self.split:
             self.split, self.later = True, {s: split_linears(module) for s, module in self.stages.items()}
@@ -1340,7 +1340,6 @@ class Pipeline:
         passages, losses, sending = {}, [], deque()
         if reducer:
             self._record(actions, x, y, reducer)
-        eager_last = reducer and dist.get_world_size(reducer.group) > 1  # its hooks send, where no graph does
         for action in actions:
             kind, s, i = action
             begin = self._now()
@@ -1350,16 +1349,11 @@ class Pipeline:
                 to, tensor = other_end(action).stage % self.p, self.passing.pop(other_end(action))
                 sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
             elif kind == "F":
-                last, closes, passage = s == self.count - 1, any(final.get((k, s)) == (k, s, i) for k in "BW"), None
-                if reducer and closes and s in self.graphs.closing:
-                    passage = self.graphs.closing[s]
-                elif reducer and self.graphs.recordings.get(s) and not (eager_last and closes):
-                    passage = self.graphs.recordings[s].pop()
-                passage = passage or Passage(self.stages[s], self.loss if last else None, self.later[s])
+                passage = self._passage(s, reducer, closes=any(final.get((k, s)) == (k, s, i) for k in "BW"))
                 value = x[i] if s == 0 else self._take(Action("RF", s, i))
                 begin = self._now()  # until here the rank was idle
                 out = passage.forward(value, y[i])
-                if last:
+                if s == self.count - 1:
                     losses.append(out)
                 else:
                     self.passing[Action("RF", s + 1, i)] = out
@@ -1384,6 +1378,14 @@ class Pipeline:
         while sending:
             dist.wait_for(sending.popleft()[0], "isend of the pipeline")
         return losses
+
+    def _passage(self, s, reducer, closes):
+        """What takes a micro-batch through stage s; closes: the step's last one, whose gradients must be sent."""
+        if reducer and closes and s in self.graphs.closing:
+            return self.graphs.closing[s]
+        if reducer and self.graphs.recordings.get(s) and not (closes and dist.get_world_size(reducer.group) > 1):
+            return self.graphs.recordings[s].pop()
+        return Passage(self.stages[s], self.loss if s == self.count - 1 else None, self.later[s])
 
     def _record(self, actions, x, y, reducer):
         """Let gradients add up in the reducer's buckets. The first run of a kind warms up; the second records graphs, for as many
