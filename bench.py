@@ -250,7 +250,7 @@ class Machine:
     elementwise: float    # bytes/s of a block's other operations, as `passes` counts them: fused ones come out faster than hbm
     loss: float           # logits/s through cross-entropy, both ways
     hbm: float            # bytes/s of a copy, read plus written
-    launch: float         # s the CPU takes to issue one block's operations, both ways: no block is faster
+    launch: float         # s the CPU takes to issue one block's operations, both ways; nothing where CUDA graphs are replayed
     link: float = None         # bytes/s from one GPU to another of its node
     hop: float = None          # s that a message takes however short it is
     network: float = None      # bytes/s from one GPU to another node; None: not known
@@ -259,11 +259,11 @@ class Machine:
     switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
 
 
-MACHINES = {  # `peak` and `memory` by the datasheet. The rates: measured on four H200s; of the others, and of all networks, of the order
-    # that is reached. So measure your own: --machine FILE
-    "h200": Machine("H200", 989e12, 139e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
-    "h100": Machine("H100", 989e12, 79e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
-    "a100": Machine("A100", 312e12, 79e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6),
+MACHINES = {  # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
+    # networks, of the order that is reached. So measure your own: --machine FILE
+    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
+    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
+    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6),
 }
 
 
@@ -278,7 +278,8 @@ def rounds(op, elements, width, n, direct, small=False):
 def message_seconds(item, n, machine, inside):
     """Seconds of a Message in a group of n ranks, of which `inside` share a node: rounds x hop + bytes / bandwidth, call by call.
 
-    A ring that leaves the node is as fast as the network cards of its members there, together, and no faster than the link.
+    A ring that leaves the node is as fast as the network cards of its members there, together, and no faster than the link. An
+    all-reduce goes the faster of its two ways here; collectives.py decides by DOUBLING_BYTES.
     """
     hop, rate, total = machine.hop, machine.link, 0.0
     if inside < n:
@@ -315,8 +316,8 @@ def passes(config, tp=1):
 
 
 def stage_seconds(config, s, machine, stages):
-    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own rate, and no
-    block faster than the CPU issues it."""
+    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own rate, and
+    without CUDA graphs no block faster than the CPU issues it."""
     c, inner, v = config.n_embd, config.inner, config.vocab_size
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
@@ -452,10 +453,6 @@ class Operation(NamedTuple):
     flops: tuple = (0, 0)
 
 
-def lecture_elu(x):
-    return torch.where(x < 0, torch.exp(x) - 1, x)
-
-
 def sdpa(backend):
     def run(q, k, v):
         with torch.nn.attention.sdpa_kernel(backend):
@@ -474,7 +471,7 @@ def operations(device, dtype, n, only):
                          tuple(count * inputs[0].nbytes for count in passes))
 
     if "elu" in only:
-        yield against("ELU", lecture_elu, kernels.elu, [random(n)], (2, 3), **{"F.elu": F.elu})
+        yield against("ELU", kernels.elu_reference, kernels.elu, [random(n)], (2, 3), **{"F.elu": F.elu})
     if "gelu" in only:
         yield against("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [random(n)], (2, 3))
     for c in (768, 1600, 4096, 16384) if "layer_norm" in only else ():
@@ -641,8 +638,7 @@ def layouts(n, m, virtual):
 
 def random_source(config, device):
     """Weights made where they are used: drawing GPT-2 XL's on the CPU takes longer than the benchmark."""
-    sizes = shapes(config)
-    sizes["lm_head.weight"] = sizes.get("lm_head.weight", sizes["wte.weight"])
+    sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
     return lambda name: (torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
                          torch.randn(sizes[name], device=device).mul_(0.02))
 
@@ -652,12 +648,6 @@ def make_trainer(config, s, device):
     return train.Trainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
-def buckets_of(trainer):
-    return [(b.numel, getattr(b, "sharded", False))
-            for b in [b for model in trainer.net.stages.values() for b in getattr(model, "buckets", [])]
-            or getattr(trainer.optimizer, "buckets", [])]
-
-
 def predicted_traffic(trainer):
     """{collective: bytes} that this rank sends in a step, by the formulas."""
     s, (pp_rank, dp_rank, tp_rank) = trainer.s, trainer.mesh.get_coordinate()
@@ -665,8 +655,8 @@ def predicted_traffic(trainer):
     where = {"dp": (trainer.dp, s.dp, dp_rank), "tp": (trainer.tp, s.tp, tp_rank), "pp": (trainer.pp, s.pp, pp_rank),
              "ends": (trainer.net.pipeline.ends, 2, int(pp_rank > 0)),
              "all": (trainer.control, dist.get_world_size(), dist.get_rank())}
-    total = Counter()
-    for item in messages(trainer.config, s, stages, buckets_of(trainer), tp_rank):
+    total, buckets = Counter(), [(b.numel, getattr(b, "sharded", False)) for b in trainer.buckets()]
+    for item in messages(trainer.config, s, stages, buckets, tp_rank):
         group, *place = where[item.axis]
         total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place, *law_of(group)) for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -992,15 +982,13 @@ def static_bytes(config, zero, dp, tp, dtype, pieces):
 @functools.cache
 def held(schedule, p, m, v):
     """Micro-batches whose activations each pipeline rank holds at once."""
-    return parallel.simulate(parallel.SCHEDULES[schedule](p, m, v)).peak
+    return [parallel.most_held(actions) / v for actions in parallel.SCHEDULES[schedule](p, m, v)]
 
 
 def needed_bytes(config, s):
     """Bytes of the fuller of the first and the last pipeline rank: one has the embedding and most activations, one the logits."""
     cuts, dtype = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # from there on, more change nothing
-    if s.schedule == "gpipe":
-        peak = [s.micro_batches] * s.pp
     return max(static_bytes(config, s.zero, s.dp, s.tp, dtype, tuple(cuts[rank::s.pp])) +
                math.ceil(peak[rank]) * parallel.activation_bytes(config, s.batch_size // s.dp // s.micro_batches, s.tp, dtype.itemsize,
                                                                  s.recompute, cuts[rank::s.pp]) for rank in (0, s.pp - 1))

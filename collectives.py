@@ -1,4 +1,4 @@
-"""Every collective of the lecture, built from send and receive alone.
+"""Every collective of the lecture, from send and receive; inside a node of GPUs large tensors are copied from memory to memory.
 
 The names and arguments are those of `torch.distributed`, so `import collectives as dist` works:
 
@@ -6,14 +6,14 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     reduce_scatter_tensor                       ring: N-1 steps, each rank sends (N-1)/N of the tensor
     all_gather_into_tensor                      ring: the same again
     all_reduce                                  one after the other: 2(N-1)/N of the tensor
-      the same three inside a node of GPUs      direct exchange: as many bytes, in one round each, by copy engines
+      the same three inside a node of GPUs      direct exchange: as many bytes, one round for each half
     all_to_all_single                           pairwise exchange: N-1 steps
     barrier                                     dissemination: log2(N) rounds
 
-The file has three parts. `Link` is one process group seen as messages: the only place that calls isend and irecv, that knows
-gloo (CPU) from NCCL (GPU), and that counts bytes; large messages inside a node of GPUs are copies into the receiver's `Window`. The
-algorithms are written on a `Link` and know nothing else. The public functions at the end choose where an algorithm runs: at
-once, or beside the caller's computation (`async_op=True`).
+The file has three parts. `Link` is one process group seen as messages: algorithms send through it, over gloo (CPU) or NCCL (GPU),
+and it counts bytes; inside a node of GPUs large tensors go through a `Window`. The algorithms are written on a `Link` and know
+nothing else. The public functions at the end choose where an algorithm runs: at once, or beside the caller's computation
+(`async_op=True`).
 
     torchrun --nproc_per_node 4 collectives.py        walks through all of them
 
@@ -44,7 +44,6 @@ from torch.distributed import (  # noqa: F401  re-exported, so that this module 
     P2POp,
     ReduceOp,
     batch_isend_irecv,
-    get_global_rank,
     get_rank,
     get_world_size,
     init_process_group,
@@ -64,16 +63,17 @@ PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
 RECEIVES_AHEAD = 4
 # Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) rounds with an Nth.
 # Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
-# NCCL, 4 H200: a round costs its launch, about 170 us, so 4 KiB to 16 MiB take 0.35 ms against 1.0; level at 64 MiB.
+# NCCL between nodes: not measured; with 8 us a message and 45 GB/s a GPU, 16 ranks are level at 4 MiB.
 # Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
 # against 60).
-DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 24, "switched": 1 << 20}
-# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25: operations that come back to the same memory
-# are replayed, up to this many bytes (a graph keeps its room for what arrives) and this many different ones.
+DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25. So an operation called again on the same
+# memory is replayed: up to REPLAY_BYTES, for a graph keeps its room for what arrives, and up to REPLAYS different ones a group.
 REPLAY_BYTES, REPLAYS = 1 << 28, 512
-# Between GPUs that reach each other's memory, from this size on a message is a copy into a window that its receiver opened. Copy engines
-# make copies; NCCL's messages are kernels, and take multiprocessors from what computes beside them. Matrix products of 39 ms on
-# 4 H200s took 42 while 2.4 GiB were exchanged by copies, in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
+# Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's into the
+# receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels, and take
+# multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB were exchanged by copies,
+# in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone). A group opens up to two windows, one of them for async_op.
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
 
 
@@ -91,7 +91,7 @@ _traffic = defaultdict(Traffic)
 
 
 def traffic():
-    """The log so far: operation name -> Traffic. Counted at the send itself, so it is what went out, not a formula."""
+    """The log so far: operation name -> Traffic. Counted at the send (of a replayed CUDA graph, when it was recorded): no formula."""
     return {name: Traffic(t.calls, t.messages, t.bytes) for name, t in _traffic.items() if t.calls}
 
 
@@ -191,9 +191,9 @@ class Link:
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.native = False  # True: torch.distributed's own collectives serve this group
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
-        nodes = {rank // local for rank in torch_dist.get_process_group_ranks(group)}
-        self.switched = self.backend == "nccl" and len(nodes) == 1  # GPUs of one node: a switch joins every two of them
+        local, ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size()), torch_dist.get_process_group_ranks(group)
+        self.gpus = [rank % local for rank in ranks]
+        self.switched = self.backend == "nccl" and len({rank // local for rank in ranks}) == 1  # taken to be joined by a switch
         self.name, self.log = None, Traffic()  # the operation under way
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -229,9 +229,8 @@ class Link:
         if not (self.switched and self.backend == "nccl") or nbytes < WINDOW_FROM:
             return None
         if self._aside not in self._windows:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
-            gpus, window = [rank % local for rank in torch_dist.get_process_group_ranks(self.group)], None
-            if self.size > 1 and all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
+            window = None
+            if self.size > 1 and all(a == b or torch.cuda.can_device_access_peer(a, b) for a in self.gpus for b in self.gpus):
                 with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
                     window = Window(self)
                 all_can = torch.tensor(window is not None, dtype=torch.int32, device="cuda")
@@ -263,7 +262,7 @@ class Link:
     def run(self, name, body, tensors, async_op, key=None):
         """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
 
-        key: tells it from all others, where it may be replayed from a CUDA graph.
+        key: the operation and the memory it is on; with a key it may be replayed from a CUDA graph.
         """
         def logged():
             self.name, self.log, self._aside = name, _traffic[name], async_op
@@ -409,7 +408,7 @@ def _unflatten(flat, tensor):
 
 # ------------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s of N-1 moves one chunk a rank:
+# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s, from 0 to N-2, moves one a rank:
 #
 #     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add my own to it; after the last step chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-s-1 as it is
@@ -443,8 +442,7 @@ def _ring(link, outgoing, incoming, in_flight, ahead, arrived=lambda t: None):
 
 def _pieces(link, chunks):
     """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
-    largest = max(chunk.numel() * chunk.element_size() for chunk in chunks)
-    count = max(1, -(-largest // PIECE_BYTES[link.backend]))
+    count = max(1, -(-max(chunk.nbytes for chunk in chunks) // PIECE_BYTES[link.backend]))
     in_flight = min(2, count)
     return [chunk.tensor_split(count) for chunk in chunks], in_flight, in_flight if link.backend == "nccl" else RECEIVES_AHEAD
 
@@ -476,7 +474,7 @@ def _ring_all_gather(link, chunks):
 
 # Inside a node a switch joins every two GPUs at full speed, so there is no need to pass chunks on: rank r hands chunk c straight to
 # rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
-# float32 whatever the dtype; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
+# float32 where they have 16 bits; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
 # Large chunks go through windows: summed where others wrote them, gathered from where their owners keep them.
 
 def _swap(link, mine, theirs):
@@ -563,7 +561,7 @@ def _all_reduce(link, tensor, op):
             _direct_reduce_scatter(link, [flat] * link.size, flat, op)
         else:
             _recursive_doubling(link, flat, op)
-    else:
+    else:  # two halves, (N-1)/N K sent in each
         if link.switched:
             _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
         else:
@@ -756,8 +754,7 @@ def _root(group, rank, group_rank):
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
     """torch.distributed's own, counted in the traffic log: what pipelines send."""
     progress("isend")
-    log = _traffic["isend"]
-    log.calls, log.messages, log.bytes = log.calls + 1, log.messages + 1, log.bytes + tensor.nbytes
+    count_traffic({"isend": Traffic(1, 1, tensor.nbytes)})
     return _isend(tensor, dst, group, tag, group_dst)
 
 
@@ -980,21 +977,12 @@ class Watch:
         os._exit(1)
 
 
-def print_in_order(text, group=None):
+def print_in_order(text):
     """Print one text of each rank, in rank order, on rank 0."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    link = _link(group)
-    device = "cuda" if link.backend == "nccl" else "cpu"
-    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(link.size)] if link.rank == 0 else None
-    length = torch.tensor([len(data)], device=device)
-    gather(length, lengths, group_dst=0, group=group)
-    all_reduce(length, ReduceOp.MAX, group)
-    padded = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    padded[:len(data)] = data.to(device)
-    texts = [torch.empty_like(padded) for _ in range(link.size)] if link.rank == 0 else None
-    gather(padded, texts, group_dst=0, group=group)
-    for n, t in zip(lengths or [], texts or []):
-        print(bytes(t[:int(n)].tolist()).decode(), flush=True)
+    texts = [None] * get_world_size() if get_rank() == 0 else None
+    torch_dist.gather_object(text, texts)
+    for line in texts or ():
+        print(line, flush=True)
 
 
 def ring_states(device="cpu"):

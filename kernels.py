@@ -1,6 +1,7 @@
 """What a training step spends its time on beside cuBLAS, as Triton kernels. In lecture order:
 
     activations      ELU and GELU, with the bias before them and its gradient
+    linear           cuBLAS's product; its bias's gradient; widths that 8 does not divide
     layer norm       with the residual sum before it, and the residual's gradient after it
     attention        flash attention
     cross-entropy    that never writes a probability, and puts the gradient where the logits were
@@ -8,9 +9,9 @@
     sum of rows      what the ranks of a node hand each other in a reduce-scatter
     matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
-Each section is a page to learn one kernel from: the math, a reference in plain PyTorch whose backward is derived by hand, the
-kernel, the autograd function, the bytes and FLOPs it should cost. All but attention and the product are bound by memory: best is
-to read every element once and write it once, at the speed of a copy.
+Each section is a page to learn one kernel from: the math, the kernel, the autograd function, the bytes and FLOPs it should cost;
+activations, layer norm and attention also have a reference in plain PyTorch whose backward is derived by hand. All but attention and
+the product are bound by memory: best is to read every element once and write it once, at the speed of a copy.
 
     python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times, as `python bench.py kernels`
 
@@ -264,7 +265,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, take=None):
         padded = pad_outputs(x, weight) if bias is None else weight
         y = F.linear(x, padded, bias)                                                 # (..., padded)
-        # y only where it is padded; its .data, for that its contents change is no concern of this backward
+        # y only where it is padded: cross-entropy leaves its gradient there. As .data: autograd would take that for an error
         ctx.save_for_backward(x, padded, None if padded is weight else y.data)
         ctx.take, ctx.width = take, len(weight)
         return y if padded is weight else y[..., :len(weight)]
@@ -283,6 +284,7 @@ class Linear(torch.autograd.Function):
 
 
 def bias_gradient(dy):
+    """Sums over the rows of dy (rows, out): (out)."""
     return column_sums(dy) if on_triton(dy) else dy.sum(0)
 
 
@@ -461,6 +463,7 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-5):
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
+    """Layer norm of x (..., width), weight and bias (width)."""
     return add_layer_norm(x, None, weight, bias, eps)[1]
 
 
@@ -560,7 +563,7 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h,
             m_new = tl.maximum(m, tl.max(s, 1) * scale)
             top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key seen yet: -inf - -inf would be NaN
             p = tl.exp2(s * scale - top[:, None])
-            alpha = tl.exp2(m - top)
+            alpha = tl.exp2(m - top)                                              # online: what is there was relative to the old m
             v = V.load([b, h, n0, 0]).reshape(BN, D)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
             l = l * alpha + tl.sum(p, 1)

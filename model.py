@@ -6,7 +6,7 @@ folders load and save as they are. Initial weights depend on the seed and the pa
 
     python model.py            parameters, FLOPs and training bytes of every preset
 
-Letters: B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head, V vocabulary, L layers.
+Letters: N parameters (elsewhere K, for there N is ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head, V vocabulary, L layers.
 Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
@@ -133,7 +133,7 @@ class LayerNorm(nn.LayerNorm):
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x, residual=None):
-        """(x + residual, the norm of it): one pass over memory where two kernels take three."""
+        """(x + residual, the norm of it): 4 passes over memory, in two kernels 5."""
         return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 

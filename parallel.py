@@ -3,7 +3,7 @@
     mesh        which ranks form which group: axes (pp, dp, tp), tensor parallel innermost
     data        replicas average their gradients: naive, then in buckets while backward still runs
     ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
-    tensor      every matrix cut by columns or rows; two all-reduces a sublayer pair, f and g
+    tensor      every matrix cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     pipeline    layers spread over ranks: GPipe, 1F1B, interleaved, zero-bubble, as lists of actions
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
@@ -63,7 +63,7 @@ def make_mesh(device_type, dp=1, tp=1, pp=1):
 def average_gradients(module, group=None):
     """The lecture's data parallelism: after backward, one all-reduce a parameter. Right, and slow twice over.
 
-    Nothing is sent while backward runs, and every small tensor pays a full ring's latency.
+    Nothing is sent while backward runs, and every small tensor pays the latency of a collective of its own.
     """
     for param in module.parameters():
         if param.requires_grad:
@@ -76,14 +76,14 @@ class Bucket:
 
     def __init__(self, params, group):
         self.params = params
-        self.waiting = set(params)  # those whose last gradient before the bucket leaves is still to come
+        self.waiting = set(params)  # parameters whose gradient must still come before the bucket can leave
         self.came = 0               # how many gradients there were since the last ones went into `flat`
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
         self.flat = None            # the gradients, full size
-        self.state = "empty"        # of this step's gradients; "filling", or "sent": then a second backward must not add to it
+        self.state = "empty"        # of `flat`; "filling", or "sent": then nothing may be added until `finish`
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
 
     def new(self, dtype):
@@ -139,13 +139,13 @@ def split_over(param):
 class Reducer:
     """Takes gradients from backward into buckets and sends each bucket the moment it is complete.
 
-    stage 0: all-reduce, after the step's last backward            2(N-1)/N x K sent a step
-    stage 1: reduce-scatter, after the step's last backward         (N-1)/N x K
-    stage 2: reduce-scatter, after every backward                 M (N-1)/N x K with M micro-batches
+    stage 0: all-reduce, in the step's last backward               2(N-1)/N x K sent a step
+    stage 1: reduce-scatter, in the step's last backward            (N-1)/N x K
+    stage 2: reduce-scatter, in every backward                    M (N-1)/N x K with M micro-batches
 
     grad_dtype: what gradients add up in, where it is not the parameters' own; reduce_dtype: what travels. A bucket never leaves
-    before the one in front of it, so the order is the same on all ranks. At most two are under way at stage 2, so no more than
-    that of the full gradients exists at a time.
+    before the one in front of it, so the order is the same on all ranks. At stage 2 at most two are under way: of the full
+    gradients there are those, and what the next bucket has so far.
     """
 
     def __init__(self, buckets, group, stage, grad_dtype=None, reduce_dtype=None, on_complete=lambda bucket: None):
@@ -244,8 +244,8 @@ class Reducer:
             handle = dist.reduce_scatter_tensor(out, wire, dist.ReduceOp.AVG, self.group, async_op=True)
         bucket.waiting, bucket.state = set(bucket.params), "sent"
         if self.stage >= 2:
-            bucket.flat, bucket.state = None, "empty"  # ZeRO-2: the full gradient goes as soon as it is through
-        self.under_way.append((handle, bucket, wire, out))  # holds the buffers until then
+            bucket.flat, bucket.state = None, "empty"  # ZeRO-2: from here only `under_way` holds the full gradient, until _receive
+        self.under_way.append((handle, bucket, wire, out))
         while self.stage >= 2 and len(self.under_way) > 2:
             self._receive(*self.under_way.popleft())
 
@@ -629,9 +629,9 @@ def tensors_in(value):
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1, fused=True):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    optimizer: AdamW's two moments, and the float32 master weights where layers compute in bf16 or fp16. activations: as below,
-    of `held` micro-batches at once in a pipeline. pieces: a pipeline rank's runs of pieces, as `split_pieces` gives them; left
-    out, all.
+    dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16 or fp16.
+    activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces: a pipeline rank's runs of
+    pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the loss.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
@@ -664,7 +664,7 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention"
     drops q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its
     input, LN of it, and the logits: as they are where the vocabulary is cut or the loss is `fused`, a kernel that leaves the
-    gradient in their place; PyTorch's own loss keeps a float32 log-softmax.
+    gradient in their place; PyTorch's own loss keeps a float32 log-softmax. Under ZB-H1 the output gradients that W waits with come on top.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks, head = sum(1 <= i <= config.n_layer for run in pieces for i in run), any(config.n_layer + 1 in run for run in pieces)
@@ -684,11 +684,12 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
 #     X ─ f                                g ─ Y        f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘            g: forward all-reduce, backward nothing (dY reaches every term as it is)
 #
-# Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC forward and as much backward.
+# Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC forward and as much backward. (The lecture's code
+# all-gathers after every matrix; cutting the second one by rows takes one all-reduce for the two.)
 # Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce."""
+    """f: forward identity, backward all-reduce: X went into every rank's columns of A, and dX is the sum of what they return."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -797,7 +798,7 @@ def _cut(param, shard):
 
 
 def _first_row(rows, shard):
-    return sum(len(part) for part in torch.arange(rows).tensor_split(shard.size)[:shard.rank])
+    return shard.rank * (rows // shard.size) + min(shard.rank, rows % shard.size)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -912,7 +913,11 @@ def take_turns(forwards, ahead, backwards):
 
 
 def one_f_one_b(p, m):
-    """Rank r runs p-1-r forwards ahead, then one forward, one backward: p-r activations at most, whatever m is."""
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
+
+    A gradient is back p-r turns (F + B) after its forward began, having gone through p-1-r ranks and back: so p-r activations keep
+    the rank busy, whatever m is, and more would only wait.
+    """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)]) for r in range(p)]
 
 
@@ -972,7 +977,7 @@ class ScheduleError(ValueError):
 
 
 def rounds(lists, ready, stuck):
-    """Walk all lists at once: each round yields [(rank, action)], the next of every rank for which `ready(action, done, heads)`.
+    """Walk all lists at once: each round yields [(rank, action)], the next of every rank for which ready(action, done, heads) holds.
 
     done: the actions of earlier rounds; heads: the next of each rank. ScheduleError, saying `stuck`, where no rank can go on.
     """
@@ -997,8 +1002,8 @@ def in_order(lists):
 def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is there.
 
-    The sender's step places both ends, the send on its own list and the receive on the other's, where that one is by then. So the
-    two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
+    Both ends are placed when the output is made: the send next on its rank's list, the receive at the end of the other's as it is by
+    then. So the two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1043,6 +1048,7 @@ def check(lists):
 
 
 class Timeline(NamedTuple):
+    """Times in the unit of `simulate`'s costs."""
     spans: list         # for each rank: [(action, start, end)]
     length: float
     idle: list          # for each rank: time in which it computes nothing
@@ -1141,8 +1147,8 @@ class Sums:
 def split_linears(module):
     """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks.
 
-    For zero-bubble schedules: half of a Linear's backward, dA = dy^T x, is what no other stage waits for. Autograd does not see the
-    weights, so that it cannot take their gradients for complete. `later.queue` takes closures while an "I" runs; while it is None they
+    For zero-bubble schedules, and for CUDA graphs, whose gradients add up in `Sums`: half of a Linear's backward, dA = dy^T x, is
+    what no other stage waits for. Autograd does not see the weights, so that it cannot take their gradients for complete. `later.queue` takes closures while an "I" runs; while it is None they
     run at once, into .grad or wherever `later.into` puts them.
     """
     later = SimpleNamespace(queue=None, into=accumulate, into_product=lambda param, a, b: accumulate(param, a @ b))
@@ -1303,16 +1309,17 @@ class Recording(Passage):
 
 
 def no_graphs():
-    """What a Pipeline has in CUDA graphs, by stage: those for micro-batches in flight, that for the last one where it sends gradients;
-    what ran before, and for what they were recorded."""
-    return SimpleNamespace(recordings={}, closing={}, warm=None, recorded_for=None)
+    """What a Pipeline has in CUDA graphs, at first nothing. A run is told by (shape of its micro-batches, actions)."""
+    return SimpleNamespace(recordings={},                  # {stage: [Recording that no micro-batch is using]}
+                           closing={},                     # {stage: Recording of the last micro-batch, where it sends gradients, too}
+                           warm=None, recorded_for=None)   # the last run; the one that these were recorded for
 
 
 class Pipeline:
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
     stages: {stage: module}; loss(output, target): the last stage's; dtype: of what passes between stages. run() holds an activation
-    from F to B (or I), an output only until it is sent. Receives are posted where `lower` put them, so that gloo's transfers run
+    from F to B (or W), an output only until it is sent. Receives are posted where `lower` put them, so that gloo's transfers run
     under computation; but on CUDA only when their value is needed and the rank would idle anyway. A receive that waits is a kernel
     that holds multiprocessors, and matrix products made for all of them then take two rounds for one.
     """
@@ -1541,7 +1548,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda name, cut=cut: cut_like(cut[name], source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last: it holds the parameters as they are now.
+        # 5. Data parallel last: it holds the parameters as they are now. (16-bit weights, CUDA graphs: ShardedOptimizer, at stage 0.)
         if zero == 0 and dtype == master and not cuda_graphs:
             model = DDP(model, dp, find_unused_parameters=False)
         stages[stage] = model
@@ -1602,10 +1609,10 @@ class ParallelGPT:
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0, on_forward=lambda: None):
-        """One step's gradients from lists of micro-batches x, y (B, T), summed over the ranks. Returns the mean loss of this
-        rank's micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
+        """One step's gradients: the mean over lists of micro-batches x, y (B, T), and over dp. Returns the mean loss of this rank's
+        micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
 
-        Backward starts from `scale` over the number of micro-batches: that division happens once, and here.
+        Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages: nothing else divides.
         """
         total = self._run(x, y, schedule, scale, on_forward)
         for sync in dict.fromkeys(self.syncs.values()):
@@ -1632,6 +1639,8 @@ class ParallelGPT:
         return total
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
+        """As the function of this name, over the whole model. Under kernels.AdamW gradients stay as they are: it scales them as it reads
+        them."""
         groups, inner = [self.dp, self.tp, self.pp], getattr(self.optimizer, "inner", self.optimizer)
         if not isinstance(inner, kernels.AdamW):
             return clip_grad_norm_(self.params, max_norm, groups, scale)
@@ -1713,7 +1722,7 @@ def demo_pipeline(arguments):
         print(draw(timeline, 1 / chunks))
         if arguments.svg:
             os.makedirs(arguments.svg, exist_ok=True)
-            draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].split(',')[0].lower()}.svg"))
+            draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
     print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1 while a micro-batch\n"
           "is between its F and its B or W on a rank.")
 

@@ -6,7 +6,7 @@
     python train.py --out runs/1                             with checkpoints: the same command again goes on after the last
     python train.py --steps 0 --sample 200 --resume runs/1   text from the newest of them
 
-With no flags it trains a 1M-parameter model on the source of Python's standard library, on the CPU, in a minute or two.
+With no flags it trains a 1M-parameter model on the source of Python's standard library, in a minute or two on a CPU.
 Every layout sees the same tokens and logs the same loss: a batch is a function of (seed, step, sample), initial weights of
 (seed, name). `python train.py --help` lists the flags.
 """
@@ -568,14 +568,14 @@ class Trainer:
         self.train_data, self.held_out, self.bytes = data
         self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp)
         self.tp, self.dp, self.pp = (self.mesh[axis].get_group() for axis in ("tp", "dp", "pp"))
-        if s.comm == "torch":
-            for group in (self.tp, self.dp, self.pp, None):
-                dist.use_library(group)
         self.control = dist.new_group(backend="gloo")  # for `agree`: on the CPU, whatever the GPU is doing
         self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
         self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
                                         s.recompute, s.virtual_stages, s.cuda_graphs == "on")
+        if s.comm == "torch":
+            for group in (self.tp, self.dp, self.pp, self.net.pipeline.ends, None):
+                dist.use_library(group)
         flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=device))
         adamw = kernels.AdamW if flat else partial(torch.optim.AdamW, fused=device.type == "cuda")
         self.optimizer = self.net.make_optimizer(adamw, s.weight_decay, lr=s.lr, betas=(0.9, 0.95))
@@ -619,8 +619,8 @@ class Trainer:
         return numbers.tolist()
 
     def read(self, alarm=None, late=False):
-        """A number off the device. late: that of the step before; to read this step's, the CPU would wait until the GPU has ended it,
-        and then the GPU for the CPU. Without `alarm`, the one put off."""
+        """`alarm`, a number on the device. late: the one of the step before, which has arrived; to wait for this step's would leave the
+        GPU idle. Without `alarm`: the one still unread."""
         before, self.unread = self.unread, None
         if late:
             self.unread = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
@@ -682,10 +682,13 @@ class Trainer:
     def note_activations(self, births):  # gradients of the micro-batches before are no activations, nor is what collectives keep
         self.activations = max(getattr(self, "activations", 0), births.alive([*self.kept_tensors()["gradients"], *dist.scratches()]))
 
+    def buckets(self):
+        return [b for m in self.net.stages.values() for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
+
     def kept_tensors(self):
         """This rank's tensors that outlive a step, by kind."""
         models = self.net.stages.values()
-        buckets = [b for m in models for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
+        buckets = self.buckets()
         shards = [b.shard for b in buckets if b.shard is not None]
         module = [p for m in models for p in getattr(m, "module", m).parameters()]
         mixed = self.dtype != parallel.master_dtype(self.dtype)
@@ -760,7 +763,7 @@ def predicted_bytes(trainer):
     return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.dtype, s.recompute,
                                  s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
-                                 math.ceil(parallel.simulate(lists).peak[rank]),
+                                 math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
                                  kernels.on_triton(torch.empty(0, device=trainer.device)))
 
 
@@ -788,8 +791,8 @@ def describe_first_steps(trainer, say):
     say("memory   measured (predicted): " + ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
         + (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most {size(torch.cuda.max_memory_allocated())}"
            if trainer.device.type == "cuda" else ""))
-    say("traffic  sent by rank 0 a step: " + (", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items())
-                                             or ("not counted with --comm torch" if trainer.s.comm == "torch" else "nothing")))
+    sent = ", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items() if t.bytes)
+    say("traffic  sent by rank 0 a step: " + ("not counted with --comm torch" if trainer.s.comm == "torch" else sent or "nothing"))
     return {"predicted_bytes": predicted, "measured_bytes": measured}
 
 
