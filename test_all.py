@@ -72,7 +72,8 @@ def _worker(rank, size, device_type, port, pipe):
     torch_dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size,
                                   store=torch_dist.TCPStore("127.0.0.1", port, is_master=False),
                                   device_id=device if device_type == "cuda" else None)
-    torch.set_default_device(device)
+    if device_type == "cuda":  # the CPU is the default anyway, and to say so costs every call of torch a few microseconds
+        torch.set_default_device(device)
     while True:
         job = pipe.recv()
         if job is None:
@@ -89,13 +90,18 @@ def _worker(rank, size, device_type, port, pipe):
         pipe.send(result)
 
 
+def forkserver():
+    """Starts processes at once: from one that has imported what is slow, and has left CUDA alone, which cannot be forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"] + ["test_all"] * (not GPUS))
+    return context
+
+
 class Pool:
     """`size` processes that have joined one group; run(function, *args) calls a function of this file on all of them."""
 
     def __init__(self, size, device_type):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"])  # slow, and they leave CUDA alone, which cannot be forked
-        self.processes, self.pipes, self.device_type = [], [], device_type
+        context, self.processes, self.pipes, self.device_type = forkserver(), [], [], device_type
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -1918,12 +1924,10 @@ class Ranks:
     """`size` processes of one training run, which may be killed; what they print goes to `log`."""
 
     def __init__(self, flags, size, log, file_bytes=None, deaths=None):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["numpy", "pytest", "train"])
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        self.processes = [context.Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes, deaths), daemon=True)
+        self.processes = [forkserver().Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes, deaths), daemon=True)
                           for r in range(size)]
         for process in self.processes:
             process.start()
