@@ -615,7 +615,8 @@ def optimizer_of(name, params):
 CLIP = {"sgd": 0.3, "adamw": 0.3}  # fires: the norms are 0.5 and more
 
 
-def one_process(optimizer, change, batch=BATCH):
+@functools.cache
+def one_process(optimizer, batch=BATCH, **change):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
     config = dataclasses.replace(SMALL, **change)
     net = GPT(config).double()
@@ -720,20 +721,19 @@ LAYOUTS = [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 8}, {"tp": 2}, {"tp": 4}, {"t
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout_equals_one_process(pool, layout):
-    for optimizer, micro_batches, change in [("sgd", 1, {}), ("sgd", 1, {"tied": False, "activation": "elu"}), ("adamw", 1, {})] + (
-            [("sgd", BATCH // layout.get("dp", 1) // 2, {"tied": False})] if layout.get("dp", 1) <= 4 else []):
-        want = one_process(optimizer, change)
-        for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change):
-            assert not differences(got, want), (optimizer, micro_batches, change)
+    """By SGD; AdamW has its turn with ZeRO, with pipelines, and in test_every_layout_logs_the_same_losses."""
+    for micro_batches, change in (min(2, BATCH // layout.get("dp", 1)), {}), (1, {"tied": False, "activation": "elu"}):
+        want = one_process("sgd", **change)
+        for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", micro_batches, change):
+            assert not differences(got, want), (micro_batches, change)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)
 def test_zero_equals_one_process(pool, layout, zero):
-    most = BATCH // layout.get("dp", 1) // 2
-    for optimizer, micro_batches, change, recompute in [("sgd", 1, {}, "none"), ("sgd", most, {"tied": False}, "block"),
-                                                        ("adamw", most, {}, "attention")]:
-        want = one_process(optimizer, change)
+    cases = [("sgd", 2, {"tied": False}, "block"), ("sgd", 1, {}, "none"), ("adamw", 2, {}, "attention")]
+    for optimizer, micro_batches, change, recompute in cases[:1 if math.prod(layout.values()) == 8 else 3]:
+        want = one_process(optimizer, **change)
         for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, zero=zero,
                                                         recompute=recompute):
             assert not differences(got, want), (optimizer, micro_batches, change, recompute)
@@ -743,7 +743,7 @@ def test_zero_equals_one_process(pool, layout, zero):
 def test_zero_on_three_ranks(pool, zero):
     """Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights."""
     change = {"n_head": 3, "n_embd": 27, "inner": 40}
-    want = one_process("sgd", change, batch=9)
+    want = one_process("sgd", 9, **change)
     for got in pool(3).run(in_layout, {"dp": 3}, "sgd", 3, change, zero=zero, batch=9):
         assert not differences(got, want)
 
@@ -760,9 +760,10 @@ def all_of(results):
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_pipeline_equals_one_process(pool, schedule, p):
     """More and fewer micro-batches than stages; five layers, which no p divides; tied and untied."""
-    for m, tied in ((1, True), (2, False), (3, True), (4, False), (8, True)) if schedule != "gpipe" else ((2, True), (8, False)):
+    cases = [(1, True), (2, False), (3, True), (4, False), (8, True)][:5 if p == 4 else 4]
+    for m, tied in cases if schedule != "gpipe" else ((2, True), (8, False)):
         change, batch = {"n_layer": 5, "tied": tied}, 24 if m == 3 else BATCH
-        want = one_process("sgd", change, batch)
+        want = one_process("sgd", batch, **change)
         results = pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule=schedule, batch=batch)
         assert set(all_of(results)[2]) == set(want[2])
         for got in [*results, all_of(results)]:
@@ -772,7 +773,7 @@ def test_pipeline_equals_one_process(pool, schedule, p):
 @pytest.mark.parametrize("p,m,v", [(2, 2, 2), (2, 8, 3), (3, 3, 2), (4, 4, 1), (4, 8, 2)])
 def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
     change, batch = {"n_layer": 7}, 24 if m == 3 else BATCH
-    want = one_process("sgd", change, batch)
+    want = one_process("sgd", batch, **change)
     for got in pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule="interleaved", batch=batch, virtual_stages=v):
         assert not differences(got, want)
 
@@ -784,13 +785,12 @@ def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
     *(({"dp": 2, "pp": 2}, "interleaved", {"zero": zero, "virtual_stages": 2}) for zero in (0, 1, 2, 3)),
     ({"dp": 2, "pp": 2}, "gpipe", {"zero": 3, "recompute": "attention"})], ids=str)
 def test_pipeline_composes(pool, layout, schedule, options):
-    """SGD with a tied embedding, AdamW with an untied one: 1F1B and GPipe do both, the others share them."""
-    both = [("sgd", True), ("adamw", False)]
-    for optimizer, tied in {"zb-h1": both[:1], "interleaved": both[1:]}.get(schedule, both):
-        change = {"n_layer": 4, "tied": tied}
-        want = one_process(optimizer, change)
-        for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule, **options):
-            assert not differences(got, want)
+    """SGD with a tied embedding, or AdamW with an untied one."""
+    optimizer, tied = ("adamw", False) if schedule == "interleaved" or "recompute" in options else ("sgd", True)
+    change = {"n_layer": 4, "tied": tied}
+    want = one_process(optimizer, **change)
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule, **options):
+        assert not differences(got, want)
 
 
 @pytest.mark.parametrize("layout, schedule, options", [
@@ -801,7 +801,7 @@ def test_replayed_graphs_equal_one_process(pool, layout, schedule, options):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of one process."""
     if pool.device_type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    want = one_process("sgd", {})
+    want = one_process("sgd")
     for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 4, {}, schedule=schedule, cuda_graphs=True, **options):
         assert not differences(got, want)
 
@@ -819,7 +819,7 @@ def test_layers_are_split_by_cost():
 def test_uneven_tensor_parallel(pool):
     """Three ranks: a vocabulary of 37, an MLP of 40 wide, 3 heads."""
     change = {"n_head": 3, "n_embd": 24, "inner": 40}
-    want = one_process("sgd", change)
+    want = one_process("sgd", **change)
     for got in pool(3).run(in_layout, {"tp": 3}, "sgd", 1, change):
         assert not differences(got, want)
 
@@ -835,7 +835,7 @@ def test_uneven_tensor_parallel(pool):
 def test_without_its_collective_it_is_wrong(pool, where, layout):
     zero = layout.get("zero", 0)
     layout = {axis: size for axis, size in layout.items() if axis != "zero"}
-    want = one_process("sgd", {})
+    want = one_process("sgd")
     for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, zero=zero):
         assert differences(got, want)
 
