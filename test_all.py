@@ -8,6 +8,7 @@ be able to fail: each strategy runs again with its collective taken out, and mus
 Processes come from a pool, started once for each world size. With GPUs, the same tests run again on NCCL.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -1572,25 +1573,13 @@ def processes_with(mark):
     return found
 
 
-LAYOUT = ["--dp", "2", "--device", "cpu", "--eval-every", "2", "--sample", "4"]
-
-
-def test_torchrun_without_a_number_of_processes(text, tmp_path):
-    """The other ways to start: test_all_processes_end_together, test_two_nodes_and_a_killed_rank_that_comes_back."""
-    out = str(tmp_path / "out")
-    process = command(sys.executable, "-m", "torch.distributed.run", "train.py", *TINY, *LAYOUT, "--data", text, "--steps", "2", "--out", out)
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
-    assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
-    assert [entry["step"] for entry in log_of(out)] == [1, 2]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("how", ["Ctrl-C", "killed rank", "killed launcher"])
-def test_all_processes_end_together(how, text, tmp_path):
-    out = str(tmp_path / "out")
-    process = command(sys.executable, "train.py", *TINY, *LAYOUT, "--data", text, "--steps", "1000000", "--out", out)
+def run_and_end(how, text, out):
+    """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is left)."""
+    flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2", "--sample", "4"]
+    if how == "torchrun":
+        process = command(sys.executable, "-m", "torch.distributed.run", *flags, "--steps", "2")
+        return *process.communicate(timeout=120), process.returncode, []
+    process = command(sys.executable, *flags, "--steps", "1000000")
     for line in process.stdout:
         if line.startswith("step"):
             break
@@ -1606,12 +1595,23 @@ def test_all_processes_end_together(how, text, tmp_path):
     left = processes_with(out)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not left
-    errors = process.communicate()[1]
-    if how == "killed rank":
-        assert process.returncode == 1 and "ended with exit code -9; all others were stopped" in errors
-    if how == "Ctrl-C":
-        assert process.returncode == 130 and "Traceback" not in errors, errors
+    return *process.communicate(), process.returncode, left
+
+
+def test_all_processes_start_and_end_together(text, tmp_path):
+    """Two runs at a time, for what takes time is to start. Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
+    hows = ["torchrun"] + ["Ctrl-C", "killed rank", "killed launcher"] * (sys.platform == "linux")  # those look into /proc
+    with concurrent.futures.ThreadPoolExecutor(2) as two:
+        ends = dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(tmp_path / how)), hows)))
+    printed, errors, code, _ = ends.pop("torchrun")
+    assert code == 0, errors
+    assert "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
+    assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
+    assert [entry["step"] for entry in log_of(tmp_path / "torchrun")] == [1, 2]
+    for how, (_, errors, code, left) in ends.items():
+        assert not left, (how, left)
+        assert how != "killed rank" or code == 1 and "ended with exit code -9; all others were stopped" in errors, (code, errors)
+        assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
