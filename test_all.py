@@ -1657,13 +1657,25 @@ def test_bytes_of_every_strategy_are_the_formulas(pool, size):
             assert formula == counted and (counted or size == 1), (rank, case)
 
 
-def bench_rows(*words, tmp_path):
-    path = str(tmp_path / "rows.json")
-    process = command(sys.executable, "bench.py", *words, "--json", path)
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    with open(path) as file:
-        found = json.load(file)
+@pytest.fixture
+def run_bench(tmp_path, monkeypatch):
+    """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py and parallel.py."""
+    def run(*words):
+        def start_again(processes):
+            ranks = Ranks(list(words), processes, tmp_path / "log", program="bench")
+            assert ranks.end() == [0] * processes, ranks.printed()
+            sys.exit(0)
+        monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+        monkeypatch.setattr(dist, "start_again", start_again)
+        with pytest.raises(SystemExit, match="0"):
+            bench.main()
+        return (tmp_path / "log").read_text()
+    return run
+
+
+def bench_rows(run_bench, tmp_path, *words):
+    printed = run_bench(*words, "--json", str(tmp_path / "rows.json"))
+    found = json.loads((tmp_path / "rows.json").read_text())
     assert found["torch"] == torch.__version__ and {"hardware", "commit", "triton", "nccl", "processes"} <= set(found)
     return found, printed
 
@@ -1698,8 +1710,8 @@ def test_bytes_of_every_collective_are_the_formulas(pool, size):
         assert all(formula == counted for formula, counted in found.values()), (rank, found)
 
 
-def test_bench_collectives(tmp_path):
-    found, printed = bench_rows("collectives", *CPU, "--only", "all_reduce", "scatter", "barrier", "send right", tmp_path=tmp_path)
+def test_bench_collectives(run_bench, tmp_path):
+    found, printed = bench_rows(run_bench, tmp_path, "collectives", *CPU, "--only", "all_reduce", "scatter", "barrier", "send right")
     rows = [row for row in found["rows"] if "formula" in row]
     assert {row["op"] for row in rows} == {"all_reduce", "scatter", "barrier"} and all(row["counted"] == row["formula"] for row in rows)
     assert all(row["torch_us"] > 0 and row["us"] > 0 for row in rows) and "all_reduce  " in printed and "ours a, us" in printed
@@ -1708,9 +1720,9 @@ def test_bench_collectives(tmp_path):
     assert bench.Machine(**found["machine"]).link > 0
 
 
-def test_bench_strategies(tmp_path):
-    found, printed = bench_rows("strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1", "--seq-len", "32", "--n-layer", "2",
-                                "--batch-size", "8", tmp_path=tmp_path)
+def test_bench_strategies(run_bench, tmp_path):
+    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1", "--seq-len", "32",
+                                "--n-layer", "2", "--batch-size", "8")
     ours, theirs = (found["rows"][i::2] for i in (0, 1))
     assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "zb-h1"]
     assert [row["who"] for row in theirs] == ["torch DTensor", "torch InterleavedZeroBubble"]
@@ -1820,7 +1832,7 @@ def drawn(parts):
     return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
 
 
-def test_pictures_show_what_files_hold(tmp_path):
+def test_pictures_show_what_files_hold(run_bench, tmp_path):
     GiB = 2**30
     files = {
         "kernels": [{"op": f"attention T={t} D=64 causal", "way": way, "who": who, "tflops": x, "tb": 1} for t in (1024, 4096)
@@ -1834,10 +1846,8 @@ def test_pictures_show_what_files_hold(tmp_path):
     events = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1, "args": {"stage": 0, "micro_batch": 3}}
               for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events + [{"ph": "M", "name": "thread_name", "tid": 0}]}))
-    process = command(sys.executable, "bench.py", "pictures", *(str(tmp_path / f"{what}.json") for what in (*files, "trace")),
-                      "--into", str(tmp_path / "made"))
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    paths = [str(tmp_path / f"{what}.json") for what in (*files, "trace")]
+    printed = run_bench("pictures", *paths, "--into", str(tmp_path / "made"))
     made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
     assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies", "scaling", "pipeline")}
     assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
@@ -1899,7 +1909,7 @@ def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes, deaths):
+def _rank(rank, size, port, flags, log, file_bytes, deaths, program):
     gc.freeze()
     torch.set_num_threads(1)
     with open(log, "a") as file:
@@ -1920,19 +1930,19 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths):
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    sys.argv = ["train.py", *flags]
-    train.main()
+    sys.argv = [program + ".py", *flags]
+    MODULES[program].main()
 
 
 class Ranks:
-    """`size` processes of one training run, which may be killed; what they print goes to `log`."""
+    """`size` processes of one run, of train.py or of another program, which may be killed; what they print goes to `log`."""
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None):
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train"):
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        self.processes = [forkserver().Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes, deaths), daemon=True)
-                          for r in range(size)]
+        self.processes = [forkserver().Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes, deaths, program),
+                                               daemon=True) for r in range(size)]
         for process in self.processes:
             process.start()
 
