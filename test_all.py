@@ -1379,24 +1379,24 @@ def log_of(folder):
 
 
 def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
-    """20 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
+    """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
     logs, device = {}, request.node.callspec.params["pool"]
-    for dp, tp, zero, pp in ((1, 1, 0, 1), (1, 2, 0, 1), (4, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 1, 1, 2),
+    for dp, tp, zero, pp in ((1, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 1, 1, 2),
                              (1, 1, 0, 3)):
         if device == "cuda" and dp * tp * pp > GPUS:
             continue
         out = str(tmp_path / f"dp{dp}tp{tp}zero{zero}pp{pp}")
         os.mkdir(out)
-        pool(dp * tp * pp).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "20", "--dp", str(dp), "--tp", str(tp),
-                                                "--micro-batches", "2", "--eval-every", "10", "--sample", "5", "--out", out,
+        pool(dp * tp * pp).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "10", "--dp", str(dp), "--tp", str(tp),
+                                                "--micro-batches", "2", "--eval-every", "5", "--sample", "5", "--out", out,
                                                 "--device", device, "--zero", str(zero), "--pp", str(pp), "--trace", out,
-                                                "--schedule", "zb-h1" if pp == 2 else "1f1b", "--lr", "0.01", "--clip", "0.5", "--warmup-steps", "3"])
+                                                "--schedule", "zb-h1" if pp == 2 else "1f1b", "--lr", "0.02", "--clip", "0.5", "--warmup-steps", "3"])
         logs[dp, tp, zero, pp] = log_of(out)
     one = logs.pop((1, 1, 0, 1))
-    assert [entry["step"] for entry in one] == list(range(1, 21)) and one[-1]["loss"] < one[0]["loss"] - 0.5
+    assert [entry["step"] for entry in one] == list(range(1, 11)) and one[-1]["loss"] < one[0]["loss"] - 0.5
     assert all({"step", "loss", "grad_norm", "lr", "tokens_per_s", "comm_bytes"} <= set(entry) for entry in one)
     assert one[0]["comm_bytes"] == 0 and max(entry["grad_norm"] for entry in one) > 0.5
-    assert [entry["step"] for entry in one if "val_loss" in entry] == [10, 20]
+    assert [entry["step"] for entry in one if "val_loss" in entry] == [5, 10]
     for layout, log in logs.items():
         assert len(log) == len(one)
         for a, b in zip(log, one):
@@ -1410,7 +1410,7 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         if layout[2] < 2 and layout[3] < 3:  # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing
             kept = memory["measured_bytes"]["activations"] / memory["predicted_bytes"]["activations"]
             assert 0.9 < kept < 1.1, (layout, memory)
-        models = [GPT.from_hf(tmp_path / name / "step-00000020") for name in ("dp{}tp{}zero{}pp{}".format(*layout), "dp1tp1zero0pp1")]
+        models = [GPT.from_hf(tmp_path / name / "step-00000010") for name in ("dp{}tp{}zero{}pp{}".format(*layout), "dp1tp1zero0pp1")]
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
 
 
