@@ -2439,8 +2439,9 @@ def test_activations(name, dtype, triton_kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,width", [(1, 1), (3, 17), (7, 127), (2, 1000), (5, 768), (4, 1600), (2, 5000)])
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []))
 def test_layer_norm(rows, width, dtype, triton_kernels):
+    """Rows so wide that several programs share one: test_python_kernels_py."""
     def plain(x, w, b):
         return F.layer_norm(x, w.shape, w, b, 1e-3)
 
@@ -2591,8 +2592,8 @@ def test_training_with_kernels_follows_pytorch(triton_kernels):
         kernels.use(choice)
         net = GPT(config).to(KERNEL_DEVICE)
         optimizer = torch.optim.SGD(net.parameters(), 0.3)
-        for step in range(4):
-            x = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(0)).to(KERNEL_DEVICE)
+        for step in range(3):
+            x = torch.randint(61, (1, 17), generator=torch.Generator().manual_seed(0)).to(KERNEL_DEVICE)
             loss = parallel.cross_entropy(net(x[:, :-1]), x[:, 1:], 61)
             optimizer.zero_grad()
             loss.backward()
@@ -2659,12 +2660,16 @@ def test_sum_rows(dtype, triton_kernels):
 
 
 def test_python_kernels_py(monkeypatch, capsys):
+    torch.manual_seed(0)
     monkeypatch.setattr(os, "execv", lambda *words: print(*words))  # on a GPU: bench.py's times
     kernels.main()
     kernels.use("auto")
     printed = capsys.readouterr().out
     if kernels.HAVE_TRITON:
-        assert "cross-entropy" in printed and "product + GELU" in printed and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n")
+        rows = {line[:24].strip(): [part.split() for part in line[24:].split(" | ")] for line in printed.splitlines() if re.search(r"e-\d\d ", line)}
+        assert {"cross-entropy", "product + GELU", "layer norm 20000"} < set(rows) and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n")
+        for name, (ours, theirs) in rows.items():
+            assert all(float(a) <= 2 * max(float(b), 1e-6) for a, b in zip(ours, theirs)), (name, ours, theirs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- README
