@@ -174,6 +174,9 @@ class Reducer:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
         if not self.syncing and self.keeps_grad:
             return  # autograd adds to .grad by itself
+        if self.fixed and param.grad is not None:  # as graphs add them up, micro-batch by micro-batch: the same to the bit
+            self.totals_of[param] += param.grad.detach()
+            param.grad = None
         self.finished = False
         bucket.came += 1
         if self.syncing:
@@ -219,12 +222,12 @@ class Reducer:
 
     def totals(self, zero=True):
         """{parameter: where its gradients add up this step}, for `Sums`. Stages 0 and 1."""
-        into, self.fixed = {}, True
+        self.totals_of, self.fixed = {}, True
         for bucket in self.buckets:
-            into.update(zip(bucket.params, self._views(bucket)))
-            bucket.flat.zero_() if zero else None
+            self.totals_of.update(zip(bucket.params, self._views(bucket)))
+            bucket.flat[0 if zero else sum(p.numel() for p in bucket.params):] = 0  # or the padding alone: a NaN's clipping reaches it
             bucket.state = "filling"
-        return into
+        return self.totals_of
 
     def replayed(self, grads):
         """A CUDA graph has sent and received all buckets: leave what `finish` leaves, and nothing for it to do."""
@@ -1057,7 +1060,7 @@ class Timeline(NamedTuple):
 
 def most_held(actions):
     """The most activations that a list holds at once: each from its F to its B or W."""
-    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions))
+    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
@@ -1157,8 +1160,9 @@ def split_linears(module):
         def take(dy, x):
             @torch.no_grad()
             def gradients():
-                later.into_product(weight, dy.T, x)
-                if bias is not None:
+                if weight.requires_grad:
+                    later.into_product(weight, dy.T, x)
+                if bias is not None and bias.requires_grad:
                     later.into(bias, kernels.bias_gradient(dy))
             gradients() if later.queue is None else later.queue.append(gradients)
         return kernels.Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), take)
@@ -1276,7 +1280,7 @@ class Recording(Passage):
             self.graphs[kind] = graph, dist.traffic_since(before)
             dist.count_traffic(self.graphs[kind][1], -1)
         later.into, later.into_product = kept
-        self.edge = None  # autograd's nodes go: kept, they would tie later eager steps to the stream of this recording
+        self.edge, self.queue = None, []  # autograd's nodes go: kept, they would tie later eager steps to the stream of this recording
 
     def _gradients(self, dy):
         wanted = [self.x] * self.x.requires_grad + list(self.sums.totals)
@@ -1398,10 +1402,12 @@ class Pipeline:
         """Let gradients add up in the reducer's buckets. The first run of a kind warms up; the second records graphs, for as many
         micro-batches as are in flight at once on each stage."""
         asked, kinds, graphs = (x[0].shape, tuple(actions)), "FIW" if any(a.kind == "I" for a in actions) else "FB", self.graphs
-        single = self.p == 1 and kinds == "FB"
+        single = self.count == 1 and kinds == "FB" and most_held(actions) == 1
+        closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # the last one counts
+        replicas = dist.get_world_size(reducer.group) > 1
         fresh = single and len(x) == 1 and asked in (graphs.warm, graphs.recorded_for)
         totals = reducer.totals(zero=not fresh)
-        totals = {s: {p: totals[p] for p in module.parameters()} for s, module in self.stages.items()}
+        totals = {s: {p: totals[p] for p in module.parameters() if p.requires_grad} for s, module in self.stages.items()}
         for s, later in self.later.items():  # what runs eagerly adds in the same order, in the same precision
             sums = Sums(totals[s], reducer.ready)
             later.into, later.into_product = sums.add, sums.add_product
@@ -1420,7 +1426,8 @@ class Pipeline:
                     graphs.closing[s] = recording(reducer.ready, reducer=reducer)
                     graphs.recordings[s] = [recording(pool=graphs.closing[s].pool)] if len(x) > 1 else []
                 else:
-                    graphs.recordings[s] = [recording() for _ in range(most_held(a for a in actions if a.stage == s))]
+                    mine = [a for a in actions if a.stage == s and not (replicas and a.micro_batch == closing[s])]
+                    graphs.recordings[s] = [recording() for _ in range(most_held(mine))]
             graphs.recorded_for = asked
         graphs.warm = asked
 
