@@ -2197,17 +2197,20 @@ def test_killed_or_stalled_rank_is_named_by_the_others(text, tmp_path):
     """At once, or within the timeout, in which the other run has its turn."""
     flags = TRAIN + ["--data", text, "--steps", "1000000"]
     stalled = Ranks(flags + ["--tp", "2", "--pp", "2", "--timeout", "6"], 4, tmp_path / "stalled")
-    stalled.wait_for("step      20/")
-    stalled.kill(1, signal.SIGSTOP)
-    started = time.time()
-    killed = Ranks(flags + ["--dp", "3", "--batch-size", "9", "--timeout", "60"], 3, tmp_path / "killed")
-    killed.wait_for("step      20/")
-    killed.kill(2)
-    assert killed.end(20) == [1, 1, -9]
+    try:
+        stalled.wait_for("step      20/")
+        stalled.kill(1, signal.SIGSTOP)
+        started = time.time()
+        killed = Ranks(flags + ["--dp", "3", "--batch-size", "9", "--timeout", "60"], 3, tmp_path / "killed")
+        killed.wait_for("step      20/")
+        killed.kill(2)
+        assert killed.end(20) == [1, 1, -9]
+        assert stalled.end(30, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 4.5
+    finally:
+        stalled.processes[1].kill()  # or pytest would wait for it in the end
     lines = [line for line in killed.printed().splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 2 and any("rank 2 gives no sign of life since step" in line for line in lines), lines
     assert all(re.match(r"train.py: rank [01]: step \d+, \w.*", line) for line in lines) and "Traceback" not in killed.printed()
-    assert stalled.end(30, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 4.5
     lines = [line for line in stalled.printed().splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 3 and all("rank 1 gives no sign of life since step" in line for line in lines), stalled.printed()
 
