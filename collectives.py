@@ -199,7 +199,7 @@ class Link:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._jobs = self._last = self._stream = None
         self._graphs, self._pools = {}, {}
-        self._windows, self._aside = {}, False  # whether the operation under way runs beside the caller
+        self._windows, self._aside, self._copied = {}, False, False  # of the operation under way: runs beside the caller; took a window
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
@@ -237,6 +237,7 @@ class Link:
                 torch_dist.all_reduce(all_can, ReduceOp.MIN, self.group)
                 window = window if all_can.item() else None
             self._windows[self._aside] = window
+        self._copied = self._windows[self._aside] is not None
         return self._windows[self._aside]
 
     def wait(self, handles):
@@ -299,6 +300,8 @@ class Link:
         The first two times connect the ranks, and show that the memory comes back: buckets do, and activations, step after step.
         """
         recording = None if torch.cuda.is_current_stream_capturing() else self._graphs.get(key, 0)
+        if isinstance(recording, tuple) and recording[2] is not None and recording[2] != memory_given_back():
+            recording = 0
         if recording == 2:
             # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it.
             pool = self._pools.setdefault(key[1], torch.cuda.graph_pool_handle())
@@ -306,9 +309,10 @@ class Link:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
+                self._copied = False
                 body()
                 graph.capture_end()
-            recording = self._graphs[key] = graph, traffic_since(before)
+            recording = self._graphs[key] = graph, traffic_since(before), memory_given_back() if self._copied else None
             count_traffic(recording[1], -1)
         if isinstance(recording, tuple):
             recording[0].replay()
@@ -337,6 +341,12 @@ class Link:
                 future.set_result(body())
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 future.set_exception(error)
+
+
+def memory_given_back():
+    """How often PyTorch has given memory back to the driver. A graph's kernels run on whatever lies at an address by now; its copies
+    between GPUs end the process, if the memory they were recorded on has gone and other has come in its place."""
+    return torch.cuda.memory_stats_as_nested_dict()["num_device_free"]
 
 
 class Handle:

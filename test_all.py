@@ -157,6 +157,11 @@ def pool(request):
         p.stop()
 
 
+def needs_kernels(pool):
+    if not (kernels.HAVE_TRITON and (kernels.INTERPRETED or pool.device_type == "cuda")):
+        pytest.skip("no Triton for this device")
+
+
 def close(a, b, tolerance=1e-10):
     """Relative to the largest value; NaN is never close."""
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
@@ -264,6 +269,27 @@ def test_collective_equals_library(pool, name, size):
     pool(size).run(compare_with_library, name, cases, False)
     for direct in ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ():
         pool(size).run(compare_with_library, name, cases, direct)
+
+
+def reduce_in_memory_that_comes_back():
+    """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
+    rank, size, where, results = dist.get_rank(), dist.get_world_size(), [], []
+    for elements in (1 << 22, 1 << 23, 1 << 22):
+        t = torch.empty(elements)[:1 << 22]
+        for _ in range(5):  # often enough to be recorded, and replayed
+            dist.all_reduce(t.fill_(1.0 + rank))
+            results.append(bool((t == size * (size + 1) / 2).all()))
+        where.append(t.data_ptr())
+        del t
+        torch.cuda.empty_cache()
+    return results, len(where) > len(set(where)), any(isinstance(r, tuple) and r[2] is not None for r in dist._link(None)._graphs.values())
+
+
+def test_copies_are_not_replayed_on_memory_that_was_given_back(pool):
+    if pool.device_type == "cpu":
+        pytest.skip("copies are for GPUs")
+    for right, same_address, copied in pool(2).run(reduce_in_memory_that_comes_back):
+        assert all(right) and same_address and copied
 
 
 def all_to_all_cases():
@@ -1190,8 +1216,8 @@ def activations_of(text, choice, tp, *flags):
 
 @pytest.mark.parametrize("choice, tp", [("torch", 1), ("torch", 2), ("triton", 1)])
 def test_activations_take_what_is_predicted(pool, text, choice, tp):
-    if choice == "triton" and not (kernels.HAVE_TRITON and (kernels.INTERPRETED or pool.device_type == "cuda")):
-        pytest.skip("no Triton for this device")
+    if choice == "triton":
+        needs_kernels(pool)
     for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))[choice == "triton":]:
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute", recompute):
             # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as small as these.
@@ -2454,7 +2480,8 @@ def no_worse_than_pytorch(ours, theirs, inputs):
     """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
 
     Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has such errors, two.
-    The interpreter does not round to bf16 but cuts digits off: twice the error.
+    The interpreter does not round to bf16 but cuts digits off: twice the error. And where a GPU multiplies and adds with one rounding,
+    it makes two: three units in float32, or PyTorch's luck with the instructions of one CPU or another decides.
     """
     runs = []
     for function, cast in ((ours, lambda x: x), (theirs, lambda x: x), (theirs, lambda x: x.double())):
@@ -2469,7 +2496,7 @@ def no_worse_than_pytorch(ours, theirs, inputs):
             assert mine.norm() < 1e-5
             continue
         error, allowed = (float((x.double() - exact).norm() / exact.norm()) for x in (mine, other))
-        unit = torch.finfo(mine.dtype).eps * (2 if mine.dtype == torch.float32 else 0.5)
+        unit = torch.finfo(mine.dtype).eps * (0.5 if mine.dtype != torch.float32 else 2 if GPUS else 3)
         slack = 2.2 if mine.dtype == torch.bfloat16 and not GPUS else 1.1
         assert mine.shape == exact.shape and error <= slack * max(allowed, unit), (i, error, allowed)
 
@@ -2626,8 +2653,7 @@ def vocabulary_parallel_loss(dtype, choice):
 
 
 def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
-    if not kernels.HAVE_TRITON:
-        pytest.skip("no package triton for this machine")
+    needs_kernels(pool)
     ours, exact = (pool(3).run(vocabulary_parallel_loss, dtype, choice)
                    for dtype, choice in ((torch.float32, "triton"), (torch.float64, "torch")))
     for (loss, grad), (exact_loss, exact_grad) in zip(ours, exact):
@@ -2735,6 +2761,7 @@ def test_sum_rows(dtype, triton_kernels):
 def test_python_kernels_py(monkeypatch, capsys):
     torch.manual_seed(0)
     monkeypatch.setattr(os, "execv", lambda *words: print(*words))  # on a GPU: bench.py's times
+    monkeypatch.setattr(sys, "argv", ["kernels.py"])
     kernels.main()
     kernels.use("auto")
     printed = capsys.readouterr().out

@@ -592,10 +592,10 @@ class Trainer:
     def step(self, step, births=None):
         """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping), on the device."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
+        x, y = self.micro_batches(self.train_data, s.seed, step)
         self.optimizer.zero_grad()
         with births or contextlib.nullcontext():
-            loss = self.net.forward_backward(*self.micro_batches(self.train_data, s.seed, step), s.schedule, scale,
-                                             lambda: births and self.note_activations(births))
+            loss = self.net.forward_backward(x, y, s.schedule, scale, lambda: births and self.note_activations(births))
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
