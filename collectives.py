@@ -5,7 +5,7 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     broadcast  reduce  gather  scatter          one root, binomial tree: log2(N) rounds
     reduce_scatter_tensor                       ring: N-1 steps, each rank sends (N-1)/N of the tensor
     all_gather_into_tensor                      ring: the same again
-    all_reduce                                  one after the other: 2(N-1)/N of the tensor
+    all_reduce                                  one after the other: 2(N-1)/N of the tensor; small ones log2(N) rounds of all of it
       the same three inside a node of GPUs      direct exchange: as many bytes, one round for each half
     all_to_all_single                           pairwise exchange: N-1 steps
     barrier                                     dissemination: log2(N) rounds
@@ -103,7 +103,8 @@ def traffic_since(before):
 
 
 def count_traffic(more, times=1):
-    """Add to the log what a replayed CUDA graph sends, for no Python runs then that could count it; -1: recording it sent nothing."""
+    """Add to the log what a replayed CUDA graph sends, for no Python runs then that could count it. times=-1 takes back
+    what recording it counted, which sent nothing."""
     for name, t in more.items():
         log = _traffic[name]
         log.calls, log.messages, log.bytes = log.calls + times * t.calls, log.messages + times * t.messages, log.bytes + times * t.bytes
@@ -170,7 +171,7 @@ class Window:
         return self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))
 
     def gather(self, parts):
-        """Read each parts[r] from rank r, where it is there already."""
+        """Copy parts[r] out of rank r's window, for every other r."""
         self.barrier()
         own = parts[self.link.rank]
         self.mine[:own.nbytes].copy_(own.view(torch.uint8))
@@ -418,10 +419,10 @@ def _unflatten(flat, tensor):
 
 # ------------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s, from 0 to N-2, moves one a rank:
+# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s, from 1 to N-1, moves one a rank:
 #
-#     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add my own to it; after the last step chunk r is complete
-#     all-gather       send chunk r-s, receive chunk r-s-1 as it is
+#     reduce-scatter   send chunk r-s, receive chunk r-s-1 and add my own to it; after the last step chunk r is complete
+#     all-gather       send chunk r-s+1, receive chunk r-s as it is
 #
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either, 2(N-1)/N x K for the two in a row, however many ranks.
 
@@ -540,7 +541,7 @@ def _reduce_scatter_tensor(link, output, input, op):
 
 
 def _all_gather(link, chunks):
-    """Rank c holds chunk c; afterwards every rank holds all."""
+    """The same, whichever way is best for this group."""
     if window := link.window(link.size * chunks[0].nbytes):
         for parts in _in_step(chunks, WINDOW_BYTES):
             window.gather(parts)
@@ -692,7 +693,7 @@ def _check_list(name, tensors, is_root, size, tensor):
 # ------------------------------------------------------------------------------------------------------- pairwise, dissemination
 
 def _all_to_all_single(link, output, input, output_split_sizes, input_split_sizes):
-    def blocks(tensor, sizes, name):
+    def blocks(tensor, flat, sizes, name):
         rows = tensor.shape[0] if tensor.dim() else 0
         if not sizes:
             if rows % link.size:
@@ -703,10 +704,8 @@ def _all_to_all_single(link, output, input, output_split_sizes, input_split_size
             raise ValueError(f"all_to_all_single: {name}_split_sizes {sizes} must be {link.size} numbers that add up to {rows}")
         row = tensor.numel() // rows if rows else 0
         return flat.split([row * n for n in sizes])
-    flat = _flat(input)
-    sends = blocks(input, input_split_sizes, "input")
-    result = flat = _flat(output)
-    receives = blocks(output, output_split_sizes, "output")
+    result = _flat(output)
+    sends, receives = blocks(input, _flat(input), input_split_sizes, "input"), blocks(output, result, output_split_sizes, "output")
     receives[link.rank].copy_(sends[link.rank])
     if link.switched:
         return _swap(link, sends, receives) or _unflatten(result, output)
@@ -1059,7 +1058,7 @@ def _demo(device):
         if rank == 0:
             print("\nring all-reduce, a row a rank, a column a chunk, a letter for each rank whose data the chunk holds:\n  start"
                   if s == 0 else f"  reduce-scatter step {s}: chunk r-{s} goes right and is added" if s < size else
-                  f"  all-gather step {s - size + 1}: a complete chunk goes right")
+                  f"  all-gather step {s - size + 1}: chunk r-{s - size}, complete, goes right")
         cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
         print_in_order(f"    rank {rank}   " + "  ".join(cell.ljust(size, "·") for cell in cells))
 

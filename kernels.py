@@ -10,8 +10,8 @@
     matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
 Each section is a page to learn one kernel from: the math, the kernel, the autograd function, the bytes and FLOPs it should cost;
-activations, layer norm and attention also have a reference in plain PyTorch whose backward is derived by hand. All but attention and
-the product are bound by memory: best is to read every element once and write it once, at the speed of a copy.
+activations, layer norm, attention and cross-entropy also have a reference in plain PyTorch whose backward is derived by hand. All but
+attention and the product are bound by memory: best is to read every element once and write it once, at the speed of a copy.
 
     python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times, as `python bench.py kernels`
 
@@ -259,7 +259,7 @@ def gelu(x, bias=None):
 # follows, its backward has dy in registers already: ask the layer for its product alone, and give the bias to the activation.
 
 class Linear(torch.autograd.Function):
-    """x A^T + b. take: None, or what is given dy and x as rows and makes dA and db of them in autograd's place, now or later."""
+    """x A^T + b. take: None, or take(dy, x), of rows, which computes dA and db in autograd's place, now or later."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, take=None):
@@ -480,7 +480,7 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #
 #     m' = max(m, max_j S_j)     l' = l e^(m-m') + sum_j e^(S_j-m')     acc' = acc e^(m-m') + sum_j e^(S_j-m') V_j
 #
-# In the end O = acc / l, and L = m + ln l is all that is kept for backward: 4 bytes a row instead of 2 Tk. With L any block of
+# In the end O = acc / l, and L = m + ln l is all that is kept of S and P: 4 bytes a row instead of 2 Tk. With L any block of
 # P comes back at the price of one matmul, P = e^(S - L), and with O's gradient dO
 #
 #     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta) / sqrt(D)     dQ = dS K     dK = dS^T Q
@@ -508,7 +508,7 @@ def attention_reference(q, k, v, is_causal):
 
 
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
-    """The five lines above: dQ, dK, dV."""
+    """The five formulas above: dQ, dK, dV."""
     Tq, Tk, scale = q.shape[2], k.shape[2], 1 / math.sqrt(q.shape[3])
     p = torch.exp(q @ k.transpose(2, 3) * scale - lse[..., None])                     # (B, H, Tq, Tk)
     if is_causal:
@@ -535,8 +535,8 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h,
                              BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
     """O and LSE of BM rows of one head.
 
-    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, twice four compute, 64 rows each,
-    and one four's softmax runs under the other's matmuls. The compiler divides the work so if there is one loop, if Q's
+    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, two groups of four compute, 64 rows
+    each, one's softmax under the other's matmuls. The compiler divides the work so if there is one loop, if Q's
     descriptor is made in here, where it can be cut to 64 rows, and if O is written through pointers.
     """
     bh = tl.program_id(1)
@@ -967,7 +967,7 @@ def sum_rows(rows, own, rank, out, divide):
 # The activation runs on the tile while it is in registers, which saves writing C and reading it again.
 #
 # Programs run about 132 at a time, in the order of their numbers, and what they read meets in L2. Row after row of C, they
-# would share one row of A and need all of B; in groups of GROUP rows, walked column by column, they need GROUP rows of A and
+# would need two or three rows of A and all of B; in groups of GROUP rows, walked column by column, they need GROUP rows of A and
 # 132 / GROUP columns of B: `tiles_read` counts them.
 #
 # This is the page to learn tiling from. The model multiplies with cuBLAS, which the page does not reach (H200, bf16,

@@ -1,12 +1,13 @@
 """GPT-2 as one device would run it. Nothing here knows that there is more than one.
 
 The model is a list of pieces, embedding, blocks, head, and `forward` folds over it: that is what lets a pipeline cut it
-anywhere, and ZeRO-3 gather it piece by piece. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"), so Hugging Face
+anywhere. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"), so Hugging Face
 folders load and save as they are. Initial weights depend on the seed and the parameter's name, on nothing else.
 
     python model.py            parameters, FLOPs and training bytes of every preset
 
-Letters: N parameters (elsewhere K, for there N is ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head, V vocabulary, L layers.
+Letters: N parameters (elsewhere K, for there N is ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of
+a head, V vocabulary, L layers.
 Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
@@ -65,9 +66,9 @@ class GPTConfig:
         return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
 
     def flops_per_token(self):
-        """FLOPs to train on one token: 6N + 12 L H D T, backward twice forward.
+        """FLOPs to train on one token: 6 (N - T C) + 12 L C T, backward twice forward.
 
-        6 a parameter that is multiplied (position embeddings are only added), and Q K^T and P V over T positions. PaLM,
+        6 a parameter that is multiplied (position embeddings, T C, are only added), and Q K^T and P V over T positions. PaLM,
         appendix B; attention counted in full, though a causal kernel skips half.
         """
         return 6 * (self.parameters() - self.seq_len * self.n_embd) + 12 * self.n_layer * self.n_embd * self.seq_len
@@ -133,7 +134,7 @@ class LayerNorm(nn.LayerNorm):
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x, residual=None):
-        """(x + residual, the norm of it): 4 passes over memory, in two kernels 5."""
+        """(x + residual, the norm of it): 4 passes over memory instead of two kernels' 5."""
         return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
@@ -422,7 +423,7 @@ def main():
     for name, c in PRESETS.items():
         print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
               f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**20:12,.0f}")
-    print("\nFLOPs/token: 6 N + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, gradients 4, AdamW 8;\n"
+    print("\nFLOPs/token: 6 (N - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, gradients 4, AdamW 8;\n"
           "activations come on top.")
 
 

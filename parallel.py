@@ -13,8 +13,8 @@
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
 
-Letters: N ranks in the group, r this rank, K parameters, B, T, C, V as in model.py.
-Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism".
+Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank, B, T, C, V as in model.py.
+Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism", "pipeline parallelism".
 """
 
 import argparse
@@ -141,11 +141,11 @@ class Reducer:
 
     stage 0: all-reduce, in the step's last backward               2(N-1)/N x K sent a step
     stage 1: reduce-scatter, in the step's last backward            (N-1)/N x K
-    stage 2: reduce-scatter, in every backward                    M (N-1)/N x K with M micro-batches
+    stage 2: reduce-scatter, in every backward                    m (N-1)/N x K
 
     grad_dtype: what gradients add up in, where it is not the parameters' own; reduce_dtype: what travels. A bucket never leaves
-    before the one in front of it, so the order is the same on all ranks. At stage 2 at most two are under way: of the full
-    gradients there are those, and what the next bucket has so far.
+    before the one in front of it, so the order is the same on all ranks. At stage 2 at most two are under way, a micro-batch's last
+    two until the next backward or `finish`: of the full gradients there are those, and what the next bucket has so far.
     """
 
     def __init__(self, buckets, group, stage, grad_dtype=None, reduce_dtype=None, on_complete=lambda bucket: None):
@@ -155,7 +155,7 @@ class Reducer:
         self.fixed = False  # whether CUDA graphs know where the flat vectors lie
         self.keeps_grad = all(bucket.shard is None for bucket in buckets)  # plain DDP: `.grad` stays, a view of the bucket
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-        ready = weakref.WeakMethod(self.ready)  # or a parameter would keep all buckets alive, and they it, for good
+        ready = weakref.WeakMethod(self.ready)  # weak, or parameters and buckets would keep each other alive
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(lambda p: ready()(p))
 
@@ -296,7 +296,7 @@ class DDP(nn.Module):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         self.buckets = make_buckets(self.params, bucket_mb, group) if dist.get_world_size(group) > 1 else []
         self.reducer = Reducer(self.buckets, group, stage=0)
-        self.no_sync = self.reducer.no_sync
+        self.reducers, self.no_sync = [self.reducer], self.reducer.no_sync
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -319,11 +319,11 @@ class DDP(nn.Module):
 # Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same. ZeRO lets
 # each rank keep an Nth. K parameters, float32, bytes a rank (mixed precision: `memory_bytes`):
 #
-#                  parameters   gradients   optimizer    sent a step, elements (M micro-batches)
+#                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
 #     stage 1          4K           4K          8K/N     2 (N-1)/N K              reduce-scatter, all-gather: the two halves of it
-#     stage 2          4K           4K/N        8K/N     (M+1) (N-1)/N K          reduce-scatter M times, all-gather
-#     stage 3          4K/N         4K/N        8K/N     3M (N-1)/N K             all-gather twice, reduce-scatter, M times
+#     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
+#     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             all-gather twice, reduce-scatter, m times
 #
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
@@ -387,7 +387,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param.grad = None
         if not self.reducer.fixed:
             for bucket in self.buckets:
-                bucket.flat = None  # forward needs the room more: it comes back bucket by bucket, as activations go
+                bucket.flat = None  # forward has the room; backward allocates it again, bucket by bucket, as activations go
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -493,8 +493,9 @@ class FSDP(nn.Module):
             unit.register_forward_hook(self._after_forward)
         trainable = [b for b in self.buckets if b.shard.requires_grad]
         master = next((b.shard.dtype for b in trainable), None)
-        self.sharded, self.whole = (Reducer([b for b in trainable if b.sharded == kind], self.group, 2 if kind else 0, master,
-                                            reduce_dtype, self._free) for kind in (True, False))
+        self.reducers = [Reducer([b for b in trainable if b.sharded == kind], self.group, 2 if kind else 0, master, reduce_dtype,
+                                 self._free) for kind in (True, False)]
+        self.sharded, self.whole = self.reducers
         self.whole.syncing = False  # its few elements leave in finish_grad_sync
 
     no_sync = staticmethod(nullcontext)  # gradients leave on every backward: there is nowhere to keep them whole
@@ -687,8 +688,8 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
 #     X ─ f                                g ─ Y        f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘            g: forward all-reduce, backward nothing (dY reaches every term as it is)
 #
-# Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC forward and as much backward. (The lecture's code
-# all-gathers after every matrix; cutting the second one by rows takes one all-reduce for the two.)
+# Attention is the same with heads for columns. By ring, a block sends 2 x 2(N-1)/N x BTC forward and as much backward. (The
+# lecture's code all-gathers after every matrix; cutting the second one by rows takes one all-reduce for the two.)
 # Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
 
 class CopyToGroup(torch.autograd.Function):
@@ -887,11 +888,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     F   forward of one micro-batch through one stage
 #     B   backward = I, then W:   I gradient of the input, which the stage before waits for;   W gradient of the weights, which nobody does
 #
-# Idle time of every rank, with F = I = W = 1 (CS336 lecture 8; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
+# Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
 #
 #     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m activations, 1F1B p - rank: it starts backward as soon as it can
 #     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long: the pipe fills in steps of 1/v
-#     ZB-H1             (p-1) (F + I - W)         W waits until there is nothing better to do; p activations on every rank
+#     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations on every rank
 
 class Action(NamedTuple):
     kind: str           # "F", "B", "I", "W"; after `lower` also "SF", "RF" (send, receive an activation), "SB", "RB" (a gradient)
@@ -918,7 +919,7 @@ def take_turns(forwards, ahead, backwards):
 def one_f_one_b(p, m):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
 
-    A gradient is back p-r turns (F + B) after its forward began, having gone through p-1-r ranks and back: so p-r activations keep
+    A micro-batch's B ends p-r turns (F + B) after its F began, for it goes through p-1-r ranks and back: so p-r activations keep
     the rank busy, whatever m is, and more would only wait.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)]) for r in range(p)]
@@ -1150,9 +1151,9 @@ class Sums:
 def split_linears(module):
     """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks.
 
-    For zero-bubble schedules, and for CUDA graphs, whose gradients add up in `Sums`: half of a Linear's backward, dA = dy^T x, is
-    what no other stage waits for. Autograd does not see the weights, so that it cannot take their gradients for complete. `later.queue` takes closures while an "I" runs; while it is None they
-    run at once, into .grad or wherever `later.into` puts them.
+    Half of a Linear's backward, dA = dy^T x, is what no other stage waits for: zero-bubble schedules run it later, CUDA graphs add it
+    up in `Sums`. Autograd sees detached weights, so it never takes their gradients for complete. `later.queue` takes closures while an
+    "I" runs; while it is None they run at once, into .grad or wherever `later.into` puts them.
     """
     later = SimpleNamespace(queue=None, into=accumulate, into_product=lambda param, a, b: accumulate(param, a @ b))
 
@@ -1528,7 +1529,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or `reduce_dtype`.
     source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out, seed and name decide it.
     zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept. cuda_graphs:
-    replay micro-batches instead of launching their kernels one by one (`Recording`). The order matters:
+    replay micro-batches instead of launching their kernels one by one (`Recording`). The order of the five steps matters.
     """
     pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
     p, master = dist.get_world_size(pp), master_dtype(dtype)
@@ -1555,8 +1556,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda name, cut=cut: cut_like(cut[name], source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last: it holds the parameters as they are now. (16-bit weights, CUDA graphs: ShardedOptimizer, at stage 0.)
-        if zero == 0 and dtype == master and not cuda_graphs:
+        # 5. Data parallel last: it holds the parameters as they are now. (Two dtypes, CUDA graphs: ShardedOptimizer, at stage 0.)
+        if zero == 0 and dtype == master and not reduce_dtype and not cuda_graphs:
             model = DDP(model, dp, find_unused_parameters=False)
         stages[stage] = model
     return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype, cuda_graphs)
@@ -1596,12 +1597,13 @@ class ParallelGPT:
                   {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
             self.optimizer, self.params, self.syncs = optimizer_class(groups, **kwargs), params, self.stages
+            self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
         else:
             bucket_mb = 25 if torch.device(self.device).type == "cpu" else 100  # a GPU's links are faster, its latencies are not
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, bucket_mb, self.dtype, self.reduce_dtype,
                                               **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
-            self.bucket_of = self.optimizer.reducer.bucket_of
+            self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
 
     def actions(self, schedule, m):
@@ -1708,7 +1710,7 @@ def demo_memory(arguments):
         print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
               f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
     print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12 bytes a\n"
-          "parameter in all. At stage 3 the masters are the parameters: a 16-bit copy exists only while its layer computes.")
+          "parameter in all. At stage 3 they are all there is: a 16-bit copy exists only while its layer computes.")
 
 
 def demo_pipeline(arguments):
@@ -1731,7 +1733,7 @@ def demo_pipeline(arguments):
             os.makedirs(arguments.svg, exist_ok=True)
             draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
     print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1 while a micro-batch\n"
-          "is between its F and its B or W on a rank.")
+          "is between its F and its B or W on a rank, 1/v where a rank has v stages: there a second F0 is its next stage's.")
 
 
 def all_reduced():
@@ -1779,7 +1781,7 @@ def demo_data(arguments):
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
-    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   of a ring; small tensors go whole, log2(N) times")
+    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all went by ring; small tensors are sent whole, log2(N) times")
 
 
 def demo_tensor(arguments):

@@ -1207,7 +1207,7 @@ def activations_of(text, choice, tp, *flags):
     with torch.device("cpu"):
         train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
         kernels.use(choice)
-        trainer = train.Trainer(s, config, source, train.load_data(s, 256), device)
+        trainer = train.Trainer(s, config, source, train.load_data(s), device)
         trainer.step(0, train.BirthLog())
         kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer)["activations"]
         kernels.use("auto")
@@ -1224,6 +1224,28 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
             assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.04), (dtype, recompute, kept, predicted)
 
 
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_gradients_on_their_way_are_no_activations(pool, text, stage):
+    for kept, predicted in pool(2).run(activations_of, text, "torch", "1", "--zero", stage, "--micro-batches", "4", "--batch-size", "8"):
+        assert abs(kept / predicted - 1) < 0.03
+
+
+@ring_only
+def gradient_bytes(reduce_dtype):
+    device = torch.get_default_device()
+    net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2), device, reduce_dtype=reduce_dtype)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (t.to(device).split(2) for t in tokens_of(0))
+    dist.reset_traffic()
+    net.forward_backward(x, y)
+    return dist.traffic()["all_reduce"].bytes
+
+
+def test_gradients_travel_in_the_reduce_dtype(pool):
+    plain, half = (pool(2).run(gradient_bytes, dtype) for dtype in (None, torch.bfloat16))
+    assert [2 * n for n in half] == plain
+
+
 @pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])
 def test_gradients_not_zeroed_add_up(pool, stage):
     pool(2).run(kept_gradients, stage)
@@ -1234,7 +1256,7 @@ def overflow_case(text, zero):
     s = train.parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device", torch.get_default_device().type])
     config, source = train.model_config(s)
     train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-    trainer = train.Trainer(s, config, source, train.load_data(s, 256), torch.get_default_device())
+    trainer = train.Trainer(s, config, source, train.load_data(s), torch.get_default_device())
     weights = lambda: [trainer.whole_parameters()(name).clone() for name in model.shapes(config)]
     assert trainer.step(0)[1].isfinite()
     before, loss = weights(), trainer.net.pipeline.loss
@@ -1418,7 +1440,7 @@ def demo_lines(module, name, argument=None):
 
 def test_collectives_demo_shows_steps_and_counts_bytes(pool):
     lines = pool(4).run(demo_lines, "collectives", "_demo", torch.device(pool.device_type))[0]
-    ring = lines[lines.index("  all-gather step 3: a complete chunk goes right") + 1:][:4]
+    ring = lines[lines.index("  all-gather step 3: chunk r-2, complete, goes right") + 1:][:4]
     assert [line.split()[2:] for line in ring] == [["abcd"] * 4] * 4
     counts = [line.split()[1:4:2] for line in lines if " | " in line and "counted" not in line]
     assert len(counts) == 5 and all(counted == formula for counted, formula in counts)
@@ -1583,13 +1605,13 @@ def test_token_files(tmp_path):
     tokens.tofile(tmp_path / "nano.bin")
     (tmp_path / "llmc.bin").write_bytes(header.tobytes() + tokens.tobytes())
     for name in ("nano.bin", "llmc.bin"):
-        a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / name)), 300)
+        a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / name)))
         assert np.concatenate([a, b]).tolist() == tokens.tolist() and len(b) == 500 and not is_bytes
     os.mkdir(tmp_path / "folder")
     (tmp_path / "folder" / "b.txt").write_text("second")
     (tmp_path / "folder" / "a.md").write_text("first")
     (tmp_path / "folder" / "c.png").write_bytes(b"\0\1\2")
-    a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / "folder")), 256)
+    a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / "folder")))
     assert bytes(a) + bytes(b) == b"first\nsecond" and is_bytes
 
 
@@ -2849,7 +2871,7 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
     assert understood["train.py"] > 12 and understood["bench.py"] > 5 and understood["parallel.py"] > 1
 
 
-@pytest.mark.parametrize("line,says", [("python model.py", "6 N + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
+@pytest.mark.parametrize("line,says", [("python model.py", "6 (N - T C) + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
 def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert line in readme_commands()
     monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
@@ -2858,8 +2880,9 @@ def test_readme_commands_run(line, says, monkeypatch, capsys):
 
 
 def test_readme_command_that_starts_processes_runs():
-    assert "python parallel.py data" in readme_commands()
-    process = command(sys.executable, "parallel.py", "data")
+    line = "python parallel.py data --ranks 4"
+    assert line in readme_commands()
+    process = command(sys.executable, *line.split()[1:])
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 0 and "travels alone" in printed, errors
 

@@ -6,7 +6,7 @@
     python train.py --out runs/1                             with checkpoints: the same command again goes on after the last
     python train.py --steps 0 --sample 200 --resume runs/1   text from the newest of them
 
-With no flags it trains a 1M-parameter model on the source of Python's standard library, in a minute or two on a CPU.
+With no flags it trains a 0.8M-parameter model on the source of Python's standard library, in a minute or two on a CPU.
 Every layout sees the same tokens and logs the same loss: a batch is a function of (seed, step, sample), initial weights of
 (seed, name). `python train.py --help` lists the flags.
 """
@@ -240,7 +240,7 @@ def check_layout(s, config, world, local_world):
 
 # -------------------------------------------------------------------------------------------------------------------- data
 
-def load_data(s, vocab_size):
+def load_data(s):
     """(training tokens, held-out tokens, whether they are bytes): numpy arrays, mapped from the file where it is a .bin."""
     where = f"--data {s.data}"
     if not s.data:  # the one text that is on every reader's machine
@@ -260,7 +260,7 @@ def load_data(s, vocab_size):
     return train, held_out, tokens.dtype == np.uint8
 
 
-def check_data(s, config, train, held_out, is_bytes):
+def check_data(s, config, train, held_out):
     shortest = min(len(train), len(held_out) if s.eval_every else len(train))
     if shortest <= config.seq_len:
         raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one sequence needs "
@@ -619,8 +619,8 @@ class Trainer:
         return numbers.tolist()
 
     def read(self, alarm=None, late=False):
-        """`alarm`, a number on the device. late: the one of the step before, which has arrived; to wait for this step's would leave the
-        GPU idle. Without `alarm`: the one still unread."""
+        """`alarm`, a number on the device, as an int. late: the one of the step before, already here, for to wait for this step's would
+        leave the GPU idle. Without `alarm`: the one still unread."""
         before, self.unread = self.unread, None
         if late:
             self.unread = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
@@ -683,7 +683,7 @@ class Trainer:
         self.activations = max(getattr(self, "activations", 0), births.alive([*self.kept_tensors()["gradients"], *dist.scratches()]))
 
     def buckets(self):
-        return [b for m in self.net.stages.values() for b in getattr(m, "buckets", [])] or getattr(self.optimizer, "buckets", [])
+        return [bucket for reducer in self.net.reducers for bucket in reducer.buckets]
 
     def kept_tensors(self):
         """This rank's tensors that outlive a step, by kind."""
@@ -694,7 +694,8 @@ class Trainer:
         mixed = self.dtype != parallel.master_dtype(self.dtype)
         kinds = {
             "parameters": module + ([] if mixed else shards),
-            "gradients": [p.grad for p in module + shards] + [b.flat for b in buckets],
+            "gradients": [p.grad for p in module + shards] + [b.flat for b in buckets] + [
+                t for reducer in self.net.reducers for sent in reducer.under_way for t in sent],
             "optimizer": (shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()]}
         return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
 
@@ -949,8 +950,8 @@ def prepare(arguments, rank=0, world=1, local_world=1):
     if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
         data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only to sample
     else:
-        data = load_data(s, config.vocab_size)
-        check_data(s, config, *data)
+        data = load_data(s)
+        check_data(s, config, *data[:2])
     check_prompt(s, config, data[2])
     identity = run_of(s, config, data)
     if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
