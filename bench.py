@@ -36,7 +36,6 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -44,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import collectives as dist
 import kernels
@@ -257,13 +257,14 @@ class Machine:
     network_hop: float = None
     node: int = 8              # GPUs of a node
     switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
+    fused: bool = True         # --kernels auto takes ours there, for the loss and AdamW, too: Hopper and later
 
 
 MACHINES = {  # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
     # networks, of the order that is reached. So measure your own: --machine FILE
     "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
     "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
-    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6),
+    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6, fused=False),
 }
 
 
@@ -275,17 +276,15 @@ def rounds(op, elements, width, n, direct, small=False):
     return (2 if op == "all_reduce" else 1) * (1 if direct or op == "isend" else n - 1), sent(op, elements, width, n, 0)
 
 
-def message_seconds(item, n, machine, inside):
-    """Seconds of a Message in a group of n ranks, of which `inside` share a node: rounds x hop + bytes / bandwidth, call by call.
+def message_seconds(item, n, machine, near):
+    """Seconds of a Message in a group of n ranks, `near` where they share a node: rounds x hop + bytes / bandwidth, call by call.
 
-    A ring that leaves the node is as fast as the network cards of its members there, together, and no faster than the link. An
-    all-reduce goes the faster of its two ways here; collectives.py decides by DOUBLING_BYTES.
+    A ring that leaves the node is as fast as one network card, for one rank of a node sends all that leaves it. (NCCL's own, --comm
+    torch, shares that out over all cards.) An all-reduce goes the faster of its two ways here; collectives.py decides by DOUBLING_BYTES.
     """
-    hop, rate, total = machine.hop, machine.link, 0.0
-    if inside < n:
-        hop, rate = machine.network_hop, min(machine.link, machine.network * inside)
+    total, hop, rate = 0.0, *((machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network)))
     for elements in item.elements if n > 1 else ():
-        ways = [rounds(item.op, elements, item.width, n, machine.switched and inside == n, small) for small in (False, True)]
+        ways = [rounds(item.op, elements, item.width, n, machine.switched and near, small) for small in (False, True)]
         total += min(count * hop + k / rate for count, k in ways)
     return item.times * total
 
@@ -295,7 +294,7 @@ class Costs(NamedTuple):
     compute: float      # forward and backward of all micro-batches
     tp: float           # tensor parallelism's collectives: nothing runs under them
     bubble: float
-    transfers: float    # of the pipeline, where a rank waits for one
+    transfers: float    # of the pipeline, where a rank waits for one; the tied embedding's gradient between its ends
     dp: float           # data parallelism's collectives, less what is saved where they run under computation
     optimizer: float
     dp_all: float       # hidden or not
@@ -352,19 +351,22 @@ def predict(config, s, machine):
     matrices = (blocks * (4 * c * c + 2 * c * config.inner) + max(first, last) * c * config.vocab_size) // s.tp
     count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
 
-    # Seconds of what is sent, by axis and purpose. Ranks are counted tp innermost, then dp, then pp: so far apart are neighbours.
-    groups = {"tp": (s.tp, 1), "dp": (s.dp, s.tp), "pp": (min(s.pp, 2), s.dp * s.tp), "ends": (min(s.pp, 2), s.dp * s.tp * (s.pp - 1)),
-              "all": (s.dp * s.tp * s.pp, 1)}
+    # Seconds of what is sent, by axis and purpose. Ranks are counted tp innermost, then dp, then pp: {axis: (how many, their span)}.
+    each, every = s.dp * s.tp, s.dp * s.tp * s.pp
+    groups = {"tp": (s.tp, s.tp), "dp": (s.dp, each), "pp": (min(s.pp, 2), 2 * each), "ends": (min(s.pp, 2), every), "all": (every, every)}
+    buckets = [(matrices // count, s.zero == 3)] * count + [(vectors, False)]
+    mine = [item for item in messages(config, s, stages, buckets) if item.axis != "ends"]
+    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait for them, whoever is the busiest
     spent = Counter()
-    for item in messages(config, s, stages, [(matrices // count, s.zero == 3)] * count + [(vectors, False)]):
-        n, stride = groups[item.axis]
-        spent[item.axis, item.what] += message_seconds(item, n, machine, max(1, min(n, machine.node // max(1, stride))))
+    for item in mine + ends:
+        n, span = groups[item.axis]
+        spent[item.axis, item.what] += message_seconds(item, n, machine, span <= machine.node)
     tp = sum(seconds for (axis, _), seconds in spent.items() if axis == "tp")
     f, i = f + tp / m / 2, i + tp / m / 2
 
-    # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage.
+    # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's gradient at the end.
     bubble = (s.pp - 1) * (f + i - w if s.schedule == "zb-h1" else (f + i + w) / s.virtual_stages)
-    transfers = spent["pp", "activations"] / max(1, m) * (s.pp - 1) if s.pp > 1 else 0.0
+    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left to do; ZeRO-3
     # gathers under the unit before, all but the first.
@@ -377,8 +379,10 @@ def predict(config, s, machine):
     # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks. DDP of GPT-2 XL on
     # four H200s saved 64 % of its traffic's time.
     dp += (gather + reduce - dp) / 3
-    # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down.
-    optimizer = matrices / (s.dp if s.zero else 1) * (10 * wide + (wide != narrow) * (wide + narrow)) / machine.hbm
+    # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours does all but the
+    # first in one pass.
+    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
+    optimizer = matrices / (s.dp if s.zero else 1) * moved / machine.hbm
     return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce)
 
 
@@ -419,7 +423,8 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
         torch.cuda.get_device_properties(device).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n,
         6 * k * c * config.inner / seconds["fewer"], 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
-        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny))
+        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny),
+        fused=kernels.on_triton(torch.empty(0, device=device)))
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
     for comm in comms if n > 1 else ():
@@ -453,13 +458,6 @@ class Operation(NamedTuple):
     flops: tuple = (0, 0)
 
 
-def sdpa(backend):
-    def run(q, k, v):
-        with torch.nn.attention.sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return run
-
-
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
     def random(*shape):
@@ -490,7 +488,8 @@ def operations(device, dtype, n, only):
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
         backends = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"} if device.type == "cuda" else {"math": "MATH"}
         yield Operation(f"attention T={t} D={d} causal", {
-            **{f"SDPA {key}": (sdpa(getattr(torch.nn.attention.SDPBackend, value)), [q, k, v]) for key, value in backends.items()},
+            **{f"SDPA {key}": (sdpa_kernel(getattr(SDPBackend, value))(functools.partial(F.scaled_dot_product_attention, is_causal=True)), [q, k, v])
+               for key, value in backends.items()},
             "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
@@ -701,29 +700,18 @@ def communication_alone(trainer, device, repeats):
         return alone, interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
 
 
-def stage_costs(trainer, device, repeats):
-    """(F, I, W): seconds of one micro-batch through this rank's stages with nothing sent, the slowest rank's. Backward is halved
-    where the schedule does not split it."""
-    s, net, (x, y) = trainer.s, trainer.net, trainer.micro_batches(trainer.train_data, 0, 0)
-    pipe, samples = net.pipeline, []
-    kinds = "IW" if any(action.kind == "I" for action in net.actions(s.schedule, s.micro_batches)) else "B"
-    for _ in range(2 + repeats):
-        marks = []
-        for stage, module in pipe.stages.items():
-            value = x[0] if stage == 0 else torch.randn(*x[0].shape, trainer.config.n_embd, dtype=trainer.dtype, device=device)
-            passage = (pipe.graphs.recordings.get(stage) or [parallel.Passage(
-                module, net.loss if stage == net.count - 1 else None, pipe.later[stage])])[-1]
-            with net.syncs[stage].no_sync():
-                marks.append([mark(device)])
-                out = passage.forward(value, y[0])
-                marks[-1].append(mark(device))
-                for kind in kinds:
-                    passage.backward(kind, torch.ones_like(out))
-                    marks[-1].append(mark(device))
-        synchronize(device)
-        samples.append([sum(column) for column in zip(*([between(*pair) for pair in pairwise(row)] for row in marks))])
-    f, *backward = max(of_all_ranks([statistics.median(column) for column in zip(*samples[2:])]), key=sum)
-    return f, *(backward if len(backward) == 2 else [backward[0] / 2] * 2)
+def stage_costs(gradients, trainer, repeats):
+    """(F, I, W): seconds of one micro-batch through this rank's stages, as the pipeline runs them, waiting apart; the slowest rank's.
+    Backward is halved where the schedule does not split it. gradients(): one step's."""
+    pipe, samples = trainer.net.pipeline, []
+    for _ in range(repeats):
+        pipe.record()
+        gradients()
+        took = Counter()
+        for action, start, end in pipe.recorded():
+            took[action.kind] += (end - start) / trainer.s.micro_batches
+        samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
+    return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
 
 
 # PyTorch's own, of the same kind: builder(config, s, device, x, y) -> (step, what to call it). x, y: the micro-batches ours gets.
@@ -740,8 +728,7 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
 
     def plain_loss(tokens, targets):
-        logits = model(tokens).flatten(0, 1)
-        return F.cross_entropy(logits if isinstance(logits, DTensor()) else logits.float(), targets.flatten())
+        return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     def step():
         optimizer.zero_grad()
@@ -752,12 +739,6 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
             torch.nn.utils.clip_grad_norm_(some, 1.0)
         optimizer.step()
     return step
-
-
-@functools.cache
-def DTensor():
-    from torch.distributed.tensor import DTensor
-    return DTensor
 
 
 def adamw(params, device):
@@ -797,13 +778,8 @@ def torch_fsdp(config, s, device, x, y):
 def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q, k and v, not
     by heads: other numbers, the same work."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
@@ -811,20 +787,19 @@ def torch_tp(config, s, device, x, y):
         "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
     if config.tied:
         model.lm_head.weight = model.wte.weight
-    kinds = [[p for p in model.parameters() if isinstance(p, DTensor()) == cut] for cut in (True, False)]
-    return torch_step(model, adamw([{"params": kind} for kind in kinds], device), kinds, s, device, x, y, loss_parallel), "DTensor"
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
+    return torch_step(model, adamw([{"params": kind} for kind in kinds], device), kinds, s, device, x, y, loss_parallel,
+                      lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())), "DTensor"
 
 
 def torch_pipeline(schedule):
     def build(config, s, device, x, y):
         """torch.distributed.pipelining. Weights in the compute dtype, tied ones not kept equal, the norm each rank's own: less work."""
-        from torch.distributed import pipelining
-        from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-        made = getattr(pipelining, schedule, ScheduleInterleavedZeroBubble)
+        from torch.distributed.pipelining import PipelineStage, schedules
         rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
         modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
-        stages = [pipelining.PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
-        runner = made(stages if "Interleaved" in schedule else stages[0], len(x),
+        stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+        runner = getattr(schedules, schedule)(stages if "Interleaved" in schedule else stages[0], len(x),
                       loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
         params = [p for module in modules.values() for p in module.parameters()]
         optimizer, tokens, targets = adamw(params, device), torch.cat(x), torch.cat(y)
@@ -942,7 +917,7 @@ def measure_strategy(name, s, a, device, machines):
         "traffic_by_collective": formula, "counted_by_collective": counted}
     ours(comms[0])
     if s.pp > 1:
-        f, i, w = stage_costs(trainer, device, a.repeats)
+        f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
         timeline = parallel.simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), f, i, w)
         first |= {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in (f, i, w)],
                       "bubble_measured": 100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"],
@@ -975,23 +950,17 @@ split_pieces = functools.cache(parallel.split_pieces)
 
 
 @functools.cache
-def static_bytes(config, zero, dp, tp, dtype, pieces):
-    return sum(parallel.memory_bytes(config, zero, dp, tp, dtype, micro_batch=0, pieces=pieces).values())
-
-
-@functools.cache
 def held(schedule, p, m, v):
     """Micro-batches whose activations each pipeline rank holds at once."""
     return [parallel.most_held(actions) / v for actions in parallel.SCHEDULES[schedule](p, m, v)]
 
 
-def needed_bytes(config, s):
-    """Bytes of the fuller of the first and the last pipeline rank: one has the embedding and most activations, one the logits."""
-    cuts, dtype = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
+def needed_bytes(config, s, fused):
+    """Bytes of the fullest pipeline rank. fused: as in parallel.memory_bytes."""
+    cuts, dtype, each = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # from there on, more change nothing
-    return max(static_bytes(config, s.zero, s.dp, s.tp, dtype, tuple(cuts[rank::s.pp])) +
-               math.ceil(peak[rank]) * parallel.activation_bytes(config, s.batch_size // s.dp // s.micro_batches, s.tp, dtype.itemsize,
-                                                                 s.recompute, cuts[rank::s.pp]) for rank in (0, s.pp - 1))
+    return max(sum(parallel.memory_bytes(config, s.zero, s.dp, s.tp, dtype, s.recompute, each, cuts[rank::s.pp], math.ceil(peak[rank]),
+                                         fused).values()) for rank in range(s.pp))
 
 
 def divisors(n):
@@ -999,11 +968,11 @@ def divisors(n):
 
 
 def all_layouts(config, gpus, batch_size, dtype, node):
-    """Every layout of train.py worth a look: tensor parallelism within a node, micro-batches of powers of two."""
+    """Every layout that train.py takes and that is worth a look: tensor parallelism within a node, micro-batches of powers of two."""
     for tp in divisors(math.gcd(config.n_head, gpus)):
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
-            if tp > node or pp > config.n_layer + 2 or batch_size % dp:
+            if gpus > node and node % tp or pp > config.n_layer + 2 or batch_size % dp:
                 continue
             for log in range((batch_size // dp).bit_length()):
                 m, rest = divmod(batch_size // dp, 1 << log)
@@ -1047,7 +1016,7 @@ def plan(a):
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
         key = (s.dp, s.tp, s.pp, s.zero, s.schedule)  # one row each: the best micro-batches, virtual stages and recomputation
-        if key in seen or (need := needed_bytes(config, s)) > ROOM * machine.memory:
+        if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)
         table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", ms=1e3 * costs.step,
@@ -1058,7 +1027,7 @@ def plan(a):
         if len(table.rows) == a.top:
             break
     if not table.rows:
-        smallest = min((needed_bytes(config, s) for _, s in candidates), default=None)
+        smallest = min((needed_bytes(config, s, machine.fused) for _, s in candidates), default=None)
         say("\nno layout divides batch and heads: give another --batch-size" if smallest is None else
             f"\nnothing fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: the leanest layout needs {smallest / 2**30:.1f}; give more --gpus")
     write_json(a.json, "plan", torch.device("cpu"), [table], machine=dataclasses.asdict(machine))
@@ -1231,11 +1200,12 @@ def pictures(a):
 
 WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling,
         "pictures": pictures}
-OF_A_MODEL, MEASURED, TRAINED = ("strategies", "plan", "scaling"), ("kernels", "collectives", "strategies", "scaling"), ("strategies", "scaling")
+OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
+MEASURED = ("kernels", "collectives", *TRAINED)
 SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")
 FLAGS = [  # which of WHAT take it, its name, the rest
     ((*MEASURED, "plan"), "--json", {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
-    ((*MEASURED, "plan"), "--gpus", {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
+    ((*MEASURED[1:], "plan"), "--gpus", {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
     (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
     (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
     (MEASURED, "--only", {"nargs": "+", "metavar": "NAME", "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
@@ -1245,9 +1215,9 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (OF_A_MODEL, "--batch-size", {"type": parallel.positive, "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
     (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"], "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
     (TRAINED, "--comm", {"choices": ["ring", "torch", "both"], "default": "ring", "help": "collectives under our strategies"}),
-    (TRAINED, "--accumulate", {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
-    (TRAINED, "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
-    (TRAINED, "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
+    (("strategies",), "--accumulate", {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
+    (("strategies",), "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
+    (("strategies",), "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
     (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
     (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
     (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both", "help": "whether the batch grows with the GPUs"}),
@@ -1268,7 +1238,7 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    return parser.parse_args(words)
+    return parser.parse_args(words, argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1))  # of who takes no such flag
 
 
 def check(a, world):
@@ -1276,8 +1246,8 @@ def check(a, world):
     if a.what == "pictures":
         check_files(a)
         return world if world > 1 else 4
-    if a.json and not os.path.isdir(os.path.dirname(os.path.abspath(a.json))):
-        raise BadInput(f"--json {a.json}: there is no such folder; give e.g. --json {os.path.basename(a.json)}")
+    if a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))):
+        raise BadInput(f"--json {a.json}: no file can be there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine = load_machine(a)
@@ -1292,7 +1262,8 @@ def check(a, world):
             raise BadInput("--device cpu: kernels are Triton's and want a GPU; TRITON_INTERPRET=1 with --quick shows that they work")
         return 1
     if a.what == "collectives":
-        a.max_bytes, a.only = a.max_bytes or (1 << 20 if a.quick else 1 << 30 if a.device == "cuda" else 1 << 24), a.only or [*BUS, "barrier"]
+        a.max_bytes = a.max_bytes or (1 << 20 if a.quick else 1 << 30 if a.device == "cuda" else 1 << 24)
+        a.only = a.only or [*BUS, "barrier"]
         if a.gpus == 1:
             raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2" + " --device cpu" * (a.device == "cuda"))
         if a.max_bytes < 1024:
@@ -1326,11 +1297,14 @@ def check_processes(a, world):
 def check_strategies(a, batch_size):
     """a.layouts: {strategy: Settings} of those that can run. One that was asked for by name must."""
     every = layouts(a.gpus, a.micro_batches, a.virtual_stages)
+    if a.what == "scaling":  # what one process has, too
+        every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or every:
         if name not in every:
             raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        s = train.Settings(**dict({"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}, **every[name]))
+        given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}
+        s = train.Settings(**given | every[name])
         s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
         try:
             train.check_layout(s, a.config, 1, 1)
@@ -1350,9 +1324,10 @@ def check_files(a):
         try:
             with open(path) as file:
                 found = json.load(file)
-            kind = "trace" if "traceEvents" in found else found["what"]
+            kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: nothing is in it
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or `train.py --trace` wrote") from None
+            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or `train.py --trace` "
+                           f"wrote") from None
         if kind not in ("trace", *MEASURED):
             raise BadInput(f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
         if kind in first:

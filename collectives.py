@@ -320,8 +320,11 @@ class Link:
             count_traffic(recording[1])
             return
         body()
-        if recording is not None and (key in self._graphs or len(self._graphs) < REPLAYS):
-            self._graphs[key] = recording + 1
+        if recording is not None:
+            if len(self._graphs) >= REPLAYS and key not in self._graphs:  # what did not come a third time makes room
+                self._graphs = {key: kept for key, kept in self._graphs.items() if isinstance(kept, tuple)}
+            if key in self._graphs or len(self._graphs) < REPLAYS:
+                self._graphs[key] = recording + 1
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
@@ -342,6 +345,7 @@ class Link:
                 future.set_result(body())
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 future.set_exception(error)
+            future = body = None  # or its tensors would live until the next operation
 
 
 def memory_given_back():
@@ -588,8 +592,6 @@ def _recursive_doubling(link, flat, op):
     Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a swap add
     the same two numbers, so every rank ends with the same bits.
     """
-    if link.size == 1:
-        return
     core = 1 << (link.size.bit_length() - 1)
     theirs = link.scratch(flat, flat.numel())
     if link.rank >= core:

@@ -831,8 +831,8 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
 
 
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart. A target outside of 0 .. V-1, on another rank's
-    slice, gives z_t = 0."""
+    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart, targets may not. A target outside of 0 .. V-1, on
+    another rank's slice, gives z_t = 0."""
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     if len(z):  # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
         _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
@@ -852,7 +852,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z, targets):
-        z = z if z.stride(-1) == 1 else z.contiguous()
+        z, targets = z if z.stride(-1) == 1 else z.contiguous(), targets.contiguous()
         top, total, picked = softmax_sums(z, targets)
         ctx.save_for_backward(z, targets, top, total)
         return (total.log() + (top - picked)).mean()
@@ -865,7 +865,8 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits, targets):
-    """Mean cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows). Backward overwrites the logits."""
+    """Mean cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows), 0 to V-1: the kernel does not check them, and
+    no target is left out. Backward overwrites the logits."""
     if not on_triton(logits):
         return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
@@ -906,8 +907,8 @@ class AdamW(torch.optim.AdamW):
     the same number of elements}, to be given the new values in their own dtype. Loshchilov & Hutter (2019).
     """
 
-    def __init__(self, params, **kwargs):
-        super().__init__(params, **kwargs)
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # of its other options the kernel has none
+        super().__init__(params, lr, betas, eps, weight_decay)
         self.scale, self.copies = None, {}
 
     @torch.no_grad()
@@ -928,6 +929,7 @@ class AdamW(torch.optim.AdamW):
                 _adamw[(triton.cdiv(p.numel(), 1024),)](
                     p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(), group["lr"], beta1,
                     beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024, num_warps=4)
+                torch.autograd.graph.increment_version(p)
 
 
 # -------------------------------------------------------------------------------------------------------------- sum of rows
@@ -1075,13 +1077,15 @@ def main():
         columns = ("  ".join(f"{e:.2e}" for e in errors(f, theirs, inputs)) for f in (ours, theirs))
         print(f"  {name:22} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     tall, wide = 8192 // TILES[0], 8192 // TILES[1]
-    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 programs "
-          f"at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, {tiles_read(tall, wide, TILES[3]):.1f} in groups")
+    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 "
+          f"programs at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, "
+          f"{tiles_read(tall, wide, TILES[3]):.1f} in groups")
     if not gpu:
         print("times need a GPU")
         return
     sys.stdout.flush()  # the times, beside PyTorch's, are a table of bench.py
-    os.execv(sys.executable, [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench.py"), "kernels", *sys.argv[1:]])
+    bench = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench.py")
+    os.execv(sys.executable, [sys.executable, bench, "kernels", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

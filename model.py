@@ -68,10 +68,11 @@ class GPTConfig:
     def flops_per_token(self):
         """FLOPs to train on one token: 6 (N - T C) + 12 L C T, backward twice forward.
 
-        6 a parameter that is multiplied (position embeddings, T C, are only added), and Q K^T and P V over T positions. PaLM,
-        appendix B; attention counted in full, though a causal kernel skips half.
+        6 a parameter that is multiplied (position embeddings, T C, are only added; an embedding that is not the head's too is only
+        read), and Q K^T and P V over T positions. PaLM, appendix B; attention counted in full, though a causal kernel skips half.
         """
-        return 6 * (self.parameters() - self.seq_len * self.n_embd) + 12 * self.n_layer * self.n_embd * self.seq_len
+        read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
+        return 6 * (self.parameters() - read) + 12 * self.n_layer * self.n_embd * self.seq_len
 
     def training_bytes(self):
         """Bytes of weights, gradients and AdamW's two moments in float32: 4 + 4 + 8 a parameter. Activations come on top."""
@@ -423,8 +424,8 @@ def main():
     for name, c in PRESETS.items():
         print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
               f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**20:12,.0f}")
-    print("\nFLOPs/token: 6 (N - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, gradients 4, AdamW 8;\n"
-          "activations come on top.")
+    print("\nFLOPs/token: 6 (N - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, gradients 4,\n"
+          "AdamW 8; activations come on top.")
 
 
 if __name__ == "__main__":

@@ -143,21 +143,20 @@ class Reducer:
     stage 1: reduce-scatter, in the step's last backward            (N-1)/N x K
     stage 2: reduce-scatter, in every backward                    m (N-1)/N x K
 
-    grad_dtype: what gradients add up in, where it is not the parameters' own; reduce_dtype: what travels. A bucket never leaves
-    before the one in front of it, so the order is the same on all ranks. At stage 2 at most two are under way, a micro-batch's last
-    two until the next backward or `finish`: of the full gradients there are those, and what the next bucket has so far.
+    Gradients add up in the dtype of the shard, of plain DDP in their own; reduce_dtype: what travels, where it is another. A bucket
+    never leaves before the one in front of it, so the order is the same on all ranks. At stage 2 at most two are under way, a
+    micro-batch's last two until the next backward or `finish`: of the full gradients there are those, and what the next bucket has so far.
     """
 
-    def __init__(self, buckets, group, stage, grad_dtype=None, reduce_dtype=None, on_complete=lambda bucket: None):
-        self.buckets, self.group, self.stage, self.on_complete = buckets, group, stage, on_complete
-        self.grad_dtype, self.reduce_dtype = grad_dtype, reduce_dtype
+    def __init__(self, buckets, group, stage, reduce_dtype=None, on_complete=lambda bucket: None):
+        self.buckets, self.group, self.stage, self.reduce_dtype, self.on_complete = buckets, group, stage, reduce_dtype, on_complete
         self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
-        self.fixed = False  # whether CUDA graphs know where the flat vectors lie
+        self.totals = {}  # where gradients add up in place of .grad, once CUDA graphs know where the flat vectors lie
         self.keeps_grad = all(bucket.shard is None for bucket in buckets)  # plain DDP: `.grad` stays, a view of the bucket
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         ready = weakref.WeakMethod(self.ready)  # weak, or parameters and buckets would keep each other alive
         for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(lambda p: ready()(p))
+            param.register_post_accumulate_grad_hook(lambda p: (alive := ready()) and alive(p))
 
     @contextmanager
     def no_sync(self):
@@ -174,8 +173,8 @@ class Reducer:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
         if not self.syncing and self.keeps_grad:
             return  # autograd adds to .grad by itself
-        if self.fixed and param.grad is not None:  # as graphs add them up, micro-batch by micro-batch: the same to the bit
-            self.totals_of[param] += param.grad.detach()
+        if self.totals and param.grad is not None:  # as graphs add them up, micro-batch by micro-batch: the same to the bit
+            self.totals[param] += param.grad.detach()
             param.grad = None
         self.finished = False
         bucket.came += 1
@@ -212,7 +211,7 @@ class Reducer:
     def _views(self, bucket):
         """The flat vector's parts, one a parameter; there from now on, and free of what an earlier step left in it."""
         if bucket.flat is None:
-            dtype = self.reduce_dtype if self.stage >= 2 and self.reduce_dtype else self.grad_dtype or bucket.dtype
+            dtype = bucket.dtype if bucket.shard is None else self.stage >= 2 and self.reduce_dtype or bucket.shard.dtype
             bucket.flat, bucket.state = torch.empty(bucket.numel, dtype=dtype, device=bucket.device), "empty"
             bucket.flat[sum(p.numel() for p in bucket.params):] = 0  # the padding
         kept = bucket.shard is not None and bucket.state == "empty" and bucket.shard.grad
@@ -220,14 +219,24 @@ class Reducer:
             bucket.shard.grad = kept.clone()  # the last step's gradient, not zeroed: it stays, `flat` is needed
         return bucket.views(bucket.flat)
 
-    def totals(self, zero=True):
-        """{parameter: where its gradients add up this step}, for `Sums`. Stages 0 and 1."""
-        self.totals_of, self.fixed = {}, True
+    def begin(self, fresh):
+        """Let `add` put this step's gradients into the flat vectors. Stages 0 and 1. fresh: they overwrite what is there."""
         for bucket in self.buckets:
-            self.totals_of.update(zip(bucket.params, self._views(bucket)))
-            bucket.flat[0 if zero else sum(p.numel() for p in bucket.params):] = 0  # or the padding alone: a NaN's clipping reaches it
+            self.totals.update(zip(bucket.params, self._views(bucket)))
+            bucket.flat[sum(p.numel() for p in bucket.params) if fresh else 0:] = 0  # the padding at least: a NaN's clipping reaches it
             bucket.state = "filling"
-        return self.totals_of
+
+    def add(self, param, a, b=None, fresh=False, ready=True):
+        """A gradient, or the product a b: a float32 total of bf16 products is made by the product itself, in one pass over memory."""
+        total, beta = self.totals[param], 0 if fresh else 1
+        if b is None:
+            (total.copy_ if fresh else total.add_)(a)
+        elif total.dtype == a.dtype:
+            total.addmm_(a, b, beta=beta)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
+        if ready:
+            self.ready(param)
 
     def replayed(self, grads):
         """A CUDA graph has sent and received all buckets: leave what `finish` leaves, and nothing for it to do."""
@@ -303,15 +312,13 @@ class DDP(nn.Module):
 
     def finish_grad_sync(self):
         """Send what has not left yet and wait for all of it. Call after the step's last backward, on every rank."""
-        unused = [p for p in self.params if p.grad is None]
+        here = [p.grad is not None for p in self.params]
         self.reducer.finish()
         if self.find_unused and self.buckets:
-            missing = set(unused)
-            used = torch.tensor([p not in missing for p in self.params], dtype=torch.uint8, device=self.params[0].device)
+            used = torch.tensor(here, dtype=torch.uint8, device=self.params[0].device)
             dist.all_reduce(used, dist.ReduceOp.MAX, self.group)
-            used = dict(zip(self.params, used.tolist())) if unused else {}
-            for param in unused:
-                param.grad = param.grad if used[param] else None
+            for param, somewhere in zip(self.params, () if all(here) else used.tolist()):
+                param.grad = param.grad if somewhere else None
 
 
 # ------------------------------------------------------------------------------------------------------- ZeRO: sharded states
@@ -339,8 +346,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is element by
     element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers, and those of the
     group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard keeps float32 masters; gradients
-    add up in float32, and travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data
-    parallelism. A parameter that no rank used has a gradient of zero here, not None.
+    add up in float32 (those of micro-batches that overtake each other, as without CUDA graphs under zb-h1, a few of them in 16 bits
+    first), and travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data
+    parallelism. A parameter that no rank used has a gradient of zero here, not None. stage=2: all ranks must use the same parameters
+    in each backward.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=25, compute_dtype=None, reduce_dtype=None, **kwargs):
@@ -355,15 +364,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.params = list(which)
         self.buckets = make_buckets(self.params, bucket_mb, group, which.get)
         for bucket in self.buckets:
-            bucket.own = slice(0, bucket.numel) if stage == 0 else bucket.own
-            values = bucket.new(bucket.dtype)
-            for view, p in zip(bucket.views(values), bucket.params):
-                view.copy_(p.detach())
-            if stage:
-                dist.all_gather_into_tensor(values, values[bucket.own], group)
-            else:
-                dist.broadcast(values, group=group, group_src=0)
-            bucket.shard = make_shard(bucket, values[bucket.own], (self.group,) if stage else ())
+            values = make_shard(bucket, self.group, stage > 0)
             bucket.dtype = compute_dtype or bucket.dtype
             bucket.weights = values.to(bucket.dtype)
             if bucket.dtype != values.dtype:
@@ -379,23 +380,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.casts = {b for b in self.buckets if b.dtype != b.shard.dtype}
         if isinstance(self.inner, kernels.AdamW):  # it writes the 16-bit copy in the pass that it makes anyway
             self.inner.copies, self.casts = {b.shard: b.weights[b.own] for b in self.casts}, set()
-        self.reducer = Reducer(self.buckets, group, stage, master_dtype(self.buckets[0].dtype), reduce_dtype)
+        self.reducer = Reducer(self.buckets, group, stage, reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def zero_grad(self, set_to_none=True):
         for param in [*self.params, *self.shards]:
             param.grad = None
-        if not self.reducer.fixed:
+        if not self.reducer.totals:
             for bucket in self.buckets:
                 bucket.flat = None  # forward has the room; backward allocates it again, bucket by bucket, as activations go
 
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self):
         """Step the own shard, then all-gather the parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if not self.reducer.finished:
             self.finish_grad_sync()
         self.inner.step()
@@ -407,7 +408,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 handles.append(dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], self.group, async_op=True))
         for handle in handles:
             handle.wait()
-        return loss
 
 
 def master_dtype(dtype):
@@ -420,13 +420,22 @@ def is_matrix(param):
     return getattr(param, "matrix", param.dim() >= 2)
 
 
-def make_shard(bucket, values, groups):
-    """The Parameter an optimizer steps for a bucket: `values` themselves, or a float32 copy of them where they are 16-bit."""
-    shard = nn.Parameter(values.detach().to(master_dtype(values.dtype)))
-    shard.split_over = split_over(bucket.params[0]) + groups
+def make_shard(bucket, group, sharded):
+    """Make the Parameter that an optimizer steps for a bucket: this rank's part of the values, in float32 where they are 16-bit.
+
+    Returns all the values, on every rank those of the first one; the shard is a view of them where the dtype is the same.
+    """
+    values, first = bucket.new(bucket.dtype), bucket.params[0]
+    if not first.is_meta:
+        for view, p in zip(bucket.views(values), bucket.params):
+            view.copy_(p.detach())
+        dist.broadcast(values, group=group, group_src=0)
+    bucket.own = bucket.own if sharded else slice(0, bucket.numel)
+    bucket.shard = shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)))
+    shard.split_over = split_over(first) + ((group,) if sharded else ())
     shard.matrix = all(is_matrix(p) for p in bucket.params)
-    shard.tied, shard.replica = (getattr(bucket.params[0], mark, False) for mark in ("tied", "replica"))
-    return shard
+    shard.tied, shard.replica = (getattr(first, mark, False) for mark in ("tied", "replica"))
+    return values
 
 
 class FSDP(nn.Module):
@@ -444,7 +453,7 @@ class FSDP(nn.Module):
 
     so two units are whole at a time, and communication runs under computation. Matrices are sharded: one flat shard a unit.
     1-D parameters (biases, norms; a thousandth of K) stay whole and are all-reduced once a step, in `finish_grad_sync`. A tied
-    parameter stays gathered from its first use in forward to its last. compute_dtype: what layers compute in, e.g.
+    parameter stays gathered from its first use in forward to its last, a frozen one from backward to the end. compute_dtype: what layers compute in, e.g.
     torch.bfloat16; shards and their gradients keep the module's own dtype. A module on the meta device is never whole anywhere:
     say on which device it shall live and give its values to `load`, one parameter at a time. All ranks must use the same
     parameters in each backward.
@@ -455,6 +464,9 @@ class FSDP(nn.Module):
     def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group or torch.distributed.group.WORLD, compute_dtype
+        for buffer in module.buffers():
+            if not buffer.is_meta:
+                dist.broadcast(buffer, group=group, group_src=0)
         units = fsdp_units(module)
         unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied parameter belongs where it comes first
         self.buckets = make_buckets(list(module.parameters()), math.inf, group,
@@ -462,10 +474,9 @@ class FSDP(nn.Module):
         replaced = {}
         for bucket in self.buckets:
             bucket.sharded, old = bucket.params[0].dim() > 1, bucket.params
-            if not bucket.sharded:
-                bucket.own = slice(0, bucket.numel)
             bucket.device = torch.device(device or bucket.device)
-            bucket.shard = make_shard(bucket, bucket.new(bucket.dtype)[bucket.own].clone(), (self.group,) if bucket.sharded else ())
+            make_shard(bucket, self.group, bucket.sharded)
+            bucket.shard.data = bucket.shard.data.clone()  # no longer a view of all values
             bucket.shard.requires_grad_(old[0].requires_grad)
             bucket.dtype = compute_dtype or bucket.dtype
             bucket.weights = bucket.new(bucket.dtype)
@@ -479,12 +490,9 @@ class FSDP(nn.Module):
             if bucket.sharded:
                 bucket.weights.untyped_storage().resize_(0)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        values = {new: p.detach() for p, new in replaced.items() if not p.is_meta}
         for owner in module.modules():
             for leaf, p in list(owner.named_parameters(recurse=False)):
                 setattr(owner, leaf, replaced[p])
-        for p, value in values.items():
-            self._write(p, value)
         self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params if p.dim() > 1)) for unit, params in units}
         self.uses = {b: sum(b in buckets for buckets in self.units.values()) for b in self.buckets}
         self.order, self.last_order, self.in_backward = [], [], False
@@ -492,9 +500,8 @@ class FSDP(nn.Module):
             unit.register_forward_pre_hook(self._before_forward)
             unit.register_forward_hook(self._after_forward)
         trainable = [b for b in self.buckets if b.shard.requires_grad]
-        master = next((b.shard.dtype for b in trainable), None)
-        self.reducers = [Reducer([b for b in trainable if b.sharded == kind], self.group, 2 if kind else 0, master, reduce_dtype,
-                                 self._free) for kind in (True, False)]
+        self.reducers = [Reducer([b for b in trainable if b.sharded == kind], self.group, 2 if kind else 0, reduce_dtype, self._free)
+                         for kind in (True, False)]
         self.sharded, self.whole = self.reducers
         self.whole.syncing = False  # its few elements leave in finish_grad_sync
 
@@ -504,19 +511,12 @@ class FSDP(nn.Module):
         """What an optimizer steps: this rank's flat shards, and the 1-D parameters of the module in one flat vector."""
         return ((f"shard.{i}", bucket.shard) for i, bucket in enumerate(self.buckets))
 
-    def parameters(self, recurse=True):
-        return (param for _, param in self.named_parameters())
-
-    def _write(self, param, value):
-        """Keep of a whole parameter's value what lies in this rank's shard."""
-        bucket = self.bucket_of[param]
-        there, here = bucket.overlap(param, bucket.own)
-        bucket.shard.data[here] = value.reshape(-1)[there]
-
     def load(self, get):
-        """Set every parameter to get(name), a whole tensor, one after the other."""
+        """Set every parameter to get(param, name), a whole tensor, one after the other; kept is what lies in this rank's shard."""
         for name, param in self.module.named_parameters():
-            self._write(param, get(name))
+            bucket = self.bucket_of[param]
+            there, here = bucket.overlap(param, bucket.own)
+            bucket.shard.data[here] = get(param, name).reshape(-1)[there]
 
     @torch.no_grad()
     def full_parameter(self, param):
@@ -534,7 +534,10 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def _gather(self, bucket, wait):
         storage = bucket.weights.untyped_storage()
+        if storage.size() and bucket.version != bucket.shard._version:
+            self._free(bucket)  # gathered before the optimizer's step
         if not storage.size():
+            bucket.version = bucket.shard._version
             storage.resize_(bucket.numel * bucket.dtype.itemsize)
             mine = bucket.weights[bucket.own]
             mine.copy_(bucket.shard)  # the cast from master to compute dtype
@@ -545,7 +548,9 @@ class FSDP(nn.Module):
 
     def _free(self, bucket):
         if bucket.sharded and bucket.weights.untyped_storage().size():
-            self._gather(bucket, wait=True)  # one under way must not write into freed memory
+            if bucket.gathering:
+                bucket.gathering.wait()  # it must not write into freed memory
+            bucket.gathering = None
             bucket.weights.untyped_storage().resize_(0)
 
     def _fetch(self, unit, wait):
@@ -598,9 +603,7 @@ class FSDP(nn.Module):
     def finish_grad_sync(self):
         """Wait for the gradients, all-reduce those of 1-D parameters, free what backward did not. On every rank."""
         self.sharded.finish()
-        self.whole.syncing = True
         self.whole.finish()
-        self.whole.syncing = False
         for bucket in self.buckets:
             self._free(bucket)
 
@@ -903,7 +906,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-def gpipe(p, m):
+def gpipe(p, m, v=1):
     """All forwards, then all backwards. Huang et al., "GPipe" (2019)."""
     return [[Action("F", r, i) for i in range(m)] + [Action("B", r, i) for i in range(m)] for r in range(p)]
 
@@ -916,7 +919,7 @@ def take_turns(forwards, ahead, backwards):
     return actions
 
 
-def one_f_one_b(p, m):
+def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
 
     A micro-batch's B ends p-r turns (F + B) after its F began, for it goes through p-1-r ranks and back: so p-r activations keep
@@ -942,7 +945,7 @@ def interleaved(p, m, v):
     return [rank(r) for r in range(p)]
 
 
-def zero_bubble_h1(p, m):
+def zero_bubble_h1(p, m, v=1):
     """1F1B with backward in two: rank r puts W off by r micro-batches, so that I reaches the stage before earlier."""
     def rank(r):
         put_off = [[Action("W", r, i - r)] if i >= r else [] for i in range(m + r)]
@@ -1007,7 +1010,7 @@ def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is there.
 
     Both ends are placed when the output is made: the send next on its rank's list, the receive at the end of the other's as it is by
-    then. So the two ranks of a pair see their transfers in one mirrored order, which is what keeps NCCL's queues from waiting for each other.
+    then. So the two ranks of a pair see their transfers in one mirrored order, which keeps NCCL's queues from waiting for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1114,55 +1117,29 @@ def draw_svg(timeline, path):
 
 # ------------------------------------------------------------------------------------------------------- pipeline: running a list
 
-def accumulate(param, grad):
-    """What autograd does at the end of a backward: add to .grad, call the hooks."""
-    if not param.requires_grad:
-        return
+def accumulate(param, a, b=None):
+    """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad, call the hooks."""
+    grad = a if b is None else a @ b
     param.grad = grad if param.grad is None else param.grad.add_(grad)
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
-
-
-class Sums:
-    """Where gradients add up in place of .grad: `totals` {parameter: tensor}; ready(param) hears of each that has come.
-
-    fresh: they overwrite what is there, as the only micro-batch's may. A float32 total of bf16 products is made by the product itself,
-    in one pass over memory.
-    """
-
-    def __init__(self, totals, ready, fresh=False):
-        self.totals, self.ready, self.fresh, self.came = totals, ready, fresh, set()
-
-    def add(self, param, grad):
-        (self.totals[param].copy_ if self.fresh else self.totals[param].add_)(grad)
-        self.came.add(param)
-        self.ready(param)
-
-    def add_product(self, param, a, b):
-        total, beta = self.totals[param], 0 if self.fresh else 1
-        if total.dtype == a.dtype:
-            total.addmm_(a, b, beta=beta)
-        else:
-            torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
-        self.came.add(param)
-        self.ready(param)
 
 
 def split_linears(module):
     """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks.
 
     Half of a Linear's backward, dA = dy^T x, is what no other stage waits for: zero-bubble schedules run it later, CUDA graphs add it
-    up in `Sums`. Autograd sees detached weights, so it never takes their gradients for complete. `later.queue` takes closures while an
+    up in buckets. Autograd sees detached weights, so it never takes their gradients for complete. `later.queue` takes closures while an
     "I" runs; while it is None they run at once, into .grad or wherever `later.into` puts them.
     """
-    later = SimpleNamespace(queue=None, into=accumulate, into_product=lambda param, a, b: accumulate(param, a @ b))
+    later = SimpleNamespace(queue=None, into=accumulate)
 
     def linear(x, weight, bias=None):
         def take(dy, x):
             @torch.no_grad()
             def gradients():
                 if weight.requires_grad:
-                    later.into_product(weight, dy.T, x)
+                    later.into(weight, dy.T, x)
                 if bias is not None and bias.requires_grad:
                     later.into(bias, kernels.bias_gradient(dy))
             gradients() if later.queue is None else later.queue.append(gradients)
@@ -1253,16 +1230,18 @@ class Recording(Passage):
     """A Passage recorded as CUDA graphs: replaying one costs the CPU one launch, where running it costs one a kernel.
 
     A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next. A graph's tensors
-    stay where they are: inputs are copied in, outputs out, and weight gradients add up in `sums`; autograd's hooks do not run.
+    stay where they are: inputs are copied in, outputs out, and weight gradients added to the reducer's; autograd's hooks do not run.
     Each recording keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight; those that never
-    are in flight together share a pool. reducer: this is a step's last micro-batch, and the graph sends the gradients, too.
+    are in flight together share a pool. closes: this is a step's last micro-batch, and the graph sends the gradients, too. fresh: it
+    is the only one, and overwrites what the step before has left.
     """
 
-    def __init__(self, module, loss, later, sums, kinds, x, target, pool=None, reducer=None):
+    def __init__(self, module, loss, later, reducer, kinds, x, target, pool=None, closes=False, fresh=False):
         super().__init__(module, loss, later)
-        self.sums, self.kinds, self.reducer, self.pool = sums, kinds, reducer, pool or torch.cuda.graph_pool_handle()
-        self.input, self.target, self.graphs = x.detach().clone(), target.clone(), {}
-        kept, (later.into, later.into_product) = (later.into, later.into_product), (sums.add, sums.add_product)
+        self.reducer, self.kinds, self.closes, self.fresh = reducer, kinds, closes, fresh
+        self.pool, self.came = pool or torch.cuda.graph_pool_handle(), set()
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.input, self.target, self.graphs, later.into = x.detach().clone(), target.clone(), {}, self._add
         for kind in kinds:
             before, graph = dist.traffic(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # NCCL's own thread may ask about events
@@ -1273,30 +1252,33 @@ class Recording(Passage):
                     super().backward("W")
                 else:
                     self.dx = super().backward(kind, self.dy)
-                if reducer and kind == kinds[-1]:
-                    for param in sums.totals.keys() - sums.came if sums.fresh else ():
-                        sums.totals[param].zero_()  # nobody used it
+                if closes and kind == kinds[-1]:
+                    for param in set(self.params) - self.came if fresh else ():
+                        reducer.totals[param].zero_()  # nobody used it
                     reducer.finish()
                     self.grads = [bucket.shard.grad for bucket in reducer.buckets]
             self.graphs[kind] = graph, dist.traffic_since(before)
             dist.count_traffic(self.graphs[kind][1], -1)
-        later.into, later.into_product = kept
         self.edge, self.queue = None, []  # autograd's nodes go: kept, they would tie later eager steps to the stream of this recording
 
+    def _add(self, param, a, b=None):
+        self.came.add(param)
+        self.reducer.add(param, a, b, self.fresh, self.closes)
+
     def _gradients(self, dy):
-        wanted = [self.x] * self.x.requires_grad + list(self.sums.totals)
+        wanted = [self.x] * self.x.requires_grad + self.params
         grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))
         dx = grads.pop(0) if self.x.requires_grad else None
-        for param, grad in zip(self.sums.totals, grads):
+        for param, grad in zip(self.params, grads):
             if grad is not None:
-                self.sums.add(param, grad)
+                self._add(param, grad)
         return dx
 
     def _replay(self, kind):
         graph, traffic = self.graphs[kind]
         graph.replay()
         dist.count_traffic(traffic)
-        if self.reducer and kind == self.kinds[-1]:
+        if self.closes and kind == self.kinds[-1]:
             self.reducer.replayed(self.grads)
 
     def forward(self, x, target=None):
@@ -1315,9 +1297,9 @@ class Recording(Passage):
 
 def no_graphs():
     """What a Pipeline has in CUDA graphs, at first nothing. A run is told by (shape of its micro-batches, actions)."""
-    return SimpleNamespace(recordings={},                  # {stage: [Recording that no micro-batch is using]}
-                           closing={},                     # {stage: Recording of the last micro-batch, where it sends gradients, too}
-                           warm=None, recorded_for=None)   # the last run; the one that these were recorded for
+    return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
+                           closing={},      # {stage: Recording of the last micro-batch, where it sends gradients, too}
+                           last_run=None)   # what these were recorded for, or will be
 
 
 class Pipeline:
@@ -1343,7 +1325,8 @@ class Pipeline:
 
         Returns the losses, detached, on the last stage; backward starts from `scale` times their mean. syncs: {stage: object with
         no_sync()}, left for the stage's last backward. reducer: gradients add up in its buckets, and from the second run on
-        micro-batches are replayed from CUDA graphs; in a pipeline of several replicas all but the last, whose hooks send them.
+        micro-batches are replayed from CUDA graphs; with several replicas all but the last, whose hooks send them, unless one stage
+        holds one micro-batch at a time.
         """
         if (reducer or any(a.kind == "I" for a in actions)) and not self.split:
             self.split, self.later = True, {s: split_linears(module) for s, module in self.stages.items()}
@@ -1356,7 +1339,10 @@ class Pipeline:
             kind, s, i = action
             begin = self._now()
             if kind[0] == "R":
-                self._expect(action)
+                source = other_end(action).stage % self.p
+                self.expected[source].append(action)
+                if self.device.type != "cuda":
+                    self._post(source)
             elif kind[0] == "S":
                 to, tensor = other_end(action).stage % self.p, self.passing.pop(other_end(action))
                 sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
@@ -1381,7 +1367,7 @@ class Pipeline:
                     dx = passage.backward(kind, dy)
                 if s and kind != "W":
                     self.passing[Action("RB", s - 1, i)] = dx
-                if kind != "I" and isinstance(passage, Recording) and not passage.reducer:
+                if kind != "I" and isinstance(passage, Recording) and not passage.closes:
                     self.graphs.recordings[s].append(passage)
             if self.spans is not None:
                 self.spans.append((action, begin, self._now()))
@@ -1406,37 +1392,23 @@ class Pipeline:
         single = self.count == 1 and kinds == "FB" and most_held(actions) == 1
         closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # the last one counts
         replicas = dist.get_world_size(reducer.group) > 1
-        fresh = single and len(x) == 1 and asked in (graphs.warm, graphs.recorded_for)
-        totals = reducer.totals(zero=not fresh)
-        totals = {s: {p: totals[p] for p in module.parameters() if p.requires_grad} for s, module in self.stages.items()}
-        for s, later in self.later.items():  # what runs eagerly adds in the same order, in the same precision
-            sums = Sums(totals[s], reducer.ready)
-            later.into, later.into_product = sums.add, sums.add_product
-        if asked == graphs.recorded_for:
-            return
-        graphs.recordings, graphs.closing, graphs.recorded_for = {}, {}, None
-        if asked == graphs.warm:
-            for s, module in self.stages.items():
-                example = x[0] if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-                def recording(ready=lambda param: None, s=s, module=module, example=example, **more):
-                    return Recording(module, self.loss if s == self.count - 1 else None, self.later[s], Sums(totals[s], ready, fresh),
-                                     kinds, example, y[0], **more)
-
-                if single:  # the last micro-batch's graph can send gradients, too
-                    graphs.closing[s] = recording(reducer.ready, reducer=reducer)
-                    graphs.recordings[s] = [recording(pool=graphs.closing[s].pool)] if len(x) > 1 else []
-                else:
-                    mine = [a for a in actions if a.stage == s and not (replicas and a.micro_batch == closing[s])]
-                    graphs.recordings[s] = [recording() for _ in range(most_held(mine))]
-            graphs.recorded_for = asked
-        graphs.warm = asked
-
-    def _expect(self, receive):
-        source = other_end(receive).stage % self.p
-        self.expected[source].append(receive)
-        if self.device.type != "cuda":
-            self._post(source)
+        again = asked == graphs.last_run
+        fresh = again and single and len(x) == 1
+        reducer.begin(fresh)
+        if not again:
+            graphs.recordings, graphs.closing, graphs.last_run = {}, {}, asked
+        for s, module in self.stages.items() if again and not graphs.recordings else ():
+            example = x[0] if s == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            recording = partial(Recording, module, self.loss if s == self.count - 1 else None, self.later[s], reducer, kinds,
+                                example, y[0])
+            if single:  # the last micro-batch's graph can send gradients, too
+                graphs.closing[s] = recording(closes=True, fresh=fresh)
+                graphs.recordings[s] = [recording(pool=graphs.closing[s].pool)] if len(x) > 1 else []
+            else:
+                mine = [a for a in actions if a.stage == s and not (replicas and a.micro_batch == closing[s])]
+                graphs.recordings[s] = [recording() for _ in range(most_held(mine))]
+        for later in self.later.values():  # what runs eagerly adds in the same order, in the same precision
+            later.into = reducer.add
 
     def _post(self, source):
         """Post the next receive from a rank; it sends in the order in which they are expected."""
@@ -1518,8 +1490,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 
 # ------------------------------------------------------------------------------------------------------------------- recipe
 
-SCHEDULES = {"gpipe": lambda p, m, v: gpipe(p, m), "1f1b": lambda p, m, v: one_f_one_b(p, m), "interleaved": interleaved,
-             "zb-h1": lambda p, m, v: zero_bubble_h1(p, m)}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zero_bubble_h1}
 
 
 def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None, recompute="none",
@@ -1531,6 +1502,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept. cuda_graphs:
     replay micro-batches instead of launching their kernels one by one (`Recording`). The order of the five steps matters.
     """
+    if cuda_graphs and zero > 1 or virtual_stages > 1 and mesh.shape[0] == 1:
+        raise ValueError(f"cuda_graphs need zero 0 or 1, not {zero}; virtual_stages {virtual_stages} a pipeline of at least 2 ranks")
     pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
     p, master = dist.get_world_size(pp), master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
@@ -1551,9 +1524,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if zero == 3:
-            cut = dict(model.named_parameters())
             model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
-            model.load(lambda name, cut=cut: cut_like(cut[name], source(name)))
+            model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last: it holds the parameters as they are now. (Two dtypes, CUDA graphs: ShardedOptimizer, at stage 0.)
@@ -1618,8 +1590,8 @@ class ParallelGPT:
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0, on_forward=lambda: None):
-        """One step's gradients: the mean over lists of micro-batches x, y (B, T), and over dp. Returns the mean loss of this rank's
-        micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
+        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over dp. Returns the mean loss
+        of this rank's micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
 
         Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages: nothing else divides.
         """

@@ -9,6 +9,7 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 """
 
 import concurrent.futures
+import copy
 import contextlib
 import dataclasses
 import errno
@@ -36,6 +37,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 import unittest.mock
 import weakref
 import xml.etree.ElementTree
@@ -217,6 +219,8 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
         handle.wait()
     else:
         assert handle is None
+    if name == "reduce" and comm is dist and rank != root:
+        assert torch.equal(t, _values(shape, dtype, rank))  # only the root's changes
     return [o.cpu().clone() for o in out]
 
 
@@ -830,6 +834,22 @@ def test_pipeline_composes(pool, layout, schedule, options):
         assert not differences(got, want)
 
 
+def left_in_backward(schedule):
+    net = parallel.parallelize(SMALL, parallel.make_mesh(torch.get_default_device().type, dp=2, pp=2), torch.get_default_device())
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (t.to(torch.get_default_device()).split(2) for t in tokens_of(0))
+    net._run(x, y, schedule, 1.0, lambda: None)
+    left = [stage.reducer.next == len(stage.buckets) > 0 for stage in net.stages.values()]
+    for stage in net.stages.values():
+        stage.finish_grad_sync()
+    return all(left)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_replicas_of_a_stage_reduce_with_its_own_last_backward(pool, schedule):
+    assert all(pool(4).run(left_in_backward, schedule))
+
+
 class Tape(TorchDispatchMode):
     """A CUDA graph for the CPU: keeps what runs inside and undoes it; `replay` runs it again, on the same tensors."""
     recording = None
@@ -913,6 +933,19 @@ def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
         assert not differences(got, want)
 
 
+def padding_after_a_nan():
+    net = nn.Linear(1, 1).to(torch.get_default_device())  # two numbers for three ranks
+    reducer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=1.0).reducer
+    reducer.begin(fresh=False)
+    reducer.buckets[0].flat.fill_(math.nan)
+    reducer.begin(fresh=True)
+    assert reducer.buckets[0].flat[2:].eq(0).all()
+
+
+def test_padding_of_recorded_gradients_is_zero_in_every_step(pool):
+    pool(3).run(padding_after_a_nan)
+
+
 def test_layers_are_split_by_cost():
     config = GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):
@@ -958,7 +991,7 @@ class Odd(nn.Module):
         self.left, self.right, self.unused, self.scale = nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3), nn.Parameter(torch.ones(()))
         self.tied.weight = self.first.weight
         self.frozen.requires_grad_(False)
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", torch.randn(()))
 
     def forward(self, x, right):
         h = torch.tanh(self.frozen(torch.tanh(self.first(x) + self.tied(2 * x))))
@@ -1007,7 +1040,7 @@ def odd_case(kind):
             assert p.grad is None or close(p.grad.cpu(), q.grad.cpu()), name
         for opt in steps:
             opt.step()
-    assert all(close(p.detach().cpu(), q.detach().cpu()) for p, q in zip(net.parameters(), one.parameters()))
+    assert all(close(p.detach().cpu(), q.detach().cpu()) for p, q in zip(net.state_dict().values(), one.state_dict().values()))
     assert one.unused.weight.equal(net.unused.weight)  # weight decay did not touch it
     return True
 
@@ -1119,18 +1152,34 @@ def test_zero_on_modules_nobody_here_wrote(pool, kind, stage):
         pool(size).run(zero_on, kind, stage)
 
 
+def start_apart(stage):
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(torch.get_default_device())
+    net.register_buffer("count", torch.randn(()))
+    if stage == 3:
+        return [t.cpu().numpy() for t in (*parallel.FSDP(net).full_state_dict().values(), net.count)]
+    parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, lr=1.0)
+    return [p.detach().cpu().numpy() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_makes_ranks_equal_that_start_apart(pool, stage):
+    first, *others = pool(3).run(start_apart, stage)
+    assert all((a == b).all() for other in others for a, b in zip(first, other))
+
+
 @ring_only
-def zero_traffic(stage, micro_batches):
+def zero_traffic(stage, micro_batches, reduce_dtype=None):
     """Bytes a step of each collective, for K float32 elements that divide evenly; and the largest full-size gradient kept."""
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     if stage == 0:
         model = sync = parallel.DDP(net, find_unused_parameters=False)
         opt = torch.optim.SGD(net.parameters(), 0.1)
     elif stage < 3:
-        model, opt = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=0.009, lr=0.1)
+        model, opt = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=0.009, reduce_dtype=reduce_dtype, lr=0.1)
         sync = opt
     else:
-        model = sync = parallel.FSDP(net)
+        model = sync = parallel.FSDP(net, reduce_dtype=reduce_dtype)
         opt = torch.optim.SGD(model.parameters(), 0.1)
     dist.reset_traffic()
     for i in range(micro_batches):
@@ -1144,6 +1193,9 @@ def zero_traffic(stage, micro_batches):
     opt.step()
     if stage == 3:
         assert all(not b.weights.untyped_storage().size() for b in model.buckets)
+    elif stage:
+        opt.zero_grad()
+        assert all(b.flat is None and b.shard.grad is None for b in opt.buckets)  # forward needs the room
     return {name: t.bytes for name, t in dist.traffic().items()}, 4 * sum(p.numel() for p in net.parameters())
 
 
@@ -1156,6 +1208,102 @@ def test_zero_sends_what_the_table_says(pool, size, micro_batches):
                                  {"reduce_scatter_tensor": m, "all_gather_into_tensor": 2 * m}]):
         for sent, k in pool(size).run(zero_traffic, stage, m):
             assert sent == {name: times * (size - 1) * k // size for name, times in law.items()}, stage
+        if stage:
+            for sent, k in pool(size).run(zero_traffic, stage, m, torch.bfloat16):
+                assert sent["reduce_scatter_tensor"] == law["reduce_scatter_tensor"] * (size - 1) * k // size // 2, stage
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x, order):
+        for i in order:
+            x = self.rows[i](x)
+        return x
+
+
+def units_in_time():
+    """Which units are whole when each computes: itself and the next, in forward and backward; none that is dropped is still on its way."""
+    net, seen = Rows().to(torch.get_default_device()), []
+    model = parallel.FSDP(net)
+
+    def look(*_):
+        seen.append([i for i, bucket in enumerate(reversed(model.buckets)) if bucket.weights.untyped_storage().size()])
+
+    def look_in_backward(row, inputs, y):
+        if y.requires_grad:
+            y.register_hook(look)
+
+    for row in net.rows:  # after FSDP's own hooks
+        row.register_forward_pre_hook(look)
+        row.register_forward_hook(look_in_backward)
+    for _ in range(2):
+        seen.clear()
+        model(torch.ones(2, 8), range(4)).sum().backward()
+        model.finish_grad_sync()
+    assert seen == [[0, 1], [1, 2], [2, 3], [3], [2, 3], [1, 2], [0, 1], [0]], seen
+    with torch.no_grad():
+        model(torch.ones(2, 8), [0, 2, 3])  # 1, expected after 0, comes for nothing
+    assert not any(bucket.gathering or bucket.weights.untyped_storage().size() for bucket in model.buckets)
+
+
+def test_fsdp_gathers_the_next_unit_while_one_computes(pool):
+    pool(2).run(units_in_time)
+
+
+def weights_of_the_step():
+    """A forward between backward and step gathers weights that the step then replaces."""
+    model = parallel.FSDP(Rows().to(torch.get_default_device()))
+    optimizer, x = torch.optim.SGD(model.parameters(), 1.0), torch.ones(1, 8)
+    model(x, range(4)).sum().backward()
+    model.finish_grad_sync()
+    model(x, range(4))
+    optimizer.step()
+    assert model(x, range(4)).equal(model(x, range(4)))
+
+
+def test_fsdp_computes_with_the_weights_of_the_last_step(pool):
+    pool(2).run(weights_of_the_step)
+
+
+def state_taken_over():
+    """state_dict of one ShardedOptimizer into another: the same step, and a learning rate changed in between counts."""
+    nets = [nn.Linear(3, 3, bias=False).to(torch.get_default_device()) for _ in range(2)]
+    one, other = (parallel.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1) for net in nets)
+
+    def step(net, optimizer):
+        net(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return net.weight.detach().clone()
+
+    step(nets[0], one)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    nets[1].load_state_dict(nets[0].state_dict())
+    for optimizer in (one, other):
+        optimizer.param_groups[0]["lr"] = 0.2
+    with torch.no_grad():
+        other.shards[0].copy_(one.shards[0])
+    assert step(nets[0], one).equal(step(nets[1], other))
+    other.param_groups[0]["lr"] = 0.0
+    assert nets[1].weight.detach().clone().allclose(step(nets[1], other), rtol=0, atol=0)
+
+
+def test_sharded_optimizer_loads_its_state(pool):
+    pool(2).run(state_taken_over)
+
+
+@pytest.mark.parametrize("options,words", [({"zero": 2, "cuda_graphs": True}, "zero 0 or 1, not 2"), ({"virtual_stages": 2}, "at least 2")])
+def test_parallelize_refuses_what_cannot_be(pool, options, words):
+    pool(1).run(refused, options, words)
+
+
+def refused(options, words):
+    device = torch.get_default_device()
+    with pytest.raises(ValueError, match=words):
+        parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, **options)
 
 
 def kept_gradients(stage):
@@ -1278,6 +1426,26 @@ def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero):
     assert all((a == b).all() for other in others for a, b in zip(first, other))
 
 
+def clipped_of_scaled():
+    """Gradients 2**16 times too large: the true norm is reported and clipped to, by our function and by AdamW's kernel as it reads."""
+    device, found = torch.get_default_device(), []
+    for max_norm, norm in (0.5, 5.0), (50, 5.0), (0, 5.0):
+        p = nn.Parameter(torch.zeros(2, device=device))
+        p.grad = torch.tensor([3.0, 4.0], device=device) * 2**16
+        inner = kernels.AdamW([p])
+        assert close(parallel.clip_grad_norm_([p], max_norm, scale=2**16).cpu(), norm, 1e-6)
+        found.append(p.grad.tolist())
+        p.grad = torch.tensor([3.0, 4.0], device=device) * 2**16
+        net = types.SimpleNamespace(dp=None, tp=None, pp=None, params=[p], optimizer=inner)
+        assert close(parallel.ParallelGPT.clip_grad_norm_(net, max_norm, 2**16).cpu(), norm, 1e-6)
+        assert close((p.grad * inner.scale).cpu(), found[-1], 1e-5)
+    assert close(found, [[0.3, 0.4], [3, 4], [3, 4]], 1e-5)
+
+
+def test_clipping_divides_by_the_loss_scale_first(pool):
+    pool(1).run(clipped_of_scaled)
+
+
 def test_loss_scale_grows_and_backs_off():
     scaler = train.LossScale(start=8.0, interval=2)
     scales = [scaler.update(finite) or scaler.scale for finite in (True, True, True, False, False, False, True, True)]
@@ -1296,6 +1464,20 @@ def test_low_precision_trains_like_float32(pool, text, tmp_path):
                                           "--device", "cuda" if GPUS and pool(2).device_type == "cuda" else "cpu"])
         ends[name] = log_of(out)[-1]["val_loss"]
     assert all(abs(end / ends["fp32"] - 1) < 0.02 for end in ends.values()), ends
+
+
+def f_and_g():
+    """What autograd has saved, or will hand to others, is not summed up in place."""
+    x, dy = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True), torch.ones(3, dtype=torch.float64)
+    parallel.CopyToGroup.apply(x, None).backward(dy)
+    assert dy.eq(1).all() and x.grad.eq(2).all()
+    x.grad, y = None, x.tanh()  # which keeps its output
+    parallel.ReduceFromGroup.apply(y, None).backward(dy)
+    assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2)
+
+
+def test_f_and_g_change_nothing_in_place(pool):
+    pool(2).run(f_and_g)
 
 
 def vocab_parallel_loss(vocab):
@@ -1504,6 +1686,30 @@ def log_of(folder):
     return [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
 
 
+def plain_log(text):
+    """What the test below must log, by a plain loop: (loss, gradient norm, learning rate) of each step, and validation losses."""
+    tokens, net, steps, losses = np.fromfile(text, np.uint8), GPT(GPTConfig(256, 16, 1, 2, 16)).double(), [], []
+    s, parts = train.Settings(steps=10, lr=0.02, warmup_steps=3), np.split(tokens, [len(tokens) - len(tokens) // 10])
+    opt = torch.optim.AdamW([{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
+                             for matrix in (1, 0)], betas=(0.9, 0.95))
+
+    def loss_of(part, step):
+        x, y = train.batch(part, 0, step, 8, 16, 256, slice(None))
+        return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+
+    for step in range(10):
+        opt.zero_grad()
+        loss, rate = loss_of(parts[0], step), train.learning_rate(s, step)
+        loss.backward()
+        steps.append((loss.item(), nn.utils.clip_grad_norm_(net.parameters(), 0.5).item(), rate))
+        for group in opt.param_groups:
+            group["lr"] = rate
+        opt.step()
+        if step in (4, 9):
+            losses.append(sum(loss_of(parts[1], i).item() / 8 for i in range(8)))
+    return steps, losses
+
+
 def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
     """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
     logs, device = {}, request.node.callspec.params["pool"]
@@ -1519,6 +1725,9 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
                                                 "--schedule", "zb-h1" if pp == 2 else "1f1b", "--lr", "0.02", "--clip", "0.5", "--warmup-steps", "3"])
         logs[dp, tp, zero, pp] = log_of(out)
     one = logs.pop((1, 1, 0, 1))
+    steps, losses = plain_log(text)
+    assert close([(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in one], steps)
+    assert close([entry["val_loss"] for entry in one if "val_loss" in entry], losses)
     assert [entry["step"] for entry in one] == list(range(1, 11)) and one[-1]["loss"] < one[0]["loss"] - 0.5
     assert all({"step", "loss", "grad_norm", "lr", "tokens_per_s", "comm_bytes"} <= set(entry) for entry in one)
     assert one[0]["comm_bytes"] == 0 and max(entry["grad_norm"] for entry in one) > 0.5
@@ -1598,6 +1807,14 @@ def test_learning_rate_schedule():
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
+def test_mfu_is_of_known_gpus_alone(monkeypatch):
+    for name, tflops in {"NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA GeForce RTX 4090": 165,
+                         "NVIDIA L40": None, "NVIDIA H20": None, "AMD Instinct MI300X": None}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert train.peak_flops(torch.device("cuda")) == (tflops and 1e12 * tflops), name
+    assert train.peak_flops(torch.device("cpu")) is None
+
+
 def test_token_files(tmp_path):
     tokens = (np.arange(5000) * 7 % 300).astype(np.uint16)
     header = np.zeros(256, np.int32)
@@ -1634,7 +1851,8 @@ BAD = [  # flags, and what the one line must name
     (["--resume"], "--out DIR"), (["--resume", "/no/such/run"], "--resume /no/such/run"), (["--resume", "--out", "HF"], "no complete checkpoint"),
     (["--resume", "HF"], "leave --resume out"), (["--save-every", "-1"], "--save-every -1"), (["--keep", "-1"], "--keep -1"),
     (["--keep", "two"], "--keep"), (["--timeout", "0"], "--timeout 0"), (["--on-nan", "pray"], "--on-nan"), (["--out", "READ_ONLY"], "--out"),
-    (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"), (["--sample", "-5"], "--sample")]
+    (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"), (["--sample", "-5"], "--sample"),
+    (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"), (["--out", "NO_LOCK"], "--out")]
 
 
 @pytest.fixture(scope="session")
@@ -1650,11 +1868,13 @@ def bad_files(tmp_path_factory):
     GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "hf")
     GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "bad_hf")
     (folder / "bad_hf" / "config.json").write_text("{}")
+    os.makedirs(folder / "no-lock" / ".lock")
     os.mkdir(folder / "old")
     (folder / "old" / "log.jsonl").write_text("")
     os.mkdir(folder / "read-only", 0o555)
     paths["READ_ONLY"] = str(folder / "read-only") if os.geteuid() else "/proc/run"  # root may write anywhere, almost
-    return {**paths, "HF": str(folder / "hf"), "BAD_HF": str(folder / "bad_hf"), "OLD_RUN": str(folder / "old")}
+    return {**paths, "HF": str(folder / "hf"), "BAD_HF": str(folder / "bad_hf"), "OLD_RUN": str(folder / "old"),
+            "NO_LOCK": str(folder / "no-lock")}
 
 
 @pytest.mark.parametrize("flags,names", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
@@ -1683,7 +1903,7 @@ def test_more_processes_than_gpus(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- starting and ending
 
 def command(*words, **more):
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
@@ -1893,9 +2113,10 @@ def test_plan_obeys_the_formulas():
     assert close(z3.dp_all, (2 / 2 + 1) * 3 / 4 * k / H200.link, 0.05) and z3.optimizer == dp.optimizer / 4  # weights are 16-bit
     tp = bench.predict(even, layout(tp=4), H200)
     assert close(tp.tp, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 / H200.link, 0.05)  # 4 all-reduces of BTC a block
-    far = bench.predict(config, layout(dp=64, batch_size=512), H200)  # eight network cards of a node are level with its links
-    slow = bench.predict(config, layout(dp=64, batch_size=512), dataclasses.replace(H200, network=1e9))
-    assert far.dp_all < 1.5 * dp.dp_all and slow.dp > 5 * far.dp_all
+    far = bench.predict(config, layout(dp=64, batch_size=512), H200)  # a ring over eight nodes leaves each by one network card
+    assert close(far.dp_all, 2 * 63 / 64 * k / H200.network, 0.03)
+    pp = [bench.predict(dataclasses.replace(even, vocab_size=50257, tied=tied), layout(pp=8, micro_batches=8), H200) for tied in (True, False)]
+    assert close(pp[0].transfers - pp[1].transfers, 4 * 50257 * 2048 / H200.link)  # the tied embedding's gradient, between two
     H200 = dataclasses.replace(H200, elementwise=3e12)  # W no longer than F: with a longer one, ZB-H1 idles more than the formula says
     for schedule, v in [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]:  # the lecture's bubble is that of the clock
         s = layout(pp=4, micro_batches=8, schedule=schedule, virtual_stages=v)
@@ -1916,6 +2137,8 @@ def test_plan_lists_what_can_run_and_fits(tmp_path):
         s = train.Settings(**{**row["settings"], "device": "cpu"})
         assert train.check_layout(s, a.config, 1, 1) == 64
     assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 15
+    a, rows = plan("--gpus", "40", "--top", "200")  # 25 heads, nodes of 8
+    assert all(train.check_layout(train.Settings(**{**row["settings"], "device": "cpu"}), a.config, 40, 8) == 40 for row in rows)
     assert plan("--gpus", "4096", "--batch-size", "8192", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288", "--top", "2")[1]
     assert not plan("--gpus", "1", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288")[1]  # a sixth of GPT-3 on one GPU
     small = dict(dataclasses.asdict(H200), memory=12 * 2**30)  # only where something is sharded or cut
@@ -2009,17 +2232,20 @@ BAD_BENCH = [
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
     ("collectives --max-bytes 7", "--max-bytes 7"), ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
-    ("scaling --only tp --gpus 3", "--tp 1"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network"),
+    ("scaling --only tp --gpus 3", "ddp, zero1, zero2, zero3"), ("kernels --gpus 2", "--gpus 2"), ("strategies --json /", "--json /"),
+    ("scaling --micro-batches 2", "--micro-batches 2"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network"),
     ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'what'"), ("pictures --into FILE", "--into"),
-    ("pictures TRACE TRACE", "would overwrite")]
+    ("pictures TRACE TRACE", "would overwrite"), ("pictures EMPTY", "empty.json")]
 
 
 @pytest.mark.parametrize("words,names", BAD_BENCH)
 def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"machine": dict(dataclasses.asdict(H200), network=None)}))
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
-    words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).split()
+    event = {"ph": "X", "name": "F stage 0 micro-batch 0", "tid": 0, "ts": 0, "dur": 1, "args": {"stage": 0, "micro_batch": 0}}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
+    (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
+    words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).replace("EMPTY", str(tmp_path / "empty.json")).split()
     cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
     monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
@@ -2312,6 +2538,9 @@ def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
     assert step == 5 and losses[3] == "nan" and all(math.isfinite(losses[i]) for i in (1, 2, 4, 5))
     manifests = [train.open_checkpoint(str(tmp_path / "skip" / f"step-0000000{i}"), True).manifest for i in (4, 5)]
     assert [(m["updates"], m["skipped"]) for m in manifests] == [(3, 1), (4, 1)]
+    want = end_of(tmp_path / "skip")
+    shutil.rmtree(tmp_path / "skip" / "step-00000005")
+    assert pool(2).run(not_finite, text, str(tmp_path / "skip"), "skip", zero) == [True, True] and end_of(tmp_path / "skip") == want
 
 
 def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
@@ -2503,7 +2732,7 @@ def no_worse_than_pytorch(ours, theirs, inputs):
 
     Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has such errors, two.
     The interpreter does not round to bf16 but cuts digits off: twice the error. And where a GPU multiplies and adds with one rounding,
-    it makes two: three units in float32, or PyTorch's luck with the instructions of one CPU or another decides.
+    it makes two: four units in float32, or PyTorch's luck with the instructions of one CPU or another decides.
     """
     runs = []
     for function, cast in ((ours, lambda x: x), (theirs, lambda x: x), (theirs, lambda x: x.double())):
@@ -2518,7 +2747,7 @@ def no_worse_than_pytorch(ours, theirs, inputs):
             assert mine.norm() < 1e-5
             continue
         error, allowed = (float((x.double() - exact).norm() / exact.norm()) for x in (mine, other))
-        unit = torch.finfo(mine.dtype).eps * (0.5 if mine.dtype != torch.float32 else 2 if GPUS else 3)
+        unit = torch.finfo(mine.dtype).eps * (0.5 if mine.dtype != torch.float32 else 2 if GPUS else 4)
         slack = 2.2 if mine.dtype == torch.bfloat16 and not GPUS else 1.1
         assert mine.shape == exact.shape and error <= slack * max(allowed, unit), (i, error, allowed)
 
@@ -2590,9 +2819,9 @@ def plain_attention(q, k, v, is_causal):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128)] + ([(1000, 1000, 64)] if GPUS else []))
+@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128), (5, 20, 256)] + ([(1000, 1000, 64)] if GPUS else []))
 def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
-    q, k, v = random(2, 3, Tq, D, dtype=dtype), random(2, 3, Tk, D, dtype=dtype), random(2, 3, Tk, D, dtype=dtype)
+    q, k, v = random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3), random(2, 3, Tk, D, dtype=dtype)
     no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal), functools.partial(plain_attention, is_causal=is_causal),
                           [q, k, v])
     if Tq == Tk:
@@ -2618,7 +2847,7 @@ def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows,vocab", [(1, 1), (17, 127), (3, 4096), (2, 5000)])
 def test_cross_entropy(rows, vocab, dtype, triton_kernels):
-    targets = torch.randint(vocab, (rows,), device=KERNEL_DEVICE)
+    targets = torch.randint(vocab, (rows, 2), device=KERNEL_DEVICE)[:, 0]  # not contiguous
     no_worse_than_pytorch(lambda z: 3 * kernels.cross_entropy(z, targets), lambda z: 3 * F.cross_entropy(
         z if z.dtype == torch.float64 else z.float(), targets), [5 * random(rows, vocab, dtype=dtype)])
     no_worse_than_pytorch(lambda z: kernels.cross_entropy(z.T, targets), lambda z: F.cross_entropy(
@@ -2702,6 +2931,9 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
                         (lambda: kernels.layer_norm(random(1, 65537), random(65537), random(65537)), "1 to 65536"),
                         (lambda: kernels.add_layer_norm(x, x[:1], w, w), r"\(1, 4\)"),
                         (lambda: kernels.cross_entropy(x, torch.zeros(2, dtype=torch.int64)), r"\(3, 4\) and targets \(2,\)"),
+                        (lambda: kernels.FlashAttention.apply(*3 * [random(1, 2, 5, 24)], True), r"head dim 24 .*\(1, 2, 5, 24\)"),
+                        (lambda: kernels.FlashAttention.apply(*2 * [random(1, 2, 5, 16)], random(1, 2, 6, 16), True), r"v \(1, 2, 6, 16\)"),
+                        (lambda: kernels.attention(random(1, 5, 2, 2, 16)), r"packed attention .*\(1, 5, 2, 2, 16\)"),
                         (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"), (lambda: kernels.use("cuda"), "'cuda'")]:
         with pytest.raises(ValueError, match=words):
             call()

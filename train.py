@@ -271,7 +271,7 @@ def check_data(s, config, train, held_out):
 
 
 def check_prompt(s, config, is_bytes):
-    if s.sample and is_bytes and max(s.prompt.encode(), default=0) >= config.vocab_size:
+    if s.sample and is_bytes and max(os.fsencode(s.prompt), default=0) >= config.vocab_size:
         raise BadInput(f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text, or --sample 0")
 
 
@@ -297,7 +297,10 @@ def read_texts(files):
 def read_tokens(path, where):
     """Tokens of a .bin file: llm.c's has 256 int32 first (20240520, version, number of tokens), nanoGPT's is nothing but uint16."""
     size = os.path.getsize(path)
-    header = np.fromfile(path, np.int32, min(256, size // 4))
+    try:
+        header = np.fromfile(path, np.int32, min(256, size // 4))
+    except OSError as error:
+        raise BadInput(f"--data: {error}") from None
     if len(header) == 256 and header[0] == 20240520:
         if header[1] != 1 or size != 1024 + 2 * int(header[2]):
             raise BadInput(f"{where}: the header speaks of version {header[1]} and {header[2]} tokens, the file holds "
@@ -450,13 +453,14 @@ def start_of(s, run, checkpoint, read_all):
 def claim(folder, run):
     """Make --out this run's own, on rank 0: locked as long as the process lives. Returns the lock, a file."""
     check_folder(folder, "--out")
-    lock = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
     try:
+        lock = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        lock.seek(0)
-        held = error.errno in (errno.EAGAIN, errno.EACCES)
-        why = f"{lock.read().strip() or 'another run'} writes there" if held else error.strerror
+        why = error.strerror
+        if error.errno == errno.EAGAIN:
+            lock.seek(0)
+            why = f"{lock.read().strip() or 'another run'} writes there"
         raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
     try:
         lock.truncate(0)
@@ -499,15 +503,14 @@ class Log:
 
 # ---------------------------------------------------------------------------------------------------------------- training
 
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362, "L4": 121,
-               "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}  # dense 16-bit, by the maker's datasheet
+PEAK_TFLOPS = {"H[18]00 PCIe": 756, "H[12]00 NVL": 835, "H[128]00": 989, "A[18]00": 312, "B200": 2250, "L40S": 362, "L4": 121,
+               "RTX 4090$": 165, "RTX 3090$": 71, "V100 PCIE": 112, "V100": 125, "T4": 65}  # dense 16-bit, by the maker's datasheet
 
 
 def peak_flops(device):
     """FLOP/s of this GPU by its datasheet, or None: MFU of an unknown GPU would be a guess."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((1e12 * value for key, value in PEAK_TFLOPS.items() if key in name.replace("-", " ").split() or
-                 (" " in key and key in name)), None)
+    name = torch.cuda.get_device_name(device).replace("-", " ") if device.type == "cuda" else ""
+    return next((1e12 * value for key, value in PEAK_TFLOPS.items() if re.search(rf"\b{key}(\b|$)", name)), None)
 
 
 def learning_rate(s, step):
@@ -731,11 +734,14 @@ class Trainer:
         rank = dist.get_rank()
         whole = GPT(self.config, seed=None)
         materialize(whole, get, self.device if rank == 0 else "meta", parallel.master_dtype(self.dtype))
-        if rank != 0:
-            return None
-        prompt = list(self.s.prompt.encode()) if self.bytes else self.held_out[:1].tolist()
+        prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
         tokens = torch.tensor([prompt or [10]], device=self.device)
-        tokens = whole.generate(tokens, n, temperature=0.8, top_k=40, seed=self.s.seed)[0].tolist()
+        for i in range(n):  # all ranks together: to wait for the last token could take longer than --timeout
+            if rank == 0:
+                tokens = whole.generate(tokens, 1, temperature=0.8, top_k=40, seed=self.s.seed + i)
+            if self.agree(self.terminated)[0]:
+                break
+        tokens = tokens[0].tolist()
         return bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
 
 
@@ -746,8 +752,8 @@ def describe(trainer, say, run):
         f"width {c.n_embd}, vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}")
     say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
         f"to train on, {len(trainer.held_out):,} held out")
-    say(f"layout   dp {s.dp} x tp {s.tp}{f' x pp {s.pp} ({s.schedule})' if s.pp > 1 else ''} = {mesh.size()} processes, {trainer.device.type} "
-        f"({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
+    say(f"layout   dp {s.dp} x tp {s.tp}{f' x pp {s.pp} ({s.schedule})' if s.pp > 1 else ''} = {mesh.size()} processes, "
+        f"{trainer.device.type} ({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
     say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
     if mesh.size() > local_world:
@@ -829,8 +835,9 @@ def train(run, device):
     # stays: torchrun sends SIGTERM to those who are still telling what went wrong.
     before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
     saved = train_steps(trainer, run, resume(trainer, run, say), say)
-    if run.saving and not s.steps:
-        saved = trainer.save(0, run.identity) is None
+    if run.saving and not s.steps and not run.checkpoint and (problem := trainer.save(0, run.identity)):
+        say(f"not saved in {s.out}: {problem.strerror}")
+        saved = False
     if s.sample and not trainer.stopping:
         dist.progress("sampling")
         text = trainer.sample(s.sample)
@@ -863,7 +870,7 @@ def train_steps(trainer, run, first, say):
             write_trace(trainer, s.trace)
         where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
         saving = run.saving and (done == s.steps or trainer.stopping or s.save_every and done % s.save_every == 0)
-        if bad := trainer.bad or saving and trainer.agree(trainer.read())[0]:
+        if bad := trainer.bad or (saving or done == s.steps) and trainer.agree(trainer.read())[0]:
             what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
             record({"step": done, "not_finite": what, "on_nan": s.on_nan})
             if s.on_nan == "stop":
@@ -902,7 +909,8 @@ def train_steps(trainer, run, first, say):
         if saving:
             started = time.perf_counter()
             if log:
-                os.fsync(log.file)
+                with contextlib.suppress(OSError):  # a disk that is full only now: the checkpoint will say so
+                    os.fsync(log.file)
             problem = trainer.save(done, run.identity)
             saved = problem is None
             if problem:
@@ -980,14 +988,17 @@ def main():
         refuse("train.py", problem, rank)
     s = run.s
     if run.processes != world:
-        if run.lock:
+        if run.lock:  # rank 0 writes into it, and empties it when all is saved: a full disk has room for that
+            run.lock.truncate(0)
             run.lock.close()
-        dist.start_again(run.processes, lambda: not s.out or "not_saved" not in pathlib.Path(s.out, "log.jsonl").read_text()[-200:])
+        dist.start_again(run.processes, lambda: not run.lock or not os.path.getsize(run.lock.name))
     watch = dist.Watch("train.py", s.timeout)
     try:
         device = dist.initialize(s.device, s.timeout)
         watch.start()
         saved = train(run, device)
+        if run.lock and saved:
+            run.lock.truncate(0)
         dist.barrier()
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
