@@ -63,14 +63,14 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def interleaved(steps, device, repeats, warm_up=3, calls=1):
+def interleaved(steps, device, repeats, calls=1):
     """{name: seconds a call} of {name: function}, the median of `repeats`.
 
     They take turns, so that a slow moment of the machine hits all alike. Each starts together on all ranks, behind a barrier, and
     lasts until the slowest rank's device is idle: the maximum over ranks is taken of every repeat, then the median.
     """
     seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
-    for i in range(-warm_up, repeats):
+    for i in range(-3, repeats):  # the first three warm up
         for j, step in enumerate(steps.values()):
             synchronize(device)
             torch_dist.barrier()
@@ -343,7 +343,7 @@ def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
     c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    cuts = list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
+    cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     stages = max((cuts[rank::s.pp] for rank in range(s.pp)), key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, first, last = contents(config, stages)
@@ -432,10 +432,9 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group), "large": lambda: dist.all_reduce(large, group=group)},
                               device, 5, calls=5)
         switched = dist._link(group).switched
-        hop, per_byte = np.linalg.solve([rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)],
-                                        [seconds["small"], seconds["large"]])
-        per_byte = per_byte if per_byte > 0 else seconds["large"] / sent("all_reduce", large.numel(), 4, n, 0)  # lost in the noise
-        machines[comm] = dataclasses.replace(machine, link=float(1 / per_byte), hop=float(max(hop, 0)), switched=switched)
+        ways = [rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)]
+        hop, link = fit(*zip(*ways), [seconds["small"], seconds["large"]])
+        machines[comm] = dataclasses.replace(machine, link=link, hop=hop, switched=switched)
     dist.destroy_process_group(group)
     return machines or dict.fromkeys(comms, machine)
 
@@ -571,7 +570,7 @@ def calls_of(op, size, device):
 
 def fit(messages, sizes, seconds):
     """(seconds a message, bytes a second): the line seconds = a messages + bytes / b, each point weighted by its own size, so that
-    microseconds count as much as seconds do."""
+    microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
     m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
     a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
     if a < 0 or per_byte <= 0:  # no latency to be seen, or no bandwidth: the other alone
@@ -588,7 +587,7 @@ def collectives(a):
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f", "ratio": "torch / ours:>12.2f",
         "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
-    sizes, fits = [size for i in range(11) if (size := 1024 << (5 if a.quick else 2) * i) <= a.max_bytes], []
+    sizes, fits = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2))], []
     for op in a.only:
         points = []
         for size in sizes if op != "barrier" else [0]:
@@ -946,8 +945,6 @@ def measure_strategy(name, s, a, device, machines):
 
 ROOM = 0.9  # share of a GPU's memory that predictions may fill: temporaries, the allocator's gaps and NCCL's buffers want the rest
 
-split_pieces = functools.cache(parallel.split_pieces)
-
 
 @functools.cache
 def held(schedule, p, m, v):
@@ -957,7 +954,7 @@ def held(schedule, p, m, v):
 
 def needed_bytes(config, s, fused):
     """Bytes of the fullest pipeline rank. fused: as in parallel.memory_bytes."""
-    cuts, dtype, each = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
+    cuts, dtype, each = parallel.split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # from there on, more change nothing
     return max(sum(parallel.memory_bytes(config, s.zero, s.dp, s.tp, dtype, s.recompute, each, cuts[rank::s.pp], math.ceil(peak[rank]),
                                          fused).values()) for rank in range(s.pp))
@@ -1051,7 +1048,7 @@ def scaling(a):
                     path = os.path.join(folder, f"{n}-{batch}.json")
                     words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size", batch, "--json", path,
                              "--accumulate", batch // n // a.batch_size, "--only", *a.only, *["--quick"] * a.quick]
-                    for name in ("device", "comm", "dtype", "model", "cuda_graphs", "repeats", *SIZES):
+                    for name in ("device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES):
                         words += [f"--{name.replace('_', '-')}", getattr(a, name)] if getattr(a, name) else []
                     subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
                     with open(path) as file:
@@ -1202,16 +1199,14 @@ WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": st
         "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
-SIZES = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")
 FLAGS = [  # which of WHAT take it, its name, the rest
     ((*MEASURED, "plan"), "--json", {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
     ((*MEASURED[1:], "plan"), "--gpus", {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
     (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
     (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
     (MEASURED, "--only", {"nargs": "+", "metavar": "NAME", "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
-    (("collectives",), "--max-bytes", {"type": parallel.positive, "help": "largest tensor; left out, 1 GiB, on the CPU 16 MiB"}),
     (OF_A_MODEL, "--model", {"choices": list(PRESETS), "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
-    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"}) for name in SIZES),
+    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"}) for name in train.SIZES),
     (OF_A_MODEL, "--batch-size", {"type": parallel.positive, "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
     (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"], "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
     (TRAINED, "--comm", {"choices": ["ring", "torch", "both"], "default": "ring", "help": "collectives under our strategies"}),
@@ -1262,18 +1257,15 @@ def check(a, world):
             raise BadInput("--device cpu: kernels are Triton's and want a GPU; TRITON_INTERPRET=1 with --quick shows that they work")
         return 1
     if a.what == "collectives":
-        a.max_bytes = a.max_bytes or (1 << 20 if a.quick else 1 << 30 if a.device == "cuda" else 1 << 24)
         a.only = a.only or [*BUS, "barrier"]
         if a.gpus == 1:
             raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2" + " --device cpu" * (a.device == "cuda"))
-        if a.max_bytes < 1024:
-            raise BadInput(f"--max-bytes {a.max_bytes}: sizes start at 1 KiB; give e.g. --max-bytes 1048576")
         for name in set(a.only) - {*BUS, "barrier"}:
             raise BadInput(f"--only {name}: there are {', '.join(BUS)}, barrier")
         return a.gpus
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
-    a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
+    a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
     if a.what in TRAINED:
         a.repeats = a.repeats or (3 if a.quick else 7)
@@ -1366,7 +1358,7 @@ def main():
         processes = check(a, world)
     except BadInput as problem:
         train.refuse("bench.py", problem, rank)
-    if processes > world or (processes > 1 and "RANK" not in os.environ):
+    if processes > world:
         dist.start_again(processes)
     WHAT[a.what](a)
     if dist.is_initialized():

@@ -197,7 +197,7 @@ class Link:
         self.switched = self.backend == "nccl" and len({rank // local for rank in ranks}) == 1  # taken to be joined by a switch
         self.name, self.log = None, Traffic()  # the operation under way
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # said, for the default device may be a GPU
         self._jobs = self._last = self._stream = None
         self._graphs, self._pools = {}, {}
         self._windows, self._aside, self._copied = {}, False, False  # of the operation under way: runs beside the caller; took a window
@@ -258,7 +258,7 @@ class Link:
         if like.is_cuda:
             return like.new_empty(count)
         if self._scratch.numel() < count * like.element_size():
-            self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8)
+            self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
         return self._scratch[:count * like.element_size()].view(like.dtype)
 
     def run(self, name, body, tensors, async_op, key=None):

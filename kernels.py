@@ -50,7 +50,8 @@ _choice = "auto"
 
 
 def use(choice):
-    """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64."""
+    """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64.
+    ValueError for another word, or where Triton cannot run."""
     global _choice
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
@@ -204,9 +205,8 @@ class Map(torch.autograd.Function):
             return launch_map(x, None, function)
         y, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
-        if rows:
-            _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
-                                                                         num_warps=4)
+        _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
+                                                                     num_warps=4)
         return y
 
     @staticmethod
@@ -222,8 +222,7 @@ class Map(torch.autograd.Function):
 def launch_map(x, dy, function):
     # 4 KiB a program, 4 warps: 32 bytes a thread. Of 1024 .. 16384 elements the fastest in either dtype, within 1 % of a copy.
     y, n, block = torch.empty_like(x), x.numel(), 4096 // x.element_size()
-    if n:
-        _map[(triton.cdiv(n, block),)](x, dy, y, n, function, block, num_warps=4)
+    _map[(triton.cdiv(n, block),)](x, dy, y, n, function, block, num_warps=4)
     return y
 
 
@@ -274,9 +273,9 @@ class Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, padded, y = ctx.saved_tensors
-        rows = dy.contiguous().flatten(0, -2) if y is None else pad_columns(dy, y)
+        rows = dy.reshape(-1, dy.shape[-1]).contiguous() if y is None else pad_columns(dy, y)
         dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-        rows, x = rows[:, :ctx.width], x.flatten(0, -2)
+        rows, x = rows[:, :ctx.width], x.reshape(-1, x.shape[-1])
         if ctx.take:
             ctx.take(rows, x)
             return dx, None, None, None
@@ -304,7 +303,7 @@ def pad_columns(dy, y):
 
     Cross-entropy leaves its gradient where the logits were: there the zeros are next to it, and nothing is copied.
     """
-    width, rows = y.shape[-1], dy.flatten(0, -2)
+    width, rows = y.shape[-1], dy.reshape(-1, dy.shape[-1])
     if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
         return rows.as_strided((len(rows), width), rows.stride())
     return F.pad(rows, (0, width - rows.shape[1]))
@@ -418,9 +417,8 @@ class LayerNorm(torch.autograd.Function):
         # A warp for 1024 columns, for 2048 from 8192 on: 3.93, 3.95, 3.91, 3.94, 3.77 TB/s at widths 768, 1600, 4096, 8192, 16384;
         # half or twice as many lose up to 8 %, 32 for 16384 columns 38 %.
         warps = max(1, block // (1024 if block < 8192 else 2048))
-        if rows:
-            _layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add, block,
-                                 num_warps=warps)
+        _layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add, block,
+                             num_warps=warps)
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.add = add
         ctx.set_materialize_grads(False)
@@ -444,9 +442,8 @@ class LayerNorm(torch.autograd.Function):
         ahead = min(2, (room - 8192) // row_bytes)
         programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
         dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
-        if rows:
-            _layer_norm_backward[(programs * slices,)](x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width,
-                                                       use_dtotal, block, slices, 1 + ahead, num_warps=max(1, block // 1024))
+        _layer_norm_backward[(programs * slices,)](x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width,
+                                                   use_dtotal, block, slices, 1 + ahead, num_warps=max(1, block // 1024))
         dw, db = sum_parts(partial, weight.dtype)
         return dx, dx if ctx.add else None, dw, db, None
 
@@ -834,15 +831,14 @@ def softmax_sums(z, targets):
     """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart, targets may not. A target outside of 0 .. V-1, on
     another rank's slice, gives z_t = 0."""
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
-    if len(z):  # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
-        _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
+    # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
+    _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
     return top, total, picked
 
 
 def softmax_minus_onehot_(z, targets, top, total, scale):
     """z becomes (exp(z - top) / total - onehot(t)) scale, for scale a tensor of one float32."""
-    if len(z):
-        _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale, z.shape[1], z.stride(0), 4096, num_warps=4)
+    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale, z.shape[1], z.stride(0), 4096, num_warps=4)
     torch.autograd.graph.increment_version(z)
     return z
 
@@ -904,7 +900,8 @@ class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW, its state and its update, in one pass over float32 parameters on which Triton runs.
 
     scale: None, or a tensor of one element that gradients are multiplied by as they are read. copies: {parameter: tensor of
-    the same number of elements}, to be given the new values in their own dtype. Loshchilov & Hutter (2019).
+    the same number of elements}, to be given the new values in their own dtype. step() raises ValueError for other parameters.
+    Loshchilov & Hutter (2019).
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # of its other options the kernel has none
@@ -950,7 +947,7 @@ def _sum_rows(rows, own, out, n, RANK: tl.constexpr, N: tl.constexpr, DIVIDE: tl
 def sum_rows(rows, own, rank, out, divide):
     """out (n) = the sum of rows (N, n), `own` (n) standing for row `rank`, which is never read; divided by N if `divide`.
 
-    bfloat16, float16, float32 (all summed in float32) or float64, contiguous; summed in the order of the ranks. out may be own.
+    bfloat16, float16, float32 (all summed in float32) or float64, contiguous, else ValueError; summed in the order of the ranks. out may be own.
     """
     N, n = rows.shape
     if not (own.shape == out.shape == (n,) and rows.dtype == own.dtype == out.dtype and rows.dtype in (*DTYPES, torch.float64)
@@ -958,8 +955,7 @@ def sum_rows(rows, own, rank, out, divide):
         raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into "
                          f"{tuple(out.shape)} {out.dtype}: needs contiguous (N, n), (n), (n) of one floating dtype, a rank below N")
     block = 4096 // rows.element_size()  # as in launch_map
-    if n:
-        _sum_rows[(triton.cdiv(n, block),)](rows, own, out, n, rank, N, divide, block, num_warps=4)
+    _sum_rows[(triton.cdiv(n, block),)](rows, own, out, n, rank, N, divide, block, num_warps=4)
 
 
 # ----------------------------------------------------------------------------------------------------------- matrix product
@@ -1006,7 +1002,8 @@ TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 
 
 def matmul(a, b, function=None, tiles=TILES):
-    """a @ b, or function(a @ b), for a (M, K), b (K, N) of any strides, in one dtype. function: _gelu, _elu."""
+    """a @ b, or function(a @ b), (M, N), for a (M, K), b (K, N) of any strides, in one dtype of DTYPES; others raise ValueError.
+    function: _gelu, _elu. tiles: (BM, BN, BK, GROUP)."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and (K, N) of one dtype, "
                          f"bfloat16, float16 or float32")

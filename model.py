@@ -345,7 +345,7 @@ def read_safetensors(path):
             tensors[name] = (torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin) if count
                              else torch.empty(0, dtype=dtype)).view(entry["shape"])
         return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 

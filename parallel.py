@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import GPT, PRESETS, GPTConfig, Linear, initial_weight, materialize
+from model import GPT, PRESETS, GPTConfig, Linear, initial_weight, materialize, shapes
 
 # -------------------------------------------------------------------------------------------------------------------- mesh
 
@@ -1152,8 +1152,9 @@ def split_linears(module):
     return later
 
 
+@functools.cache
 def split_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...].
+    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...], not to be changed.
 
     Costs are multiply-adds a token: a block's matrices and attention, the head's C V; looking up an embedding is free.
     """
@@ -1640,10 +1641,10 @@ class ParallelGPT:
         return param, bucket.shard if bucket else param, bucket
 
     @torch.no_grad()
-    def whole_parameter(self, name, shape, key=None):
+    def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype, or what the optimizer keeps of it under `key` (zeros
         before its first step), on every rank. All of them must ask, in the same order."""
-        owner, local = self.owners[name], None
+        owner, local, shape = self.owners[name], None, shapes(self.config)[name]
         if owner in self.stages:
             param, stepped, bucket = self._kept(owner, name)
             local = stepped.detach() if key is None else self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))

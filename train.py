@@ -117,6 +117,9 @@ class Settings:
     timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
 
 
+SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size"
+
+
 class BadInput(Exception):
     """One line for the user: the flag or the file, what is wrong, a value that would work."""
 
@@ -145,15 +148,11 @@ def parse(arguments):
 
 def check_numbers(s):
     """Numbers that make no sense on their own."""
-    for name, least, value in [("steps", 0, 450), ("batch_size", 1, 16), ("micro_batches", 1, 1), ("lr", 0, 2e-3),
-                               ("min_lr", 0, 1e-4), ("warmup_steps", 0, 20), ("weight_decay", 0, 0.1), ("clip", 0, 1.0),
-                               ("seed", 0, 0), ("dp", 1, 2), ("tp", 1, 2), ("pp", 1, 2), ("virtual_stages", 1, 2),
-                               ("eval_every", 0, 100), ("log_every", 0, 10), ("save_every", 0, 100), ("keep", 0, 2),
-                               ("timeout", 1, 600), ("sample", 0, 200), ("n_layer", 1, 4), ("n_head", 1, 4), ("n_embd", 1, 128),
-                               ("seq_len", 1, 128), ("vocab_size", 1, 256)]:
-        given = getattr(s, name)
-        if given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
-            raise BadInput(f"--{name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
+    for f in dataclasses.fields(s):
+        given, least = getattr(s, f.name), int(f.name in ("batch_size", "micro_batches", "dp", "tp", "pp", "virtual_stages", "timeout", *SIZES))
+        if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
+            value = f.default or getattr(PRESETS["tiny"], f.name, 2)
+            raise BadInput(f"--{f.name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
     if s.lr < s.min_lr:
         raise BadInput(f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
@@ -170,8 +169,7 @@ def model_config(s, checkpoint=None):
             raise BadInput(f"{where} {folder}: {error}") from None
     else:
         config, source = PRESETS[s.model], None
-    given = {name: getattr(s, name) for name in ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "activation")
-             if getattr(s, name) is not None}
+    given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
     if source:
         for name, value in given.items():
             if value != getattr(config, name):
@@ -241,7 +239,7 @@ def check_layout(s, config, world, local_world):
 # -------------------------------------------------------------------------------------------------------------------- data
 
 def load_data(s):
-    """(training tokens, held-out tokens, whether they are bytes): numpy arrays, mapped from the file where it is a .bin."""
+    """(training tokens, held-out tokens, whether they are bytes): numpy arrays, uint8 or, mapped from a .bin, uint16. BadInput."""
     where = f"--data {s.data}"
     if not s.data:  # the one text that is on every reader's machine
         where, root = "the standard library", pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -312,7 +310,7 @@ def read_tokens(path, where):
 
 
 def batch(tokens, seed, step, batch_size, seq_len, vocab_size, samples):
-    """Inputs and targets (n, T) of some samples (a slice) of a step's batch: the same whoever asks, in every layout."""
+    """Inputs and targets, int64 (n, T) on the CPU, of some samples (a slice) of a step's batch: the same whoever asks, in every layout."""
     starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - seq_len, batch_size)[samples]
     rows = np.stack([tokens[i:i + seq_len + 1] for i in starts]).astype(np.int64)
     check_tokens(rows, vocab_size)
@@ -488,7 +486,7 @@ class Log:
         self.file, self.waiting = os.open(path, os.O_WRONLY | os.O_APPEND), b""
 
     def write(self, entry):
-        """Returns the OSError, or None."""
+        """entry: {"step": ..., ...}, its numbers finite or made text. Returns the OSError that keeps it waiting, or None."""
         entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
         self.waiting += json.dumps(entry).encode() + b"\n"
         size = os.fstat(self.file).st_size
@@ -514,7 +512,7 @@ def peak_flops(device):
 
 
 def learning_rate(s, step):
-    """Linear warm-up, then half a cosine from lr to min_lr at the last step."""
+    """Linear warm-up, then half a cosine from lr to min_lr at the last step; steps count from 0."""
     if step < s.warmup_steps:
         return s.lr * (step + 1) / s.warmup_steps
     progress = (step - s.warmup_steps) / max(1, s.steps - 1 - s.warmup_steps)
@@ -634,9 +632,10 @@ class Trainer:
         return int(before[0] if before else 0 if late or alarm is None else alarm)
 
     def save(self, step, run):
-        """Write step's checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None."""
+        """Write step's checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None, as the other
+        ranks always do."""
         whole, problem = shapes(self.config), None
-        asked = iter([(name, shape, key) for key in (None, *MOMENTS) for name, shape in whole.items()])
+        asked = iter([(name, key) for key in (None, *MOMENTS) for name in whole])
 
         def get(name):
             return self.net.whole_parameter(*next(asked))
@@ -723,17 +722,10 @@ class Trainer:
         losses = [self.net.forward(*self.micro_batches(self.held_out, self.s.seed, i)) for i in range(batches)]
         return self.mean_over_ranks(torch.stack(losses).mean())
 
-    def whole_parameters(self):
-        """get(name) of the model one process would hold. All ranks must ask, in the same order."""
-        whole = shapes(self.config)
-        return lambda name: self.net.whole_parameter(name, whole[name])
-
     def sample(self, n):
         """Text (or token numbers) the model goes on with, on rank 0; the other ranks help to gather the weights."""
-        get = self.whole_parameters()
-        rank = dist.get_rank()
-        whole = GPT(self.config, seed=None)
-        materialize(whole, get, self.device if rank == 0 else "meta", parallel.master_dtype(self.dtype))
+        rank, whole = dist.get_rank(), GPT(self.config, seed=None)
+        materialize(whole, self.net.whole_parameter, self.device if rank == 0 else "meta", parallel.master_dtype(self.dtype))
         prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
         tokens = torch.tensor([prompt or [10]], device=self.device)
         for i in range(n):  # all ranks together: to wait for the last token could take longer than --timeout
@@ -826,9 +818,13 @@ class NotFinite(Exception):
 
 
 def train(run, device):
-    """All steps that are left, and a sample. Returns whether all there is to save is on the disk."""
+    """All steps that are left, and a sample. Returns, on rank 0, whether all there is to save is on the disk; True on the others."""
     s, config, rank = run.s, run.config, dist.get_rank()
-    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
+
+    def say(text):
+        with contextlib.suppress(OSError):  # what is printed may go to the disk that is full: it comes when there is room again
+            rank == 0 and print(text, flush=True)
+
     trainer = Trainer(s, config, run.source, run.data, device)
     describe(trainer, say, run)
     # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved. After an error this
@@ -847,6 +843,7 @@ def train(run, device):
 
 
 def train_steps(trainer, run, first, say):
+    """Steps `first` to the last, or to SIGTERM; returns what `train` does. NotFinite where --on-nan is stop."""
     s, config, device = run.s, run.config, trainer.device
     log = Log(os.path.join(s.out, "log.jsonl"), first) if run.lock else None
 
@@ -980,6 +977,7 @@ def prepare(arguments, rank=0, world=1, local_world=1):
 
 
 def main():
+    sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
     rank = int(os.environ.get("RANK", "0"))
     world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
