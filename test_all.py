@@ -1676,9 +1676,10 @@ def text(tmp_path_factory):
 
 def run_training(flags):
     """train.py's own `train`, in this pool's processes."""
-    with torch.device("cpu"):
+    device = torch.get_default_device()
+    with torch.device("cpu"):  # as when it is started
         run = train.prepare(flags, dist.get_rank(), dist.get_world_size(), dist.get_world_size())
-    saved = train.train(run, torch.get_default_device())
+        saved = train.train(run, device)
     if run.lock:
         run.lock.close()
     return saved
