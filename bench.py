@@ -778,7 +778,12 @@ def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q, k and v, not
     by heads: other numbers, the same work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),

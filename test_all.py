@@ -9,8 +9,8 @@ Processes come from a pool, started once for each world size. With GPUs, the sam
 """
 
 import concurrent.futures
-import copy
 import contextlib
+import copy
 import dataclasses
 import errno
 import fcntl
@@ -2556,6 +2556,16 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
     assert end_of(tmp_path / "run")[2:] == before[2:] and log_of(tmp_path / "run")[-1]["not_saved"]
     assert not any(name.startswith(".step") for name in os.listdir(tmp_path / "run"))
     assert Ranks(flags + ["--resume"], 2, tmp_path / "log").end() == [0, 0] and end_of(tmp_path / "run")[0] == 4
+
+
+def trace_into(folder):
+    said, pipeline = [], types.SimpleNamespace(recorded=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
+    train.write_trace(types.SimpleNamespace(net=types.SimpleNamespace(pipeline=pipeline)), folder, said.append)
+    return said
+
+
+def test_trace_that_cannot_be_written_is_all_that_is_lost(pool, text):
+    assert pool(1).run(trace_into, os.path.join(text, "below-a-file")) == [[f"no trace in {text}/below-a-file: Not a directory"]]
 
 
 def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):

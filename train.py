@@ -766,7 +766,7 @@ def predicted_bytes(trainer):
                                  kernels.on_triton(torch.empty(0, device=trainer.device)))
 
 
-def write_trace(trainer, folder):
+def write_trace(trainer, folder, say):
     """What every rank ran in this step, as one file for Perfetto (ui.perfetto.dev) or chrome://tracing: a row a rank."""
     spans, every = trainer.net.pipeline.recorded(), [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
@@ -779,9 +779,12 @@ def write_trace(trainer, folder):
                    "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"what": words[kind], "stage": stage, "micro_batch": i}}
               for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
     events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(every))]
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "trace.json"), "w") as file:
-        json.dump({"traceEvents": events}, file)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "trace.json"), "w") as file:
+            json.dump({"traceEvents": events}, file)
+    except OSError as problem:  # a full disk costs the trace, not the run
+        say(f"no trace in {folder}: {problem.strerror}")
 
 
 def describe_first_steps(trainer, say):
@@ -864,7 +867,7 @@ def train_steps(trainer, run, first, say):
             trainer.net.pipeline.record()
         loss, norm = trainer.step(step, BirthLog() if step == first else None)
         if tracing:
-            write_trace(trainer, s.trace)
+            write_trace(trainer, s.trace, say)
         where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
         saving = run.saving and (done == s.steps or trainer.stopping or s.save_every and done % s.save_every == 0)
         if bad := trainer.bad or (saving or done == s.steps) and trainer.agree(trainer.read())[0]:
