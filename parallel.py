@@ -170,7 +170,8 @@ class Reducer:
     def ready(self, param):  # the hook hands over the parameter, its gradient is param.grad
         bucket = self.bucket_of[param]
         if bucket.state == "sent":
-            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
+            raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run all but the "
+                               "last one under no_sync()")
         if not self.syncing and self.keeps_grad:
             return  # autograd adds to .grad by itself
         if self.totals and param.grad is not None:  # as graphs add them up, micro-batch by micro-batch: the same to the bit
