@@ -151,7 +151,7 @@ class Reducer:
     def __init__(self, buckets, group, stage, reduce_dtype=None, on_complete=lambda bucket: None):
         self.buckets, self.group, self.stage, self.reduce_dtype, self.on_complete = buckets, group, stage, reduce_dtype, on_complete
         self.syncing, self.next, self.finished, self.under_way = True, 0, False, deque()
-        self.totals = {}  # where gradients add up in place of .grad, once CUDA graphs know where the flat vectors lie
+        self.totals = {}  # where gradients add up in place of .grad, once `begin` has said so; then the flat vectors stay where they lie
         self.keeps_grad = all(bucket.shard is None for bucket in buckets)  # plain DDP: `.grad` stays, a view of the bucket
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         ready = weakref.WeakMethod(self.ready)  # weak, or parameters and buckets would keep each other alive
@@ -347,8 +347,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is element by
     element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers, and those of the
     group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard keeps float32 masters; gradients
-    add up in float32 (those of micro-batches that overtake each other, as without CUDA graphs under zb-h1, a few of them in 16 bits
-    first), and travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data
+    add up in float32 (at stage 2 under interleaved and zb-h1, where micro-batches overtake each other, some in 16 bits first), and travel
+    so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data
     parallelism. A parameter that no rank used has a gradient of zero here, not None. stage=2: all ranks must use the same parameters
     in each backward.
     """
@@ -1611,7 +1611,10 @@ class ParallelGPT:
         return self._run(x, y, "forward", 1.0, lambda: None)
 
     def _run(self, x, y, schedule, scale, on_forward):
-        syncs = None if schedule == "forward" else self.syncs
+        syncs, mixed = None if schedule == "forward" else self.syncs, self.dtype != master_dtype(self.dtype)
+        if syncs and mixed and self.zero < 2 and not self.cuda_graphs and (
+                schedule == "zb-h1" or self.virtual > 1 or self.optimizer.reducer.totals):
+            self.optimizer.reducer.begin(fresh=False)  # micro-batches overtake each other: .grad would add them up in 16 bits
         losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, self.config.n_embd, scale, syncs, on_forward,
                                    self.optimizer.reducer if syncs and self.cuda_graphs else None)
         total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
