@@ -454,10 +454,10 @@ class FSDP(nn.Module):
 
     so two units are whole at a time, and communication runs under computation. Matrices are sharded: one flat shard a unit.
     1-D parameters (biases, norms; a thousandth of K) stay whole and are all-reduced once a step, in `finish_grad_sync`. A tied
-    parameter stays gathered from its first use in forward to its last, a frozen one from backward to the end. compute_dtype: what layers compute in, e.g.
-    torch.bfloat16; shards and their gradients keep the module's own dtype. A module on the meta device is never whole anywhere:
-    say on which device it shall live and give its values to `load`, one parameter at a time. All ranks must use the same
-    parameters in each backward.
+    parameter stays gathered from its first use in forward to its last, a frozen one from backward to the end. compute_dtype: what layers
+    compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype. A module on the meta device is never
+    whole anywhere: say on which device it shall live and give its values to `load`, one parameter at a time. All ranks must use the
+    same parameters in each backward.
 
     Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """

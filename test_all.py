@@ -1402,8 +1402,8 @@ def half_gradients(schedule, zero):
         net.optimizer.zero_grad()
         net.forward_backward(*(t.split(1) for t in tokens_of(0)), schedule)
     grads, buckets = {}, net.reducers[0].bucket_of
-    for model in net.stages.values():
-        for name, param in model.named_parameters():
+    for stage in net.stages.values():
+        for name, param in stage.named_parameters():
             grads[name] = buckets[param].shard.grad[buckets[param].overlap(param, buckets[param].own)[1]].numpy()
     return grads
 
