@@ -803,8 +803,9 @@ def torch_pipeline(schedule):
         rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
         modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
         stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
-        runner = getattr(schedules, schedule)(stages if "Interleaved" in schedule else stages[0], len(x),
-                      loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+        runner = getattr(schedules, schedule)(
+            stages if "Interleaved" in schedule else stages[0], len(x),
+            loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
         params = [p for module in modules.values() for p in module.parameters()]
         optimizer, tokens, targets = adamw(params, device), torch.cat(x), torch.cat(y)
 

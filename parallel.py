@@ -347,10 +347,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is element by
     element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers, and those of the
     group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard keeps float32 masters; gradients
-    add up in float32 (at stage 2 under interleaved and zb-h1, where micro-batches overtake each other, some in 16 bits first), and travel
-    so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data
-    parallelism. A parameter that no rank used has a gradient of zero here, not None. stage=2: all ranks must use the same parameters
-    in each backward.
+    add up in float32 (at stage 2 under interleaved and zb-h1, where micro-batches overtake each other, some in 16 bits first), and
+    travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data parallelism. A parameter
+    that no rank used has a gradient of zero here, not None. stage=2: all ranks must use the same parameters in each backward.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=25, compute_dtype=None, reduce_dtype=None, **kwargs):
@@ -543,15 +542,17 @@ class FSDP(nn.Module):
             mine = bucket.weights[bucket.own]
             mine.copy_(bucket.shard)  # the cast from master to compute dtype
             bucket.gathering = dist.all_gather_into_tensor(bucket.weights, mine, self.group, async_op=True)
-        if wait and bucket.gathering:
+        if wait:
+            self._arrived(bucket)
+
+    def _arrived(self, bucket):
+        if bucket.gathering:
             bucket.gathering.wait()
             bucket.gathering = None
 
     def _free(self, bucket):
         if bucket.sharded and bucket.weights.untyped_storage().size():
-            if bucket.gathering:
-                bucket.gathering.wait()  # it must not write into freed memory
-            bucket.gathering = None
+            self._arrived(bucket)  # a gather under way must not write into freed memory
             bucket.weights.untyped_storage().resize_(0)
 
     def _fetch(self, unit, wait):

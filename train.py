@@ -825,8 +825,9 @@ def train(run, device):
     s, config, rank = run.s, run.config, dist.get_rank()
 
     def say(text):
-        with contextlib.suppress(OSError):  # what is printed may go to the disk that is full: it comes when there is room again
-            rank == 0 and print(text, flush=True)
+        if rank == 0:
+            with contextlib.suppress(OSError):  # what is printed may go to the disk that is full: it comes when there is room again
+                print(text, flush=True)
 
     trainer = Trainer(s, config, run.source, run.data, device)
     describe(trainer, say, run)
