@@ -199,7 +199,7 @@ class Link:
         self.watch = lambda t: None  # called after each ring step: the demo below draws them
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # said, for the default device may be a GPU
         self._jobs = self._last = self._stream = None
-        self._graphs, self._pools = {}, {}
+        self._graphs = {}
         self._windows, self._aside, self._copied = {}, False, False  # of the operation under way: runs beside the caller; took a window
         if self.backend not in PIECE_BYTES:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
@@ -304,8 +304,9 @@ class Link:
         if isinstance(recording, tuple) and recording[2] is not None and recording[2] != memory_given_back():
             recording = 0
         if recording == 2:
-            # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it.
-            pool = self._pools.setdefault(key[1], torch.cuda.graph_pool_handle())
+            # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it. (A pool
+            # that has lost its last graph takes no other.)
+            pool = next((kept[0].pool() for k, kept in self._graphs.items() if isinstance(kept, tuple) and k[1] == key[1]), None)
             before, graph, stream = traffic(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -228,7 +228,7 @@ def compare_with_library(name, cases, direct):
     link, wrong = dist._link(None), []
     kept = link.switched, dist.PIECE_BYTES, dist.WINDOW_FROM, dist.WINDOW_BYTES
     link.switched, dist.PIECE_BYTES = bool(direct), dist.PIECE_BYTES | {"gloo": 1 << 18}  # large tensors travel in pieces
-    link._graphs, link._pools = {}, {}
+    link._graphs.clear()
     link._windows.clear()
     dist.WINDOW_FROM, dist.WINDOW_BYTES = (0, 1 << 14) if direct == "windows" else (1 << 40, 0)
     for shape, dtype, op, root, spread, async_op in cases:
@@ -246,7 +246,7 @@ def compare_with_library(name, cases, direct):
             if not dtype.is_complex and g.dtype != dtype or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6):
                 wrong.append((name, shape, dtype, str(op), root, spread, async_op, w, g))
     link.switched, dist.PIECE_BYTES, dist.WINDOW_FROM, dist.WINDOW_BYTES = kept
-    link._graphs, link._pools = {}, {}  # of windows that go now
+    link._graphs.clear()  # of windows that go now
     link._windows.clear()
     assert not wrong, wrong[0]
 
@@ -279,7 +279,7 @@ def test_collective_equals_library(pool, name, size):
 def reduce_in_memory_that_comes_back():
     """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
     rank, size, where, results = dist.get_rank(), dist.get_world_size(), [], []
-    for elements in (1 << 22, 1 << 23, 1 << 22):
+    for elements in (1 << 22, 1 << 22, 1 << 23, 1 << 22):
         t = torch.empty(elements)[:1 << 22]
         for _ in range(5):  # often enough to be recorded, and replayed
             dist.all_reduce(t.fill_(1.0 + rank))
@@ -360,7 +360,7 @@ def ring_only(function):
     @functools.wraps(function)
     def run(*args):
         kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, {"gloo": 0, "nccl": 0, "switched": 0}
-        dist._link(None)._graphs, dist._link(None)._pools = {}, {}
+        dist._link(None)._graphs.clear()
         try:
             return function(*args)
         finally:
@@ -1768,7 +1768,9 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         for kind in ("parameters", "gradients", "optimizer"):
             predicted, measured = memory["predicted_bytes"][kind], memory["measured_bytes"][kind]
             assert abs(measured - predicted) <= 0.02 * predicted + 200, (layout, kind, memory)  # padding
-        if layout[2] < 2 and layout[3] < 3:  # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing
+        # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing; a GPU's attention in float64 keeps
+        # the probabilities.
+        if layout[2] < 2 and layout[3] < 3 and device == "cpu":
             kept = memory["measured_bytes"]["activations"] / memory["predicted_bytes"]["activations"]
             assert 0.9 < kept < 1.1, (layout, memory)
         models = [GPT.from_hf(tmp_path / name / "step-00000010") for name in ("dp{}tp{}zero{}pp{}".format(*layout), "dp1tp1zero0pp1")]
@@ -2854,7 +2856,8 @@ def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
 
 def plain_attention(q, k, v, is_causal):
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2]) if is_causal else None
-    return F.scaled_dot_product_attention(q, k, v, mask)
+    whole = torch.contiguous_format  # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow
+    return F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter

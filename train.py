@@ -624,7 +624,7 @@ class Trainer:
         leave the GPU idle. Without `alarm`: the one still unread."""
         before, self.unread = self.unread, None
         if late:
-            self.unread = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+            self.unread = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
             self.unread[0].copy_(alarm, non_blocking=True)
             self.unread[1].record()
         if before:
