@@ -17,6 +17,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -257,6 +258,7 @@ class Machine:
     network_hop: float = None
     node: int = 8              # GPUs of a node
     switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
+    units: float = None        # s the CPU takes to issue one block under ZeRO-3, its gathers, hooks and reductions included
     fused: bool = True         # --kernels auto takes ours there, for the loss and AdamW, too: Hopper and later
 
 
@@ -330,7 +332,8 @@ def stage_seconds(config, s, machine, stages):
     f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm   # gradients into their buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
     replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.tp * s.pp > 1
-    launch = 0.0 if replayed else machine.launch * (1 if s.recompute == "none" else 4 / 3)
+    issue = machine.units if s.zero == 3 and machine.units else machine.launch
+    launch = 0.0 if replayed else issue * (1 if s.recompute == "none" else 4 / 3)
     slow = max(1.0, launch / (f + i + w))
     f, i, w = (blocks * slow * x for x in (f, i, w))
     if head:
@@ -401,11 +404,13 @@ def measure_machine(device, dtype, config, comms=("ring",)):
             module.zero_grad()
             x.grad = None
             module(x).backward(dy)
+            getattr(module, "finish_grad_sync", int)()
         return run
 
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     block, attention = (Block(config).to(device, dtype) for _ in range(2))
     tiny = torch.nn.Sequential(*(Block(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
+    units = parallel.FSDP(copy.deepcopy(tiny))
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
@@ -416,7 +421,8 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])), "copy": lambda: target.copy_(source),
         "block": both_ways(block, x, torch.randn_like(x)), "attention": both_ways(attention.attn, qkv, torch.randn_like(x)),
-        "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row))}, device, 5, calls=3)
+        "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row)),
+        **({"units": both_ways(units, row, torch.randn_like(row))} if cuda else {})}, device, 5, calls=3)
     rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # of the block's products
     counted = sum(passes(config)) * b * t * dtype.itemsize
     machine = Machine(
@@ -424,7 +430,7 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         torch.cuda.get_device_properties(device).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n,
         6 * k * c * config.inner / seconds["fewer"], 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
         logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny),
-        fused=kernels.on_triton(torch.empty(0, device=device)))
+        units=seconds["units"] / len(tiny) if cuda else None, fused=kernels.on_triton(torch.empty(0, device=device)))
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
     for comm in comms if n > 1 else ():
@@ -444,6 +450,7 @@ def describe_machine(machine):
     return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention {machine.attention / scale:.0f}; memory "
             f"{machine.hbm / 1e9:,.0f} GB/s, a block's other operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} "
             f"GiB; {1e3 * machine.launch:.2f} ms to launch a block"
+            + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")
             + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message" if machine.link else "")
             + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network else ""))
 
@@ -626,11 +633,13 @@ def layouts(n, m, virtual):
     every = {"one": {"dp": n}} if n == 1 else {}
     every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2}, "zero3": {"dp": n, "zero": 3}}
     if n > 1:
-        every |= {"tp": {"tp": n}, "gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
-                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual), "zb-h1": dict(pipeline, schedule="zb-h1")}
+        every["tp"] = {"tp": n}
     if n > 3 and n % 2 == 0:
-        every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
-                  "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2}}
+        every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
+                  "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m}, "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
+    if n > 1:  # last, for after them the ranks between the ends have made fewer windows, and get no more
+        every |= {"gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
+                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual), "zb-h1": dict(pipeline, schedule="zb-h1")}
     return every
 
 

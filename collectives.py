@@ -1,4 +1,4 @@
-"""Every collective of the lecture, from send and receive; inside a node of GPUs large tensors are copied from memory to memory.
+"""Every collective of the lecture, from send and receive; inside a node of GPUs from memory to memory.
 
 The names and arguments are those of `torch.distributed`, so `import collectives as dist` works:
 
@@ -11,7 +11,7 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     barrier                                     dissemination: log2(N) rounds
 
 The file has three parts. `Link` is one process group seen as messages: algorithms send through it, over gloo (CPU) or NCCL (GPU),
-and it counts bytes; inside a node of GPUs large tensors go through a `Window`. The algorithms are written on a `Link` and know
+and it counts bytes; inside a node of GPUs all but the smallest tensors go through a `Window`. The algorithms are written on a `Link` and know
 nothing else. The public functions at the end choose where an algorithm runs: at once, or beside the caller's computation
 (`async_op=True`).
 
@@ -73,8 +73,12 @@ REPLAY_BYTES, REPLAYS = 1 << 28, 512
 # Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's into the
 # receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels, and take
 # multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB were exchanged by copies,
-# in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone). A group opens up to two windows, one of them for async_op.
+# in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
+# An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES, one kernel that reads and writes
+# all windows beats messages and copies, which start late (2 H200: 16 KiB 28 us against 44, 2 MiB 28 against 47, 16 MiB 77 against 93,
+# level at 32 MiB). Below, a window costs more memory than it saves time.
+OPEN_FROM, OPEN_BYTES = 1 << 12, 1 << 25
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -143,25 +147,32 @@ def wait_for(handle, what):
 # ------------------------------------------------------------------------------------------------- a group seen as messages
 
 class Window:
-    """Memory of each GPU of a group that all of them can write to and read from: a message is then a copy. Made by all ranks together.
+    """Memory of each GPU of a group that all of them can write to and read from: a message is then a copy, or a kernel's access.
 
-    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every rank.
+    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every rank. At the
+    end of each operation nobody touches another's window any more.
     """
+    made = 0  # by this process
 
-    def __init__(self, link):
+    def __init__(self, link, mine):
         import torch.distributed._symmetric_memory as symmetric_memory
-        self.link = link
-        self.mine = symmetric_memory.empty(WINDOW_BYTES, dtype=torch.uint8, device="cuda")
-        self.handle = symmetric_memory.rendezvous(self.mine, link.group)
-        self.of = [self.handle.get_buffer(r, (WINDOW_BYTES,), torch.uint8) for r in range(link.size)]
+        self.link, self.mine = link, mine
+        self.handle = symmetric_memory.rendezvous(mine, link.group)
+        self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
 
     def barrier(self):
-        self.handle.barrier(timeout_ms=1000 * _timeout)
+        self.handle.barrier(timeout_ms=1000 * (_timeout + 60))  # it ends the process without a word: `Watch` shall come first
+
+    def open(self, flat):
+        """Lay `flat` where everybody can read and write it, up to the next barrier; returns what each rank has laid there."""
+        self.mine[:flat.nbytes].copy_(flat.view(torch.uint8))
+        self.barrier()
+        return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def scatter(self, parts):
         """Write parts[r] into rank r's window; returns what came here, a row a rank, (N, n). The own row is there to be filled."""
-        self.barrier()  # everybody has read what was there before
+        self.barrier()  # everybody has read its own, what was there before
         for r in self.others:
             start = self.link.rank * parts[r].nbytes
             self.of[r][start:start + parts[r].nbytes].copy_(parts[r].view(torch.uint8))
@@ -172,13 +183,37 @@ class Window:
 
     def gather(self, parts):
         """Copy parts[r] out of rank r's window, for every other r."""
-        self.barrier()
-        own = parts[self.link.rank]
-        self.mine[:own.nbytes].copy_(own.view(torch.uint8))
-        self.barrier()
+        self.open(parts[self.link.rank])
         for r in self.others:
             parts[r].view(torch.uint8).copy_(self.of[r][:parts[r].nbytes])
-            self.link.count(own)
+            self.link.count(parts[self.link.rank])
+        self.barrier()
+
+
+def make_window(link, nbytes):
+    """A Window for this group, or None on all its ranks, which all ask: where one GPU cannot reach another or has no room.
+
+    And where ranks have made different numbers of windows, as those of a pipeline's first and last stage have with one of their own
+    for the tied embedding: PyTorch lets ranks meet under a number that each process counts for itself, up to 2.13 at least, and they
+    would wait for each other for ever.
+    """
+    def agreed(*numbers):
+        numbers = torch.tensor(numbers, dtype=torch.int64, device="cuda")
+        torch_dist.all_reduce(numbers, ReduceOp.MIN, link.group)
+        return numbers.tolist()
+
+    import torch.distributed._symmetric_memory as symmetric_memory
+    mine = window = None
+    with contextlib.suppress(RuntimeError):
+        if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in link.gpus for b in link.gpus):
+            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda")
+    ready, fewest, most = agreed(mine is not None, Window.made, -Window.made)
+    if not ready or fewest != -most:
+        return None
+    Window.made += 1
+    with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
+        window = Window(link, mine)
+    return window if agreed(window is not None)[0] else None
 
 
 class Link:
@@ -225,21 +260,16 @@ class Link:
         self.log.bytes += message.nbytes
 
     def window(self, nbytes):
-        """The Window for an operation over `nbytes`, or None: isend and irecv do it. Operations beside the caller have their own, for
-        two at a time would write over each other."""
-        if not (self.switched and self.backend == "nccl") or nbytes < WINDOW_FROM:
+        """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the caller have their
+        own, for two at a time would write over each other."""
+        key = nbytes, self._aside
+        if self.size == 1 or not (self.switched and self.backend == "nccl"):
             return None
-        if self._aside not in self._windows:
-            window = None
-            if self.size > 1 and all(a == b or torch.cuda.can_device_access_peer(a, b) for a in self.gpus for b in self.gpus):
-                with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
-                    window = Window(self)
-                all_can = torch.tensor(window is not None, dtype=torch.int32, device="cuda")
-                torch_dist.all_reduce(all_can, ReduceOp.MIN, self.group)
-                window = window if all_can.item() else None
-            self._windows[self._aside] = window
-        self._copied = self._windows[self._aside] is not None
-        return self._windows[self._aside]
+        if key not in self._windows and not torch.cuda.is_current_stream_capturing():  # nobody meets while recording
+            self._windows[key] = make_window(self, nbytes)
+        window = self._windows.get(key)
+        self._copied = window is not None
+        return window
 
     def wait(self, handles):
         """Wait for each handle once. On NCCL the current stream waits, not the CPU."""
@@ -491,7 +521,8 @@ def _ring_all_gather(link, chunks):
 # Inside a node a switch joins every two GPUs at full speed, so there is no need to pass chunks on: rank r hands chunk c straight to
 # rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
 # float32 where they have 16 bits; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
-# Large chunks go through windows: summed where others wrote them, gathered from where their owners keep them.
+# Large chunks go through windows: summed where others wrote them, gathered from where their owners keep them. And an all-reduce that
+# the caller waits for is one kernel over everybody's window, up to OPEN_BYTES.
 
 def _swap(link, mine, theirs):
     """Send mine[r] to rank r and receive theirs[r] from it, for every other rank at once."""
@@ -501,14 +532,14 @@ def _swap(link, mine, theirs):
 
 def _direct_reduce_scatter(link, chunks, result, op):
     """Combine chunk r of all ranks into `result` on rank r (which may be chunk r itself)."""
-    if window := link.window(link.size * chunks[0].nbytes):
+    if link.size * chunks[0].nbytes >= WINDOW_FROM and (window := link.window(WINDOW_BYTES)):
         for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // link.size):
-            _sum_rows(link, window.scatter(parts), parts[link.rank], into, op)
+            _sum_rows(link, [*window.scatter(parts)], parts[link.rank], [into], op)
         return
     own = chunks[link.rank]
     rows = link.scratch(own, link.size * own.numel()).view(link.size, -1)
     _swap(link, chunks, rows)
-    _sum_rows(link, rows, own, result, op)
+    _sum_rows(link, [*rows], own, [result], op)
 
 
 def _in_step(chunks, nbytes):
@@ -517,14 +548,34 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, len(chunks[0]), n))
 
 
-def _sum_rows(link, rows, own, result, op):
-    """Combine rows (N, n), `own` in place of this rank's."""
-    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point() and own.is_cuda:
-        kernels.sum_rows(rows, own, link.rank, result, op == ReduceOp.AVG)
-        return
+def _sum_rows(link, rows, own, results, op):
+    """Combine rows (N, n), `own` in place of this rank's, into each of `results`."""
     rows[link.rank] = own
-    result.copy_(functools.reduce(lambda a, b: COMBINE[op](a, b, out=a), rows.unbind()))
-    _average(op, result, link.size)
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point() and own.is_cuda:
+        kernels.sum_rows(rows, results, op == ReduceOp.AVG)
+        return
+    total = functools.reduce(COMBINE[op], rows)
+    _average(op, total, link.size)
+    for result in results:
+        result.copy_(total)
+
+
+def _open_all_reduce(link, window, flat, op):
+    """Everybody's tensor lies open. Small ones everybody reads whole; of others rank r combines chunk r, and writes it into all."""
+    tensors = window.open(flat)
+    if flat.nbytes <= link.doubling_bytes:
+        _sum_rows(link, tensors, flat, [flat], op)
+        window.barrier()
+        for _ in window.others:
+            link.count(flat)
+        return
+    chunks = [tensor.tensor_split(link.size)[link.rank] for tensor in tensors]
+    _sum_rows(link, chunks, chunks[link.rank], chunks, op)
+    window.barrier()
+    flat.copy_(tensors[link.rank])
+    for r in window.others:  # who reads its chunk of mine, and whom I write mine
+        link.count(flat.tensor_split(link.size)[r])
+        link.count(chunks[link.rank])
 
 
 def _reduce_scatter_tensor(link, output, input, op):
@@ -547,7 +598,7 @@ def _reduce_scatter_tensor(link, output, input, op):
 
 def _all_gather(link, chunks):
     """The same, whichever way is best for this group."""
-    if window := link.window(link.size * chunks[0].nbytes):
+    if link.size * chunks[0].nbytes >= WINDOW_FROM and (window := link.window(WINDOW_BYTES)):
         for parts in _in_step(chunks, WINDOW_BYTES):
             window.gather(parts)
     elif link.switched:
@@ -572,7 +623,9 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
 def _all_reduce(link, tensor, op):
     flat = _flat(tensor)
     chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
-    if flat.nbytes <= link.doubling_bytes:
+    if OPEN_FROM <= flat.nbytes <= OPEN_BYTES and not link._aside and (window := link.window(OPEN_BYTES)):
+        _open_all_reduce(link, window, flat, op)
+    elif flat.nbytes <= link.doubling_bytes:
         if link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
             _direct_reduce_scatter(link, [flat] * link.size, flat, op)
         else:

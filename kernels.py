@@ -6,7 +6,7 @@
     attention        flash attention
     cross-entropy    that never writes a probability, and puts the gradient where the logits were
     AdamW            clipping, update and the 16-bit copy in one pass
-    sum of rows      what the ranks of a node hand each other in a reduce-scatter
+    sum of rows      what the ranks of a node hand each other, from wherever it lies
     matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
 Each section is a page to learn one kernel from: the math, the kernel, the autograd function, the bytes and FLOPs it should cost;
@@ -931,31 +931,29 @@ class AdamW(torch.optim.AdamW):
 
 # -------------------------------------------------------------------------------------------------------------- sum of rows
 #
-# A direct reduce-scatter leaves one row from every other rank in a buffer; this rank's own row lies elsewhere. Sum and mean in
-# one pass, (N + 1) n elements: copying the own row in, then sum, then divide would move (N + 5) n.
+# What a reduce-scatter or all-reduce between GPUs ends with: a row of every rank, wherever it lies, in another GPU's memory, too, and
+# the sum or mean of them to be put into one place or several. One pass: every row is read once, every result written once.
 
 @triton.jit
-def _sum_rows(rows, own, out, n, RANK: tl.constexpr, N: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32)
-    for r in tl.static_range(N):
-        total += tl.load((own if r == RANK else rows) + at, at < n).to(total.dtype)
-        rows += n
-    tl.store(out + at, total / N if DIVIDE else total, at < n)
+    total = tl.zeros((BLOCK,), tl.float64 if rows[0].dtype.element_ty == tl.float64 else tl.float32)
+    for r in tl.static_range(len(rows)):
+        total += tl.load(rows[r] + at, at < n).to(total.dtype)
+    for r in tl.static_range(len(outs)):
+        tl.store(outs[r] + at, total / len(rows) if DIVIDE else total, at < n)
 
 
-def sum_rows(rows, own, rank, out, divide):
-    """out (n) = the sum of rows (N, n), `own` (n) standing for row `rank`, which is never read; divided by N if `divide`.
+def sum_rows(rows, outs, divide):
+    """Each of outs (n) = the sum of rows, N tensors (n); divided by N if `divide`. outs may be some of the rows.
 
-    bfloat16, float16, float32 (all summed in float32) or float64, contiguous, else ValueError; summed in the order of the ranks. out may be own.
+    bfloat16, float16, float32 (all summed in float32) or float64, contiguous, else ValueError; summed in the order of the rows.
     """
-    N, n = rows.shape
-    if not (own.shape == out.shape == (n,) and rows.dtype == own.dtype == out.dtype and rows.dtype in (*DTYPES, torch.float64)
-            and rows.is_contiguous() and own.is_contiguous() and out.is_contiguous() and 0 <= rank < N):
-        raise ValueError(f"sum of rows {tuple(rows.shape)} {rows.dtype}, own {rank} {tuple(own.shape)} {own.dtype}, into "
-                         f"{tuple(out.shape)} {out.dtype}: needs contiguous (N, n), (n), (n) of one floating dtype, a rank below N")
-    block = 4096 // rows.element_size()  # as in launch_map
-    _sum_rows[(triton.cdiv(n, block),)](rows, own, out, n, rank, N, divide, block, num_warps=4)
+    n, dtype = len(rows[0]), rows[0].dtype
+    if dtype not in (*DTYPES, torch.float64) or any(t.shape != (n,) or t.dtype != dtype or not t.is_contiguous() for t in (*rows, *outs)):
+        raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one floating dtype")
+    block = 4096 // rows[0].element_size()  # as in launch_map
+    _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
 
 
 # ----------------------------------------------------------------------------------------------------------- matrix product

@@ -35,6 +35,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import types
@@ -226,11 +227,12 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
 
 def compare_with_library(name, cases, direct):
     link, wrong = dist._link(None), []
-    kept = link.switched, dist.PIECE_BYTES, dist.WINDOW_FROM, dist.WINDOW_BYTES
+    names = "PIECE_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES"
+    kept = link.switched, {name: getattr(dist, name) for name in names}
     link.switched, dist.PIECE_BYTES = bool(direct), dist.PIECE_BYTES | {"gloo": 1 << 18}  # large tensors travel in pieces
     link._graphs.clear()
     link._windows.clear()
-    dist.WINDOW_FROM, dist.WINDOW_BYTES = (0, 1 << 14) if direct == "windows" else (1 << 40, 0)
+    dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (0, 1, 1 << 14, 1 << 14) if direct == "windows" else (1 << 40, 1, 0, 0)
     for shape, dtype, op, root, spread, async_op in cases:
         # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same numbers.
         base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
@@ -245,7 +247,8 @@ def compare_with_library(name, cases, direct):
             g = g.real if dtype.is_complex else g
             if not dtype.is_complex and g.dtype != dtype or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6):
                 wrong.append((name, shape, dtype, str(op), root, spread, async_op, w, g))
-    link.switched, dist.PIECE_BYTES, dist.WINDOW_FROM, dist.WINDOW_BYTES = kept
+    link.switched = kept[0]
+    vars(dist).update(kept[1])
     link._graphs.clear()  # of windows that go now
     link._windows.clear()
     assert not wrong, wrong[0]
@@ -274,6 +277,54 @@ def test_collective_equals_library(pool, name, size):
     pool(size).run(compare_with_library, name, cases, False)
     for direct in ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ():
         pool(size).run(compare_with_library, name, cases, direct)
+
+
+def all_reduce_through_windows(rank, windows, barrier, tensors):
+    """One rank of several that are threads: windows are memory of the CPU. Returns what it sent."""
+    link, window = object.__new__(dist.Link), object.__new__(dist.Window)
+    link.rank, link.size, link.switched, link.backend, link._aside, link.log = rank, len(windows), True, "gloo", False, dist.Traffic()
+    link.window = lambda nbytes: window
+    window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
+    window.others = [(rank + i) % link.size for i in range(1, link.size)]
+    for t, op in tensors:
+        dist._all_reduce(link, t, op)
+    return link.log.bytes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("way", ["read whole", "read in chunks", "copied"])
+def test_all_reduce_through_windows(size, way, monkeypatch):
+    monkeypatch.setattr(dist, "DOUBLING_BYTES", {"switched": 1 << 14 if way == "read whole" else 0})
+    monkeypatch.setattr(dist, "OPEN_FROM", 1)
+    monkeypatch.setattr(dist, "OPEN_BYTES", 0 if way == "copied" else 1 << 14)
+    monkeypatch.setattr(dist, "WINDOW_FROM", 0)
+    monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps
+    cases = [(torch.float64, n, op) for n in (1, 2, 7, 1001) for op in OPS] + [(torch.int32, 50, "sum"), (torch.bfloat16, 50, "avg")]
+    tensors = [[(_values((n,), dtype, rank), OPS[op]) for dtype, n, op in cases] for rank in range(size)]
+    wants = []
+    for rows, (_, _, op) in zip(zip(*tensors), cases):
+        rows = torch.stack([t for t, _ in rows]).double()
+        wants.append({"sum": rows.sum(0), "avg": rows.mean(0), "max": rows.amax(0), "min": rows.amin(0), "product": rows.prod(0)}[op])
+    windows, barrier = [torch.zeros(1 << 14, dtype=torch.uint8) for _ in range(size)], threading.Barrier(size, timeout=20)
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        sent = sum(threads.map(lambda rank: all_reduce_through_windows(rank, windows, barrier, tensors[rank]), range(size)))
+    for i, (dtype, n, op) in enumerate(cases):
+        assert all(close(tensors[rank][i][0], wants[i], 1e-2 if dtype == torch.bfloat16 else 1e-12) for rank in range(size)), (dtype, n, op)
+    assert sent == sum((size - 1) * (size if way == "read whole" else 2) * dtype.itemsize * n for dtype, n, _ in cases)
+
+
+def ends_then_all():
+    """A group of some ranks makes a window, then one of all would: not all have made as many."""
+    ends, size = dist.new_group([0, dist.get_world_size() - 1]), dist.get_world_size()
+    for group, elements in (ends, 1 << 18), (None, 1 << 18), (None, 1 << 22):
+        t = torch.full((elements,), 1.0 + dist.get_rank())
+        dist.all_reduce(t, group=group)
+        if group is None:
+            assert (t == size * (size + 1) / 2).all(), elements
+
+
+def test_windows_of_some_ranks_do_not_stop_the_others(pool):
+    pool(3).run(ends_then_all)
 
 
 def reduce_in_memory_that_comes_back():
@@ -3043,19 +3094,17 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
 def test_sum_rows(dtype, triton_kernels):
     exactly = GPUS or dtype != torch.bfloat16  # the interpreter cuts digits off
     for ranks, n in [(1, 1), (2, 17), (3, 1000), (4, 4096), (5, 5001)]:
-        for rank, divide in itertools.product({0, ranks // 2, ranks - 1}, (False, True)):
-            rows, own = random(ranks, n).to(dtype), random(n).to(dtype)
-            parts = [own if r == rank else row for r, row in enumerate(rows.clone())]
-            expected = functools.reduce(torch.add, [part.to(torch.promote_types(dtype, torch.float32)) for part in parts])
+        for divide in (False, True):
+            rows = random(ranks, n).to(dtype).unbind()
+            expected = functools.reduce(torch.add, [row.to(torch.promote_types(dtype, torch.float32)) for row in rows])
             expected = (expected / ranks if divide else expected).to(dtype)
-            rows[rank] = math.nan
-            out = torch.empty_like(own)
-            kernels.sum_rows(rows, own, rank, out, divide)
+            out = torch.full_like(rows[0], math.nan)
+            kernels.sum_rows(rows, [out], divide)
             assert torch.equal(out, expected) if exactly and not divide else close(out, expected, torch.finfo(dtype).eps)  # the order too
-            kernels.sum_rows(rows, own, rank, own, divide)
-            assert torch.equal(own, out)
-    for wrong in [(rows, own, ranks, out), (rows, own[1:], rank, out), (rows.T, random(ranks).to(dtype), 0, random(ranks).to(dtype)),
-                  (rows, own.int(), rank, out), (rows.int(), own.int(), rank, out.int())]:
+            kernels.sum_rows(rows, rows, divide)
+            assert all(torch.equal(row, out) for row in rows)
+    for wrong in [(rows, [out[1:]]), ([rows[0], rows[1][1:]], [out]), ([random(n, 2).to(dtype)[:, 0]], [out]), (rows, [out.int()]),
+                  ([out.int()], [out.int()])]:
         with pytest.raises(ValueError, match="sum of rows"):
             kernels.sum_rows(*wrong, False)
 
