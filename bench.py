@@ -258,7 +258,7 @@ class Machine:
     network_hop: float = None
     node: int = 8              # GPUs of a node
     switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
-    units: float = None        # s the CPU takes to issue one block under ZeRO-3, its gathers, hooks and reductions included
+    units: float = None        # s the CPU takes to issue one block under ZeRO-3, its hooks included, its collectives not
     fused: bool = True         # --kernels auto takes ours there, for the loss and AdamW, too: Hopper and later
 
 
@@ -422,7 +422,7 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])), "copy": lambda: target.copy_(source),
         "block": both_ways(block, x, torch.randn_like(x)), "attention": both_ways(attention.attn, qkv, torch.randn_like(x)),
         "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row)),
-        **({"units": both_ways(units, row, torch.randn_like(row))} if cuda else {})}, device, 5, calls=3)
+        **({"units": replaced(left_out)(both_ways(units, row, torch.randn_like(row)))} if cuda else {})}, device, 5, calls=3)
     rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # of the block's products
     counted = sum(passes(config)) * b * t * dtype.itemsize
     machine = Machine(

@@ -11,7 +11,7 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     barrier                                     dissemination: log2(N) rounds
 
 The file has three parts. `Link` is one process group seen as messages: algorithms send through it, over gloo (CPU) or NCCL (GPU),
-and it counts bytes; inside a node of GPUs all but the smallest tensors go through a `Window`. The algorithms are written on a `Link` and know
+and it counts bytes; inside a node of GPUs large ones go through a `Window`. The algorithms are written on a `Link` and know
 nothing else. The public functions at the end choose where an algorithm runs: at once, or beside the caller's computation
 (`async_op=True`).
 
@@ -75,10 +75,10 @@ REPLAY_BYTES, REPLAYS = 1 << 28, 512
 # multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB were exchanged by copies,
 # in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
-# An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES, one kernel that reads and writes
-# all windows beats messages and copies, which start late (2 H200: 16 KiB 28 us against 44, 2 MiB 28 against 47, 16 MiB 77 against 93,
-# level at 32 MiB). Below, a window costs more memory than it saves time.
-OPEN_FROM, OPEN_BYTES = 1 << 12, 1 << 25
+# An all-reduce that the caller waits for has no computation to spare: up to OPEN_BYTES one kernel that reads and writes all windows
+# beats messages and copies, which start late (4 H200s: 2 MiB 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, level at
+# 24 MiB; NCCL's own 28, 59, 95).
+OPEN_BYTES = 3 << 23
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
@@ -561,14 +561,8 @@ def _sum_rows(link, rows, own, results, op):
 
 
 def _open_all_reduce(link, window, flat, op):
-    """Everybody's tensor lies open. Small ones everybody reads whole; of others rank r combines chunk r, and writes it into all."""
+    """Everybody's tensor lies open: rank r combines chunk r of all, and writes it into all."""
     tensors = window.open(flat)
-    if flat.nbytes <= link.doubling_bytes:
-        _sum_rows(link, tensors, flat, [flat], op)
-        window.barrier()
-        for _ in window.others:
-            link.count(flat)
-        return
     chunks = [tensor.tensor_split(link.size)[link.rank] for tensor in tensors]
     _sum_rows(link, chunks, chunks[link.rank], chunks, op)
     window.barrier()
@@ -623,13 +617,13 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
 def _all_reduce(link, tensor, op):
     flat = _flat(tensor)
     chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
-    if OPEN_FROM <= flat.nbytes <= OPEN_BYTES and not link._aside and (window := link.window(OPEN_BYTES)):
-        _open_all_reduce(link, window, flat, op)
-    elif flat.nbytes <= link.doubling_bytes:
+    if flat.nbytes <= link.doubling_bytes:
         if link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
             _direct_reduce_scatter(link, [flat] * link.size, flat, op)
         else:
             _recursive_doubling(link, flat, op)
+    elif flat.nbytes <= OPEN_BYTES and not link._aside and (window := link.window(OPEN_BYTES)):
+        _open_all_reduce(link, window, flat, op)
     else:  # two halves, (N-1)/N K sent in each
         if link.switched:
             _direct_reduce_scatter(link, chunks, chunks[link.rank], op)

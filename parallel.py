@@ -258,12 +258,16 @@ class Reducer:
         bucket.waiting, bucket.state = set(bucket.params), "sent"
         if self.stage >= 2:
             bucket.flat, bucket.state = None, "empty"  # ZeRO-2: from here only `under_way` holds the full gradient, until _receive
-        self.under_way.append((handle, bucket, wire, out))
+            if bucket.shard.grad is None:  # there from now on, though it fills later
+                bucket.shard.grad = out if out.dtype == bucket.shard.dtype else torch.zeros_like(bucket.shard)
+        self.under_way.append((handle, bucket, wire, out, bucket.shard.grad if self.stage >= 2 else None))
         while self.stage >= 2 and len(self.under_way) > 2:
             self._receive(*self.under_way.popleft())
 
-    def _receive(self, handle, bucket, wire, out):
+    def _receive(self, handle, bucket, wire, out, grad):
         handle.wait()
+        if self.stage >= 2 and bucket.shard.grad is not grad:
+            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the model")
         bucket.state = "empty"
         if self.stage == 0 and wire is not bucket.flat:
             bucket.flat.copy_(wire)
@@ -271,8 +275,18 @@ class Reducer:
         if bucket.shard is not None:
             if bucket.shard.grad is None:
                 bucket.shard.grad = out.to(bucket.shard.dtype)
-            else:
+            elif bucket.shard.grad is not out:
                 bucket.shard.grad += out
+
+    def forget(self):
+        """Drop what a step has left that was never finished: one that was skipped, or whose backward raised. On every rank."""
+        while self.under_way:
+            self.under_way.popleft()[0].wait()
+        for bucket in self.buckets:
+            bucket.waiting, bucket.came, bucket.state = set(bucket.params), 0, "empty"
+            for param in bucket.params:
+                param.grad = None
+        self.next = 0
 
     def finish(self):
         """Send what has not left yet, wait for all of it."""
@@ -350,6 +364,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     add up in float32 (at stage 2 under interleaved and zb-h1, where micro-batches overtake each other, some in 16 bits first), and
     travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data parallelism. A parameter
     that no rank used has a gradient of zero here, not None. stage=2: all ranks must use the same parameters in each backward.
+    A module's weights are loaded before; later, 16-bit ones come back by this one's `load_state_dict`, which has the masters.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=25, compute_dtype=None, reduce_dtype=None, **kwargs):
@@ -361,6 +376,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for p in g["params"]:
                 if p.requires_grad:
                     which.setdefault(p, i)
+                elif not p.is_meta:
+                    dist.broadcast(p.detach(), group=group, group_src=0)
+                    p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
         self.params = list(which)
         self.buckets = make_buckets(self.params, bucket_mb, group, which.get)
         for bucket in self.buckets:
@@ -374,7 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(groups):
             g["params"] = [bucket.shard for bucket in self.buckets if which[bucket.params[0]] == i]
-        self.inner = optimizer_class(groups, **kwargs)
+        self.inner, self.reducer = optimizer_class(groups, **kwargs), None
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.casts = {b for b in self.buckets if b.dtype != b.shard.dtype}
@@ -383,16 +401,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer = Reducer(self.buckets, group, stage, reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
+    def add_param_group(self, group):
+        if self.reducer:
+            raise ValueError("ShardedOptimizer cuts its parameters once: make a new one with all of them")
+        super().add_param_group(group)
+
     def zero_grad(self, set_to_none=True):
-        for param in [*self.params, *self.shards]:
-            param.grad = None
+        self.reducer.forget()
+        for shard in self.shards:
+            shard.grad = None
         if not self.reducer.totals:
             for bucket in self.buckets:
                 bucket.flat = None  # forward has the room; backward allocates it again, bucket by bucket, as activations go
 
+    def state_dict(self):
+        """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
+        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.buckets if b.dtype != b.shard.dtype])
+
     def load_state_dict(self, state_dict):
-        self.inner.load_state_dict(state_dict)
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        with torch.no_grad():
+            for bucket, master in zip((b for b in self.buckets if b.dtype != b.shard.dtype), state_dict["masters"], strict=True):
+                bucket.shard.copy_(master)
 
     @torch.no_grad()
     def step(self):
@@ -456,7 +487,7 @@ class FSDP(nn.Module):
     parameter stays gathered from its first use in forward to its last, a frozen one from backward to the end. compute_dtype: what layers
     compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype. A module on the meta device is never
     whole anywhere: say on which device it shall live and give its values to `load`, one parameter at a time. All ranks must use the
-    same parameters in each backward.
+    same parameters in each backward. To drop a step, `model.zero_grad()`.
 
     Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
@@ -480,7 +511,7 @@ class FSDP(nn.Module):
             bucket.shard.requires_grad_(old[0].requires_grad)
             bucket.dtype = compute_dtype or bucket.dtype
             bucket.weights = bucket.new(bucket.dtype)
-            bucket.gathering, bucket.uses_left = None, 0
+            bucket.gathering, bucket.uses_left, bucket.version = None, 0, None
             # Its own version counter (.data): refilling the buffer before backward is no change to what autograd has saved.
             bucket.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(bucket.views(bucket.weights), old)]
             bucket.waiting = set(bucket.params)
@@ -493,7 +524,7 @@ class FSDP(nn.Module):
         for owner in module.modules():
             for leaf, p in list(owner.named_parameters(recurse=False)):
                 setattr(owner, leaf, replaced[p])
-        self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params if p.dim() > 1)) for unit, params in units}
+        self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
         self.uses = {b: sum(b in buckets for buckets in self.units.values()) for b in self.buckets}
         self.order, self.last_order, self.in_backward = [], [], False
         for unit in self.units:
@@ -504,6 +535,20 @@ class FSDP(nn.Module):
                          for kind in (True, False)]
         self.sharded, self.whole = self.reducers
         self.whole.syncing = False  # its few elements leave in finish_grad_sync
+        module.register_state_dict_pre_hook(self._refuse)
+        module.register_load_state_dict_pre_hook(self._refuse)
+
+    def _refuse(self, *_, **__):
+        raise RuntimeError("FSDP's parameters have no memory between steps: full_state_dict() gives them, load() sets them, and a "
+                           "module is copied, moved or cast before it is wrapped")
+
+    _apply = __deepcopy__ = _refuse
+
+    def zero_grad(self, set_to_none=True):
+        """The optimizer's gradients, and what a step that was skipped or raised has left of its own. On every rank."""
+        for reducer in self.reducers:
+            reducer.forget()
+        super().zero_grad(set_to_none)
 
     no_sync = staticmethod(nullcontext)  # gradients leave on every backward: there is nowhere to keep them whole
 
@@ -511,12 +556,13 @@ class FSDP(nn.Module):
         """What an optimizer steps: this rank's flat shards, and the 1-D parameters of the module in one flat vector."""
         return ((f"shard.{i}", bucket.shard) for i, bucket in enumerate(self.buckets))
 
+    @torch.no_grad()
     def load(self, get):
         """Set every parameter to get(param, name), a whole tensor, one after the other; kept is what lies in this rank's shard."""
         for name, param in self.module.named_parameters():
             bucket = self.bucket_of[param]
             there, here = bucket.overlap(param, bucket.own)
-            bucket.shard.data[here] = get(param, name).reshape(-1)[there]
+            bucket.shard[here] = get(param, name).reshape(-1)[there].to(bucket.shard)
 
     @torch.no_grad()
     def full_parameter(self, param):
@@ -533,6 +579,11 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def _gather(self, bucket, wait):
+        if not bucket.sharded:
+            if bucket.version != bucket.shard._version:
+                bucket.version = bucket.shard._version
+                bucket.weights.copy_(bucket.shard)
+            return
         storage = bucket.weights.untyped_storage()
         if storage.size() and bucket.version != bucket.shard._version:
             self._free(bucket)  # gathered before the optimizer's step
@@ -590,8 +641,7 @@ class FSDP(nn.Module):
         self.last_order, self.order, self.in_backward = self.order, [], False
         for bucket in self.buckets:
             bucket.uses_left = self.uses[bucket]
-            if not bucket.sharded:
-                bucket.weights.copy_(bucket.shard.detach())
+            bucket.version = bucket.version if bucket.sharded else None
         if self.compute_dtype:
             args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x,
                                          (args, kwargs))
@@ -615,8 +665,8 @@ def fsdp_units(module):
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
     def walk(m, unit):
-        if unit is None and m._parameters:
-            unit = (m, [])
+        if unit is None and (m._parameters or any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in m.children())):
+            unit = (m, [])  # a list of parameters has no forward of its own
             units.append(unit)
         if unit:
             unit[1].extend(m.parameters(recurse=False))
@@ -1466,9 +1516,12 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     Call after finish_grad_sync, on all ranks. groups: all process groups that parameters may be cut over (tensor parallel,
     ZeRO). Squares of a cut parameter are summed over its groups; a whole one is the same on every rank and counts once, as does a
     tied one. A group costs one all-reduce of a few numbers. scale: gradients are this much too large (fp16's loss scale) and are
-    divided by it first.
+    divided by it first. ValueError where a parameter is cut over a group that is not among them.
     """
+    groups = [group or torch.distributed.group.WORLD for group in groups]
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
+    if any(all(g is not h for h in groups) for p in parameters for g in split_over(p) if dist.get_world_size(g) > 1):
+        raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`: each rank would scale by another norm")
     by_groups = defaultdict(list)  # bit i set: cut over groups[i] -> gradients
     for p in parameters:
         if getattr(p, "replica", False):

@@ -125,11 +125,11 @@ class BadInput(Exception):
 
 
 def refuse(program, problem, rank):
-    """End this process with exit code 2; rank 0 says why, in one line."""
-    if rank == 0:
+    """End this process with exit code 2; the first rank of each node says why, in one line: a file may be missing on one alone."""
+    if int(os.environ.get("LOCAL_RANK", rank)) == 0:
         print(f"{program}: {problem}", file=sys.stderr, flush=True)
     else:
-        time.sleep(2)  # torchrun ends all ranks when the first one is gone: rank 0 has something to say
+        time.sleep(2)  # torchrun ends all ranks when the first one is gone: that one has something to say
     sys.exit(2)
 
 
@@ -245,7 +245,9 @@ def load_data(s):
         where, root = "the standard library", pathlib.Path(sysconfig.get_paths()["stdlib"])
         tokens = read_texts(f for f in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(f.parts))
     elif os.path.isdir(s.data):
-        tokens = read_texts(f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith("."))
+        written = [os.path.realpath(folder) for folder in (s.out, s.trace) if folder]  # by runs: this one, or the one that it goes on from
+        tokens = read_texts(f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
+                            and not any(f.resolve().is_relative_to(folder) for folder in written))
     elif not os.path.isfile(s.data):
         raise BadInput(f"{where}: no such file or folder; leave the flag out for the standard library's source")
     elif s.data.endswith(".bin"):
