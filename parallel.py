@@ -286,7 +286,7 @@ class Reducer:
             bucket.waiting, bucket.came, bucket.state = set(bucket.params), 0, "empty"
             for param in bucket.params:
                 param.grad = None
-        self.next = 0
+        self.next, self.finished = 0, True
 
     def finish(self):
         """Send what has not left yet, wait for all of it."""
@@ -418,12 +418,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
         return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.buckets if b.dtype != b.shard.dtype])
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict):
+        """What `state_dict` gave on this rank of as many; 16-bit parameters come with their masters. On every rank."""
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        with torch.no_grad():
-            for bucket, master in zip((b for b in self.buckets if b.dtype != b.shard.dtype), state_dict["masters"], strict=True):
-                bucket.shard.copy_(master)
+        narrow = [b for b in self.buckets if b.dtype != b.shard.dtype]
+        for bucket, master in zip(narrow, state_dict.get("masters") or [b.weights[b.own] for b in narrow], strict=True):
+            bucket.shard.copy_(master)
+            bucket.weights[bucket.own].copy_(master)
+            if self.stage:
+                dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], self.group)
 
     @torch.no_grad()
     def step(self):
@@ -535,8 +540,10 @@ class FSDP(nn.Module):
                          for kind in (True, False)]
         self.sharded, self.whole = self.reducers
         self.whole.syncing = False  # its few elements leave in finish_grad_sync
-        module.register_state_dict_pre_hook(self._refuse)
-        module.register_load_state_dict_pre_hook(self._refuse)
+        for part in module.modules():
+            part.register_state_dict_pre_hook(self._refuse)
+            part.register_load_state_dict_pre_hook(self._refuse)
+            part._apply = self._refuse
 
     def _refuse(self, *_, **__):
         raise RuntimeError("FSDP's parameters have no memory between steps: full_state_dict() gives them, load() sets them, and a "
@@ -658,6 +665,7 @@ class FSDP(nn.Module):
         self.whole.finish()
         for bucket in self.buckets:
             self._free(bucket)
+            bucket.version = None  # an optimizer may write where no version counts
 
 
 def fsdp_units(module):

@@ -1333,8 +1333,10 @@ def state_taken_over(compute_dtype):
         return net.weight.detach().clone()
 
     step(nets[0], one)
+    if compute_dtype is None:  # 16-bit weights come with their masters
+        nets[1].load_state_dict(nets[0].state_dict())
     other.load_state_dict(copy.deepcopy(one.state_dict()))
-    nets[1].load_state_dict(nets[0].state_dict())
+    assert nets[0].weight.equal(nets[1].weight)
     for optimizer in (one, other):
         optimizer.param_groups[0]["lr"] = 0.2
     if compute_dtype:
@@ -1393,14 +1395,20 @@ def steps_that_are_dropped(stage):
     want = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
     assert close(parallel.clip_grad_norm_(shards, 0, [None]).cpu(), want.cpu(), 1e-5)
     if stage < 3:
+        before = [shard.detach().clone() for shard in optimizer.shards]
+        model(x).square().mean().backward()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 1.0
+        optimizer.step()  # of nothing
+        assert all(a.equal(b) for a, b in zip(before, optimizer.shards)) and optimizer.reducer.finished
         with pytest.raises(ValueError, match="cuts its parameters once"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         return
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
+    for p in model.parameters():
+        p.data.mul_(2)
     assert model.module(x).equal(model(x))  # past the wrapper: with the weights of the last step, biases too
-    for what in (model.state_dict, model.module.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model), model.half):
+    for what in (model.state_dict, model.module.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model), model.half,
+                 model.module.half, model.module.bias.state_dict):
         with pytest.raises(RuntimeError, match="full_state_dict"):
             what()
 
@@ -1974,8 +1982,11 @@ def test_token_files(tmp_path):
     assert bytes(a) + bytes(b) == b"first\nsecond" and is_bytes
     os.mkdir(tmp_path / "folder" / "run")
     (tmp_path / "folder" / "run" / "log.jsonl").write_text("{}")  # what a run writes beside its data is not its data
-    a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / "folder"), out=str(tmp_path / "folder" / "run")))
-    assert bytes(a) + bytes(b) == b"first\nsecond"
+    for out, resume, some in (("run", "", b"first\nsecond"), ("", "run", b"first\nsecond"), ("", "run/step-00000001", b"first\nsecond"),
+                              ("", "", b"first\nsecond\n{}"), (".", "", b"first\nsecond\n{}"), ("..", "", b"first\nsecond\n{}")):
+        out, resume = (str(tmp_path / "folder" / path) if path else "" for path in (out, resume))
+        a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / "folder"), out=out, resume=resume))
+        assert bytes(a) + bytes(b) == some, (out, resume)
 
 
 BAD = [  # flags, and what the one line must name

@@ -126,7 +126,7 @@ class BadInput(Exception):
 
 def refuse(program, problem, rank):
     """End this process with exit code 2; the first rank of each node says why, in one line: a file may be missing on one alone."""
-    if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+    if not rank or os.environ.get("LOCAL_RANK") == "0":
         print(f"{program}: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(2)  # torchrun ends all ranks when the first one is gone: that one has something to say
@@ -245,7 +245,9 @@ def load_data(s):
         where, root = "the standard library", pathlib.Path(sysconfig.get_paths()["stdlib"])
         tokens = read_texts(f for f in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(f.parts))
     elif os.path.isdir(s.data):
-        written = [os.path.realpath(folder) for folder in (s.out, s.trace) if folder]  # by runs: this one, or the one that it goes on from
+        whole = pathlib.Path(s.data).resolve()  # and in it what runs write: this one, and the one that it goes on from
+        written = [pathlib.Path(folder).resolve() for folder in (s.out, s.trace, s.resume, os.path.dirname(s.resume.rstrip("/"))) if folder]
+        written = [folder for folder in written if folder != whole and folder.is_relative_to(whole)]
         tokens = read_texts(f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
                             and not any(f.resolve().is_relative_to(folder) for folder in written))
     elif not os.path.isfile(s.data):
