@@ -410,19 +410,20 @@ def measure_machine(device, dtype, config, comms=("ring",)):
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     block, attention = (Block(config).to(device, dtype) for _ in range(2))
     tiny = torch.nn.Sequential(*(Block(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
-    units = parallel.FSDP(copy.deepcopy(tiny))
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
     x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
     source, target = (torch.zeros(1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device) for _ in "st")
     k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
-    seconds = interleaved({
+    steps = {
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])), "copy": lambda: target.copy_(source),
         "block": both_ways(block, x, torch.randn_like(x)), "attention": both_ways(attention.attn, qkv, torch.randn_like(x)),
-        "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row)),
-        **({"units": replaced(left_out)(both_ways(units, row, torch.randn_like(row)))} if cuda else {})}, device, 5, calls=3)
+        "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row))}
+    if cuda:
+        steps["units"] = replaced(left_out)(both_ways(parallel.FSDP(copy.deepcopy(tiny)), row, torch.randn_like(row)))
+    seconds = interleaved(steps, device, 5, calls=3)
     rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # of the block's products
     counted = sum(passes(config)) * b * t * dtype.itemsize
     machine = Machine(

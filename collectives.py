@@ -11,7 +11,7 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     barrier                                     dissemination: log2(N) rounds
 
 The file has three parts. `Link` is one process group seen as messages: algorithms send through it, over gloo (CPU) or NCCL (GPU),
-and it counts bytes; inside a node of GPUs large ones go through a `Window`. The algorithms are written on a `Link` and know
+and it counts bytes; inside a node of GPUs large tensors go through a `Window`. The algorithms are written on a `Link` and know
 nothing else. The public functions at the end choose where an algorithm runs: at once, or beside the caller's computation
 (`async_op=True`).
 
@@ -171,7 +171,7 @@ class Window:
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def scatter(self, parts):
-        """Write parts[r] into rank r's window; returns what came here, a row a rank, (N, n). The own row is there to be filled."""
+        """Write parts[r] into rank r's window; returns what came here, one (n) a rank, of this rank its own part."""
         self.barrier()  # everybody has read its own, what was there before
         for r in self.others:
             start = self.link.rank * parts[r].nbytes
@@ -179,7 +179,9 @@ class Window:
             self.link.count(parts[r])
         self.barrier()
         own = parts[self.link.rank]
-        return self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))
+        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
+        rows[self.link.rank] = own
+        return rows
 
     def gather(self, parts):
         """Copy parts[r] out of rank r's window, for every other r."""
@@ -534,12 +536,13 @@ def _direct_reduce_scatter(link, chunks, result, op):
     """Combine chunk r of all ranks into `result` on rank r (which may be chunk r itself)."""
     if link.size * chunks[0].nbytes >= WINDOW_FROM and (window := link.window(WINDOW_BYTES)):
         for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // link.size):
-            _sum_rows(link, [*window.scatter(parts)], parts[link.rank], [into], op)
+            _sum_rows(window.scatter(parts), [into], op)
         return
     own = chunks[link.rank]
-    rows = link.scratch(own, link.size * own.numel()).view(link.size, -1)
+    rows = [*link.scratch(own, link.size * own.numel()).view(link.size, -1)]
+    rows[link.rank] = own
     _swap(link, chunks, rows)
-    _sum_rows(link, [*rows], own, [result], op)
+    _sum_rows(rows, [result], op)
 
 
 def _in_step(chunks, nbytes):
@@ -548,27 +551,26 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, len(chunks[0]), n))
 
 
-def _sum_rows(link, rows, own, results, op):
-    """Combine rows (N, n), `own` in place of this rank's, into each of `results`."""
-    rows[link.rank] = own
-    if op in (ReduceOp.SUM, ReduceOp.AVG) and own.is_floating_point() and own.is_cuda:
+def _sum_rows(rows, results, op):
+    """Combine rows, N tensors (n), into each of `results`."""
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and rows[0].is_floating_point() and rows[0].is_cuda:
         kernels.sum_rows(rows, results, op == ReduceOp.AVG)
         return
     total = functools.reduce(COMBINE[op], rows)
-    _average(op, total, link.size)
+    _average(op, total, len(rows))
     for result in results:
         result.copy_(total)
 
 
-def _open_all_reduce(link, window, flat, op):
-    """Everybody's tensor lies open: rank r combines chunk r of all, and writes it into all."""
+def _open_all_reduce(link, window, flat, chunks, op):
+    """Everybody's tensor lies open: rank r combines chunk r of all, and writes it into all. chunks: of flat."""
     tensors = window.open(flat)
-    chunks = [tensor.tensor_split(link.size)[link.rank] for tensor in tensors]
-    _sum_rows(link, chunks, chunks[link.rank], chunks, op)
+    rows = [tensor.tensor_split(link.size)[link.rank] for tensor in tensors]
+    _sum_rows(rows, rows, op)
     window.barrier()
     flat.copy_(tensors[link.rank])
     for r in window.others:  # who reads its chunk of mine, and whom I write mine
-        link.count(flat.tensor_split(link.size)[r])
+        link.count(chunks[r])
         link.count(chunks[link.rank])
 
 
@@ -623,7 +625,7 @@ def _all_reduce(link, tensor, op):
         else:
             _recursive_doubling(link, flat, op)
     elif flat.nbytes <= OPEN_BYTES and not link._aside and (window := link.window(OPEN_BYTES)):
-        _open_all_reduce(link, window, flat, op)
+        _open_all_reduce(link, window, flat, chunks, op)
     else:  # two halves, (N-1)/N K sent in each
         if link.switched:
             _direct_reduce_scatter(link, chunks, chunks[link.rank], op)

@@ -395,9 +395,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner, self.reducer = optimizer_class(groups, **kwargs), None
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.casts = {b for b in self.buckets if b.dtype != b.shard.dtype}
+        self.narrow = [b for b in self.buckets if b.dtype != b.shard.dtype]  # 16-bit parameters, whose shards are masters
+        self.casts = set(self.narrow)
         if isinstance(self.inner, kernels.AdamW):  # it writes the 16-bit copy in the pass that it makes anyway
-            self.inner.copies, self.casts = {b.shard: b.weights[b.own] for b in self.casts}, set()
+            self.inner.copies, self.casts = {b.shard: b.weights[b.own] for b in self.narrow}, set()
         self.reducer = Reducer(self.buckets, group, stage, reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
@@ -416,15 +417,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
-        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.buckets if b.dtype != b.shard.dtype])
+        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.narrow])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """What `state_dict` gave on this rank of as many; 16-bit parameters come with their masters. On every rank."""
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        narrow = [b for b in self.buckets if b.dtype != b.shard.dtype]
-        for bucket, master in zip(narrow, state_dict.get("masters") or [b.weights[b.own] for b in narrow], strict=True):
+        for bucket, master in zip(self.narrow, state_dict.get("masters") or [b.weights[b.own] for b in self.narrow], strict=True):
             bucket.shard.copy_(master)
             bucket.weights[bucket.own].copy_(master)
             if self.stage:
@@ -1528,7 +1528,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """
     groups = [group or torch.distributed.group.WORLD for group in groups]
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
-    if any(all(g is not h for h in groups) for p in parameters for g in split_over(p) if dist.get_world_size(g) > 1):
+    if any(all(g is not h for h in groups) for over in set(map(split_over, parameters)) for g in over if dist.get_world_size(g) > 1):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`: each rank would scale by another norm")
     by_groups = defaultdict(list)  # bit i set: cut over groups[i] -> gradients
     for p in parameters:

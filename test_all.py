@@ -1372,7 +1372,7 @@ class Lists(nn.Module):
 def steps_that_are_dropped(stage):
     """A step's gradients are zeroed before they are all there: the next one's are its own, or whoever zeroed them is told how."""
     x, one, net = torch.randn(2, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(5)), Lists(), Lists()
-    for t in [*one.parameters()]:
+    for t in one.parameters():
         torch_dist.broadcast(t.detach(), 0)
     model = parallel.FSDP(net) if stage == 3 else net
     optimizer = (torch.optim.SGD(model.parameters(), lr=0.0) if stage == 3 else
