@@ -1021,6 +1021,8 @@ def tiles_read(tall, wide, group, at_once=132):
     return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
 
 
+# ============================================================ machinery: the same results, faster or safer ============
+
 # ------------------------------------------------------------------------------------------------------------------- errors
 
 def operations(dtype, device):

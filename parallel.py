@@ -1735,6 +1735,8 @@ class ParallelGPT:
             kept.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(kept)
 
 
+# ============================================================ machinery: the same results, faster or safer ============
+
 # -------------------------------------------------------------------------------------------------------------------- demos
 
 def demo_memory(arguments):

@@ -8,6 +8,8 @@ be able to fail: each strategy runs again with its collective taken out, and mus
 Processes come from a pool, started once for each world size. With GPUs, the same tests run again on NCCL.
 """
 
+import ast
+import builtins
 import concurrent.futures
 import contextlib
 import copy
@@ -16,6 +18,7 @@ import errno
 import fcntl
 import functools
 import gc
+import importlib
 import importlib.util
 import inspect
 import io
@@ -34,6 +37,7 @@ import signal
 import socket
 import struct
 import subprocess
+import symtable
 import sys
 import threading
 import time
@@ -69,10 +73,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 # ------------------------------------------------------------------------------------------------------------ pool of processes
 
-def _worker(rank, size, device_type, port, pipe):
+def _worker(rank, size, device_type, port, pipe, cut):
     gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    if cut:
+        globals().update(import_cut(cut))
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)
@@ -106,15 +112,18 @@ def forkserver():
 
 
 class Pool:
-    """`size` processes that have joined one group; run(function, *args) calls a function of this file on all of them."""
+    """`size` processes that have joined one group; run(function, *args) calls a function of this file on all of them.
 
-    def __init__(self, size, device_type):
+    cut: a folder of `write_cut`, whose modules they import in place of the whole ones."""
+
+    def __init__(self, size, device_type, cut=None):
         context, self.processes, self.pipes, self.device_type = forkserver(), [], [], device_type
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(size):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            self.processes.append(context.Process(target=_worker, args=(rank, size, device_type, self.store.port, theirs), daemon=True))
+            self.processes.append(context.Process(target=_worker, daemon=True,
+                                                  args=(rank, size, device_type, self.store.port, theirs, cut)))
             self.processes[-1].start()
 
     def run(self, function, *args, timeout=300 if GPUS else 60, **options):  # there, kernels are compiled first
@@ -142,22 +151,29 @@ class Pool:
 DEVICES = ["cpu"] + (["cuda"] if GPUS > 1 else [])
 
 
+@contextlib.contextmanager
+def pools(device_type, cut=None):
+    """get(size): the Pool of that world."""
+    started = {}
+
+    def get(size):
+        if device_type == "cuda" and size > GPUS:
+            pytest.skip(f"{size} ranks need {size} GPUs, this machine has {GPUS}")
+        if size not in started or not started[size].processes:
+            started[size] = Pool(size, device_type, cut)
+        return started[size]
+
+    get.device_type = device_type
+    yield get
+    for p in started.values():
+        p.stop()
+
+
 @pytest.fixture(scope="session", params=DEVICES)
 def pool(request):
     """pool(size): the processes of that world."""
-    pools = {}
-
-    def get(size):
-        if request.param == "cuda" and size > GPUS:
-            pytest.skip(f"{size} ranks need {size} GPUs, this machine has {GPUS}")
-        if size not in pools or not pools[size].processes:
-            pools[size] = Pool(size, request.param)
-        return pools[size]
-
-    get.device_type = request.param
-    yield get
-    for p in pools.values():
-        p.stop()
+    with pools(request.param) as get:
+        yield get
 
 
 def needs_kernels(pool):
@@ -2428,7 +2444,7 @@ def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes, deaths, program):
+def _rank(rank, size, port, flags, log, file_bytes, deaths, program, cut):
     gc.freeze()
     torch.set_num_threads(1)
     with open(log, "a") as file:
@@ -2450,18 +2466,23 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     sys.argv = [program + ".py", *flags]
+    if cut:
+        import_cut(cut)
+        runpy.run_path(os.path.join(cut, program + ".py"), run_name="__main__")
     MODULES[program].main()
 
 
 class Ranks:
-    """`size` processes of one run, of train.py or of another program, which may be killed; what they print goes to `log`."""
+    """`size` processes of one run, of train.py or of another program, which may be killed; what they print goes to `log`.
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train"):
+    cut: a folder of `write_cut`, whose program runs in place of the whole one."""
+
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", cut=None):
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        self.processes = [forkserver().Process(target=_rank, args=(r, size, self.store.port, flags, self.log, file_bytes, deaths, program),
-                                               daemon=True) for r in range(size)]
+        settings = self.store.port, flags, self.log, file_bytes, deaths, program, cut
+        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=True) for r in range(size)]
         for process in self.processes:
             process.start()
 
@@ -3199,6 +3220,196 @@ def test_python_kernels_py(monkeypatch, capsys):
         assert {"cross-entropy", "product + GELU", "layer norm 20000"} < set(rows) and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n")
         for name, (ours, theirs) in rows.items():
             assert all(float(a) <= 2 * max(float(b), 1e-6) for a, b in zip(ours, theirs)), (name, ours, theirs)
+
+
+# --------------------------------------------------------------------------------------------------------------------- the cut
+#
+# Each file has a bar: above it the idea, below it what makes the same results come faster or safer. Here every file is cut at its bar,
+# and what is left must train as the whole program does, send the same bytes, keep as little memory, and be found wrong when it is broken.
+
+BAR = "# ============================================================ machinery: the same results, faster or safer ============"
+HALVES = "kernels", "model", "collectives", "parallel", "train"  # in the order of their imports
+
+
+def halves(name):
+    """The source of a file above its bar, and below."""
+    upper, *lower = pathlib.Path(HERE, name + ".py").read_text().split(f"\n{BAR}\n")
+    assert len(lower) == 1, f"{name}.py has {len(lower)} bars"
+    return upper + "\n", lower[0]
+
+
+def write_cut(folder):
+    for name in HALVES:
+        start = '\nif __name__ == "__main__":\n    main()\n' if name == "train" else ""
+        pathlib.Path(folder, name + ".py").write_text(halves(name)[0] + start)
+
+
+def import_cut(folder):
+    """Import the modules of a folder of `write_cut` in place of the whole ones; returns what this file's names for them become."""
+    sys.path.insert(0, folder)
+    for name in HALVES:
+        sys.modules.pop(name)
+    cut = {name: importlib.import_module(name) for name in HALVES}
+    assert all(os.path.dirname(module.__file__) == folder for module in cut.values())
+    names = {"dist": cut["collectives"], "GPT": cut["model"].GPT, "GPTConfig": cut["model"].GPTConfig}
+    return cut | names
+
+
+@pytest.fixture(scope="session")
+def cut(tmp_path_factory):
+    """(the folder of the cut files, what this file's names for their modules would be)"""
+    folder, whole = str(tmp_path_factory.mktemp("cut")), {name: sys.modules[name] for name in HALVES}
+    write_cut(folder)
+    try:
+        return folder, import_cut(folder)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.update(whole)
+
+
+@pytest.fixture(scope="session")
+def cut_pools(cut):
+    with pools("cpu", cut[0]) as get:
+        yield get
+
+
+@pytest.fixture
+def cut_pool(cut, cut_pools, monkeypatch):
+    """`pool` of processes that know the cut files alone; neither does this process know more while the test lasts."""
+    for name, module in cut[1].items():
+        monkeypatch.setitem(globals(), name, module)
+    return cut_pools
+
+
+def cases_of(test):
+    """The arguments of a test that has one line of them."""
+    return [case if isinstance(case, tuple) else (case,) for case in test.pytestmark[0].args[1]]
+
+
+@pytest.mark.parametrize("test,arguments", [(test, arguments) for test, some in [
+    (test_bytes_sent_are_the_formulas, [(3,), (4,)]),
+    (test_all_to_all_equals_library, [(3,)]),
+    (test_data_parallel_sends_two_n_minus_one_over_n, [(3, None)]),
+    (test_zero_sends_what_the_table_says, [(3, 1), (2, 3)]),
+    (test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, [()]),
+    (test_without_its_collective_it_is_wrong, cases_of(test_without_its_collective_it_is_wrong)),
+    (test_zero_on_three_ranks, cases_of(test_zero_on_three_ranks)),
+    (test_pipeline_composes, [({"dp": 2, "pp": 2}, schedule, {"zero": zero}) for schedule, zero in (("1f1b", 2), ("zb-h1", 3))]),
+] for arguments in some], ids=lambda value: getattr(value, "__name__", str(value)))
+def test_cut_files_pass(cut_pool, test, arguments):
+    test(cut_pool, *arguments)
+
+
+@pytest.mark.parametrize("how,says", test_broken_schedules_are_rejected.pytestmark[0].args[1])
+def test_cut_files_reject_broken_schedules(cut_pool, how, says):
+    assert parallel.check.__code__.co_filename != MODULES["parallel"].check.__code__.co_filename
+    test_broken_schedules_are_rejected(how, says)
+
+
+def bytes_alive():
+    """Of all tensors of this process, each storage once; what collectives keep to receive into is not the strategy's."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    scratches = {t.untyped_storage().data_ptr() for t in getattr(dist, "scratches", list)()}
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+                if t.untyped_storage().data_ptr() not in scratches}.values())
+
+
+def bytes_kept(zero):
+    """What this rank keeps between backward and the step, and what the lecture's table says of it; in bf16, with AdamW."""
+    before, config = bytes_alive(), GPTConfig(256, 16, 2, 4, 64)
+    net = parallel.parallelize(config, parallel.make_mesh("cpu", dp=4), "cpu", torch.bfloat16, zero=zero)
+    opt = net.make_optimizer(torch.optim.AdamW, lr=0.1)
+    x, y = (torch.randint(256, (2, 16)).split(1) for _ in range(2))
+    for step in range(2):
+        opt.zero_grad()
+        net.forward_backward(x, y)
+        kept = bytes_alive() - before
+        opt.step()
+    table = parallel.memory_bytes(config, zero, 4, dtype=torch.bfloat16)
+    return kept, sum(table[kind] for kind in ("parameters", "gradients", "optimizer"))
+
+
+@pytest.mark.parametrize("half", ["whole", "upper"])
+def test_zero_keeps_what_the_table_says(pool, cut_pool, half, request):
+    if pool.device_type == "cuda":
+        pytest.skip("the table is that of any device")
+    for zero in range(4):
+        for kept, table in (cut_pool if half == "upper" else pool)(4).run(bytes_kept, zero):
+            assert abs(kept / table - 1) < 0.05, (zero, kept, table)
+
+
+PROGRAMS = [  # processes, flags, how far a number may be from the whole program's
+    (1, "--dtype fp64", 1e-10), (4, "--dtype fp64 --dp 2 --tp 2", 1e-10), (2, "--dtype fp64 --pp 2 --schedule 1f1b", 1e-10),
+    (2, "--dtype fp64 --pp 2 --schedule zb-h1", 1e-10), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2", 1e-10),
+    (2, "--dtype fp64 --zero 1", 1e-10), (2, "--dtype fp64 --zero 2", 1e-10), (2, "--dtype fp64 --zero 3", 1e-10),
+    (4, "--dtype fp64 --dp 2 --pp 2 --zero 1", 1e-10), (2, "--dtype bf16 --zero 1", 1e-3), (2, "--dtype fp16 --zero 3", 1e-3)]
+
+
+@pytest.mark.parametrize("size,flags,tolerance", PROGRAMS, ids=lambda value: value[2:] if isinstance(value, str) else "")
+def test_cut_program_logs_the_whole_program_s_losses(cut, text, tmp_path, size, flags, tolerance):
+    logs, flags = [], TRAIN + ["--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", "--lr", "0.01", *flags.split()]
+    runs = [Ranks([*flags, "--out", str(tmp_path / half)], size, tmp_path / f"{half}.txt", cut=folder)
+            for half, folder in (("upper", cut[0]), ("whole", None))]
+    for run, half in zip(runs, ("upper", "whole")):
+        assert run.end() == [0] * size, run.printed()
+        logs.append(log_of(tmp_path / half))
+    assert [entry["step"] for entry in logs[0]] == [1, 2, 3] and logs[0][0]["loss"] > 5
+    for upper, whole in zip(*logs, strict=True):
+        for key in ("loss", "grad_norm", "lr"):
+            assert abs(upper[key] - whole[key]) <= tolerance * abs(whole[key]), (key, upper, whole)
+
+
+def bound_by(statement):
+    """Names that a statement of a module binds, or attributes of others that it replaces."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+    blocks = [block for field in ("body", "orelse", "handlers", "finalbody") for block in getattr(statement, field, [])]
+    targets = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store)] if not blocks else []
+    return {ast.unparse(t) for t in targets if isinstance(t, (ast.Name, ast.Attribute))}.union(*map(bound_by, blocks))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_each_name_is_bound_once(name):
+    """No function is replaced by a later one, no method from outside its class."""
+    tree = ast.parse(pathlib.Path(HERE, name + ".py").read_text())
+    bound = [bound for statement in tree.body for bound in bound_by(statement)]
+    assert [bound for bound, times in Counter(bound).items() if times > 1 or "." in bound] == []
+
+
+def attributes_bound_by(source):
+    """Of classes and of objects: methods, fields, what is assigned to."""
+    nodes = list(ast.walk(ast.parse(source)))
+    classes = [statement for node in nodes if isinstance(node, ast.ClassDef) for statement in node.body]
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}.union(*map(bound_by, classes))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_nothing_above_the_bar_names_anything_below(cut, name):
+    """Names of the file itself, modules' attributes, and what methods take from `self`."""
+    source, module, wrong, tables = halves(name)[0], cut[1][name], [], [symtable.symtable(halves(name)[0], name, "exec")]
+    for table in tables:
+        tables += table.get_children()
+        wrong += [symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()
+                  and not hasattr(module, symbol.get_name()) and not hasattr(builtins, symbol.get_name())]
+    upper, lower = (set().union(*(attributes_bound_by(halves(half)[i]) for half in HALVES)) for i in (0, 1))
+    modules = {key: value for key, value in vars(module).items() if isinstance(value, types.ModuleType) and value.__name__ in HALVES}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            of_module = node.value.id in modules and not hasattr(modules[node.value.id], node.attr)
+            if of_module or node.value.id == "self" and node.attr in lower - upper:
+                wrong.append(ast.unparse(node))
+    assert not wrong
+
+
+@pytest.mark.xfail(reason="the bars stand at the files' ends", strict=True)
+def test_no_upper_function_is_long():
+    long = [f"{name}.{node.name}: {node.end_lineno - node.lineno + 1} lines" for name in HALVES for node in ast.walk(ast.parse(halves(name)[0]))
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 45]
+    assert not long
 
 
 # ---------------------------------------------------------------------------------------------------------------------- README

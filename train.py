@@ -1025,5 +1025,7 @@ def check_folder(folder, name):
         raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
 
+# ============================================================ machinery: the same results, faster or safer ============
+
 if __name__ == "__main__":
     main()
