@@ -2444,7 +2444,7 @@ def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes, deaths, program, cut):
+def _rank(rank, size, port, flags, log, file_bytes, deaths, program, cut, lines):
     gc.freeze()
     torch.set_num_threads(1)
     with open(log, "a") as file:
@@ -2469,20 +2469,22 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program, cut):
     if cut:
         import_cut(cut)
         runpy.run_path(os.path.join(cut, program + ".py"), run_name="__main__")
-    MODULES[program].main()
+    with upper_lines_into(f"{lines}.{rank}") if lines else contextlib.nullcontext():
+        MODULES[program].main()
 
 
 class Ranks:
-    """`size` processes of one run, of train.py or of another program, which may be killed; what they print goes to `log`.
+    """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    cut: a folder of `write_cut`, whose program runs in place of the whole one."""
+    cut: a folder of `write_cut`, whose program runs in place of the whole one. lines: `upper_lines_into` writes there."""
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", cut=None):
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", cut=None, lines=None):
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        settings = self.store.port, flags, self.log, file_bytes, deaths, program, cut
-        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=True) for r in range(size)]
+        settings = self.store.port, flags, self.log, file_bytes, deaths, program, cut, lines
+        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=True)
+                          for r in range(size)]
         for process in self.processes:
             process.start()
 
@@ -3222,12 +3224,12 @@ def test_python_kernels_py(monkeypatch, capsys):
             assert all(float(a) <= 2 * max(float(b), 1e-6) for a, b in zip(ours, theirs)), (name, ours, theirs)
 
 
-# --------------------------------------------------------------------------------------------------------------------- the cut
+# ------------------------------------------------------------------------------------------------------------ the cut
 #
-# Each file has a bar: above it the idea, below it what makes the same results come faster or safer. Here every file is cut at its bar,
-# and what is left must train as the whole program does, send the same bytes, keep as little memory, and be found wrong when it is broken.
+# Each file has a bar: above it the idea, below it what makes the same results come faster or safer. Here every file is
+# cut at its bar. The upper halves must train as the whole program does, and pass its tests of bytes, memory and errors.
 
-BAR = "# ============================================================ machinery: the same results, faster or safer ============"
+BAR = f"# {60 * '='} machinery: the same results, faster or safer {12 * '='}"
 HALVES = "kernels", "model", "collectives", "parallel", "train"  # in the order of their imports
 
 
@@ -3245,7 +3247,7 @@ def write_cut(folder):
 
 
 def import_cut(folder):
-    """Import the modules of a folder of `write_cut` in place of the whole ones; returns what this file's names for them become."""
+    """Import the modules of a folder of `write_cut` in place of the whole ones. Returns this file's names for them."""
     sys.path.insert(0, folder)
     for name in HALVES:
         sys.modules.pop(name)
@@ -3257,7 +3259,7 @@ def import_cut(folder):
 
 @pytest.fixture(scope="session")
 def cut(tmp_path_factory):
-    """(the folder of the cut files, what this file's names for their modules would be)"""
+    """(the folder of the cut files, what `import_cut` makes of it)"""
     folder, whole = str(tmp_path_factory.mktemp("cut")), {name: sys.modules[name] for name in HALVES}
     write_cut(folder)
     try:
@@ -3275,7 +3277,7 @@ def cut_pools(cut):
 
 @pytest.fixture
 def cut_pool(cut, cut_pools, monkeypatch):
-    """`pool` of processes that know the cut files alone; neither does this process know more while the test lasts."""
+    """As `pool`, with processes that know only the cut files. So does this process, as long as the test lasts."""
     for name, module in cut[1].items():
         monkeypatch.setitem(globals(), name, module)
     return cut_pools
@@ -3294,7 +3296,7 @@ def cases_of(test):
     (test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, [()]),
     (test_without_its_collective_it_is_wrong, cases_of(test_without_its_collective_it_is_wrong)),
     (test_zero_on_three_ranks, cases_of(test_zero_on_three_ranks)),
-    (test_pipeline_composes, [({"dp": 2, "pp": 2}, schedule, {"zero": zero}) for schedule, zero in (("1f1b", 2), ("zb-h1", 3))]),
+    (test_pipeline_composes, [({"dp": 2, "pp": 2}, "1f1b", {"zero": 2}), ({"dp": 2, "pp": 2}, "zb-h1", {"zero": 3})]),
 ] for arguments in some], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_cut_files_pass(cut_pool, test, arguments):
     test(cut_pool, *arguments)
@@ -3307,17 +3309,17 @@ def test_cut_files_reject_broken_schedules(cut_pool, how, says):
 
 
 def bytes_alive():
-    """Of all tensors of this process, each storage once; what collectives keep to receive into is not the strategy's."""
+    """Of all tensors of this process, each storage once. The collectives' receive buffers do not count."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    scratches = {t.untyped_storage().data_ptr() for t in getattr(dist, "scratches", list)()}
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
-                if t.untyped_storage().data_ptr() not in scratches}.values())
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    scratches = {t.untyped_storage().data_ptr() for t in getattr(dist, "scratches", list)()}  # the upper half has none
+    return sum(size for place, size in sizes.items() if place not in scratches)
 
 
 def bytes_kept(zero):
-    """What this rank keeps between backward and the step, and what the lecture's table says of it; in bf16, with AdamW."""
+    """(bytes that this rank keeps between backward and step, bytes by the lecture's table), in bf16 with AdamW."""
     before, config = bytes_alive(), GPTConfig(256, 16, 2, 4, 64)
     net = parallel.parallelize(config, parallel.make_mesh("cpu", dp=4), "cpu", torch.bfloat16, zero=zero)
     opt = net.make_optimizer(torch.optim.AdamW, lr=0.1)
@@ -3340,25 +3342,69 @@ def test_zero_keeps_what_the_table_says(pool, cut_pool, half, request):
             assert abs(kept / table - 1) < 0.05, (zero, kept, table)
 
 
-PROGRAMS = [  # processes, flags, how far a number may be from the whole program's
-    (1, "--dtype fp64", 1e-10), (4, "--dtype fp64 --dp 2 --tp 2", 1e-10), (2, "--dtype fp64 --pp 2 --schedule 1f1b", 1e-10),
-    (2, "--dtype fp64 --pp 2 --schedule zb-h1", 1e-10), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2", 1e-10),
-    (2, "--dtype fp64 --zero 1", 1e-10), (2, "--dtype fp64 --zero 2", 1e-10), (2, "--dtype fp64 --zero 3", 1e-10),
-    (4, "--dtype fp64 --dp 2 --pp 2 --zero 1", 1e-10), (2, "--dtype bf16 --zero 1", 1e-3), (2, "--dtype fp16 --zero 3", 1e-3)]
+PROGRAMS = [  # processes, flags
+    (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
+    (2, "--dtype fp64 --pp 2 --schedule zb-h1"), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2"),
+    (2, "--dtype fp64 --zero 1"), (2, "--dtype fp64 --zero 2"), (2, "--dtype fp64 --zero 3"),
+    (4, "--dtype fp64 --dp 2 --pp 2 --zero 1"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]
 
 
-@pytest.mark.parametrize("size,flags,tolerance", PROGRAMS, ids=lambda value: value[2:] if isinstance(value, str) else "")
-def test_cut_program_logs_the_whole_program_s_losses(cut, text, tmp_path, size, flags, tolerance):
-    logs, flags = [], TRAIN + ["--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", "--lr", "0.01", *flags.split()]
-    runs = [Ranks([*flags, "--out", str(tmp_path / half)], size, tmp_path / f"{half}.txt", cut=folder)
-            for half, folder in (("upper", cut[0]), ("whole", None))]
-    for run, half in zip(runs, ("upper", "whole")):
-        assert run.end() == [0] * size, run.printed()
-        logs.append(log_of(tmp_path / half))
-    assert [entry["step"] for entry in logs[0]] == [1, 2, 3] and logs[0][0]["loss"] > 5
-    for upper, whole in zip(*logs, strict=True):
+@pytest.fixture(scope="session")
+def whole_run(text, tmp_path_factory):
+    """whole_run(size, flags): all flags of a run of the whole program, its log, {(file, line)} run above the bars."""
+    @functools.cache
+    def get(size, flags):
+        folder = tmp_path_factory.mktemp("whole")
+        flags = [*TRAIN, "--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", *flags.split()]
+        ranks = Ranks([*flags, "--out", str(folder)], size, folder / "printed", lines=str(folder / "lines"))
+        assert ranks.end() == [0] * size, ranks.printed()
+        return flags, log_of(folder), lines_in(folder)
+    return get
+
+
+@pytest.mark.parametrize("size,flags", PROGRAMS, ids=str)
+def test_cut_program_logs_the_whole_program_s_losses(cut, whole_run, tmp_path, size, flags):
+    tolerance = 1e-10 if "fp64" in flags else 1e-3
+    flags, log, _ = whole_run(size, flags)
+    ranks = Ranks([*flags, "--out", str(tmp_path)], size, tmp_path / "printed", cut=cut[0])
+    assert ranks.end() == [0] * size, ranks.printed()
+    assert [entry["step"] for entry in log] == [1, 2, 3] and log[0]["loss"] > 5
+    for upper, whole in zip(log_of(tmp_path), log, strict=True):
         for key in ("loss", "grad_norm", "lr"):
             assert abs(upper[key] - whole[key]) <= tolerance * abs(whole[key]), (key, upper, whole)
+
+
+@contextlib.contextmanager
+def upper_lines_into(path):
+    """Write down each line above a bar that a function runs in the block: [file, line] pairs."""
+    ends, seen = {os.path.join(HERE, name + ".py"): halves(name)[0].count("\n") for name in HALVES}, set()
+
+    def line(frame, event, argument):
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return line
+
+    def call(frame, event, argument):
+        return line if frame.f_code.co_firstlineno <= ends.get(frame.f_code.co_filename, 0) else None
+
+    threading.settrace(call), sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        with open(path, "w") as file:
+            json.dump([(os.path.basename(name)[:-3], number) for name, number in seen], file)
+
+
+def lines_in(folder):
+    """{(file, line)} of all that `upper_lines_into` wrote into a folder."""
+    return {tuple(line) for file in folder.glob("lines.*") for line in json.loads(file.read_text())}
+
+
+def lines_of_functions(code):
+    """The numbers of the lines in functions, those of classes and of other functions included."""
+    lines = {line for *_, line in code.co_lines() if line and line > code.co_firstlineno}
+    inner = [lines_of_functions(constant) for constant in code.co_consts if inspect.iscode(constant)]
+    return set().union(lines if code.co_flags & inspect.CO_OPTIMIZED else (), *inner)
 
 
 def bound_by(statement):
@@ -3368,8 +3414,8 @@ def bound_by(statement):
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
     blocks = [block for field in ("body", "orelse", "handlers", "finalbody") for block in getattr(statement, field, [])]
-    targets = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store)] if not blocks else []
-    return {ast.unparse(t) for t in targets if isinstance(t, (ast.Name, ast.Attribute))}.union(*map(bound_by, blocks))
+    own = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store) and not blocks]
+    return {ast.unparse(t) for t in own if isinstance(t, (ast.Name, ast.Attribute))}.union(*map(bound_by, blocks))
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -3383,20 +3429,21 @@ def test_each_name_is_bound_once(name):
 def attributes_bound_by(source):
     """Of classes and of objects: methods, fields, what is assigned to."""
     nodes = list(ast.walk(ast.parse(source)))
-    classes = [statement for node in nodes if isinstance(node, ast.ClassDef) for statement in node.body]
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}.union(*map(bound_by, classes))
+    assigned = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return assigned.union(*(bound_by(part) for node in nodes if isinstance(node, ast.ClassDef) for part in node.body))
 
 
 @pytest.mark.parametrize("name", HALVES)
 def test_nothing_above_the_bar_names_anything_below(cut, name):
     """Names of the file itself, modules' attributes, and what methods take from `self`."""
-    source, module, wrong, tables = halves(name)[0], cut[1][name], [], [symtable.symtable(halves(name)[0], name, "exec")]
+    source, module, wrong = halves(name)[0], cut[1][name], []
+    tables = [symtable.symtable(source, name, "exec")]
     for table in tables:
         tables += table.get_children()
-        wrong += [symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()
-                  and not hasattr(module, symbol.get_name()) and not hasattr(builtins, symbol.get_name())]
+        used = [symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()]
+        wrong += [name for name in used if not hasattr(module, name) and not hasattr(builtins, name)]
     upper, lower = (set().union(*(attributes_bound_by(halves(half)[i]) for half in HALVES)) for i in (0, 1))
-    modules = {key: value for key, value in vars(module).items() if isinstance(value, types.ModuleType) and value.__name__ in HALVES}
+    modules = {key: value for key, value in vars(module).items() if getattr(value, "__name__", "") in HALVES}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             of_module = node.value.id in modules and not hasattr(modules[node.value.id], node.attr)
@@ -3405,11 +3452,55 @@ def test_nothing_above_the_bar_names_anything_below(cut, name):
     assert not wrong
 
 
+def traced(path, function, *arguments):
+    with upper_lines_into(f"{path}.{dist.get_rank()}"):
+        globals()[function](*arguments)
+
+
+def ranges(numbers):
+    """1 2 3 7 as "1-3 7"."""
+    starts, ends = ([n for n in numbers if n + step not in numbers] for step in (-1, 1))
+    return " ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(sorted(starts), sorted(ends)))
+
+
+@slow
+@pytest.mark.xfail(reason="the bars stand at the files' ends", strict=True)
+def test_the_whole_program_runs_the_upper_lines(pool, whole_run, tmp_path, capsys, triton_kernels):
+    """Training, demos and collectives on a CPU, Triton's kernels in its interpreter. Prints which lines of functions
+    above the bars none of them runs. At most a tenth may be such."""
+    if GPUS:
+        pytest.skip("kernels are interpreted on machines with no GPU")
+    more = [(2, "--dtype bf16 --zero 2 --reduce-dtype bf16 --recompute block --eval-every 2 --sample 3 --comm ring"),
+            (3, "--pp 3 --schedule gpipe --recompute attention --save-every 2")]
+    seen = set().union(*(whole_run(*program)[2] for program in PROGRAMS + more))
+    for i, job in enumerate([("traffic_counts", 4000), ("all_to_all_cases",), ("demo_lines", "parallel", "demo_data"),
+                             ("demo_lines", "parallel", "demo_tensor"),
+                             ("demo_lines", "collectives", "_demo", torch.device("cpu"))]):
+        pool(4).run(traced, str(tmp_path / f"lines.{i}"), *job)
+    for module, *words in (kernels,), (parallel, "pipeline"), (parallel, "memory"):
+        with upper_lines_into(tmp_path / f"lines.{words}"), unittest.mock.patch.object(sys, "argv", ["", *words]):
+            module.main()
+    kernels.use("triton")
+    with upper_lines_into(tmp_path / "lines.adamw"):
+        test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels)
+    seen |= lines_in(tmp_path)
+    every = {(name, line) for name in HALVES for line in lines_of_functions(compile(halves(name)[0], name, "exec"))}
+    never = len(every - seen)
+    with capsys.disabled():
+        for name in HALVES:
+            upper, lower = (half.count("\n") for half in halves(name))
+            print(f"\n{name}.py: {upper} of {upper + lower + 1} lines stand above the bar; never run: "
+                  + ranges({line for file, line in every - seen if file == name}))
+        print(f"never run: {never} of {len(every)}, {never / len(every):.1%}")
+    assert never <= len(every) / 10
+
+
 @pytest.mark.xfail(reason="the bars stand at the files' ends", strict=True)
 def test_no_upper_function_is_long():
-    long = [f"{name}.{node.name}: {node.end_lineno - node.lineno + 1} lines" for name in HALVES for node in ast.walk(ast.parse(halves(name)[0]))
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 45]
-    assert not long
+    functions = [(name, node) for name in HALVES for node in ast.walk(ast.parse(halves(name)[0]))
+                 if isinstance(node, ast.FunctionDef)]
+    sizes = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for name, node in functions}
+    assert {name: size for name, size in sizes.items() if size > 45} == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------- README
