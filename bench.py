@@ -156,10 +156,11 @@ def write_json(path, what, device, tables, **more):
 # of that, by the collective's law, which `strategies` holds against the bytes counted; `message_seconds` makes seconds of it, which
 # `predict` puts together with those of the computation.
 
-def law_of(group):
-    """(small, switched) for `sent`, as collectives.py decides in this group."""
-    link = dist._link(group)
-    return link.doubling_bytes, link.switched
+def law_of(group, waited=True):
+    """(small, switched) for `sent`, as collectives.py decides in this group, of all-reduces that are waited for or not. Call on all ranks."""
+    link = dist.link_of(group)
+    switched, small = isinstance(link, dist.Direct), getattr(link, "doubling_bytes", 0)
+    return min(small, link.open_from() - 1) if waited and switched else small, switched
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
@@ -173,7 +174,7 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     k = elements * width
     if op == "isend":
         return k
-    if op == "all_reduce" and k <= small:
+    if op == "all_reduce" and (k <= small or elements < n and not switched):
         core = 1 << (n.bit_length() - 1)  # the largest power of two
         return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
@@ -435,10 +436,10 @@ def measure_machine(device, dtype, config, comms=("ring",)):
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
     for comm in comms if n > 1 else ():
-        dist.use_library(group, comm == "torch")
+        dist.use(group, "torch" if comm == "torch" else "ours")
         seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group), "large": lambda: dist.all_reduce(large, group=group)},
                               device, 5, calls=5)
-        switched = dist._link(group).switched
+        switched = isinstance(dist.link_of(group), dist.Direct)
         ways = [rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)]
         hop, link = fit(*zip(*ways), [seconds["small"], seconds["large"]])
         machines[comm] = dataclasses.replace(machine, link=link, hop=hop, switched=switched)
@@ -571,7 +572,7 @@ def calls_of(op, size, device):
                  "all_to_all_single": (other, whole), "broadcast": (whole, 0), "reduce": (whole, 0), "gather": (part, parts, 0),
                  "scatter": (part, parts, 0), "barrier": ()}
     if op == "send right":  # no collective: what the link gives to one message
-        link = dist._link(None)
+        link = dist.link_of(None)
         return {"ring": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
     return {"ring": lambda: getattr(dist, op)(*arguments[op]), "torch": lambda: getattr(torch_dist, op)(*arguments[op])}, count
 
@@ -666,7 +667,8 @@ def predicted_traffic(trainer):
     total, buckets = Counter(), [(b.numel, getattr(b, "sharded", False)) for b in trainer.buckets()]
     for item in messages(trainer.config, s, stages, buckets, tp_rank):
         group, *place = where[item.axis]
-        total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place, *law_of(group)) for elements in item.elements)
+        total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place, *law_of(group, item.axis != "dp"))
+                                          for elements in item.elements)
     return {op: n for op, n in total.items() if n}
 
 
@@ -680,7 +682,7 @@ def replaced(make):
 
 
 def left_out(function):
-    return lambda *args, async_op=False, **kwargs: dist.Handle(lambda: None, lambda: True) if async_op else None
+    return lambda *args, async_op=False, **kwargs: dist.Handle() if async_op else None
 
 
 def communication_alone(trainer, device, repeats):
@@ -907,7 +909,7 @@ def measure_strategy(name, s, a, device, machines):
 
     def ours(comm):
         for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.pipeline.ends] * (s.pp > 1):
-            dist.use_library(group, comm == "torch")
+            dist.use(group, "torch" if comm == "torch" else "ours")
         trainer.net.pipeline.graphs = graphs[comm]  # they send by what they were recorded with
         trainer.step(2)
 

@@ -1,85 +1,35 @@
-"""Every collective of the lecture, from send and receive; inside a node of GPUs from memory to memory.
+"""Every collective of the lecture, from send and receive.
 
-The names and arguments are those of `torch.distributed`, so `import collectives as dist` works:
+The names and arguments are those of `torch.distributed`, so `import collectives as dist` works. Bytes that one rank sends, for a
+tensor of K elements on N ranks:
 
-    broadcast  reduce  gather  scatter          one root, binomial tree: log2(N) rounds
-    reduce_scatter_tensor                       ring: N-1 steps, each rank sends (N-1)/N of the tensor
-    all_gather_into_tensor                      ring: the same again
-    all_reduce                                  one after the other: 2(N-1)/N of the tensor; small ones log2(N) rounds of all of it
-      the same three inside a node of GPUs      direct exchange: as many bytes, one round for each half
-    all_to_all_single                           pairwise exchange: N-1 steps
-    barrier                                     dissemination: log2(N) rounds
+    broadcast  reduce  gather  scatter    binomial tree       log2(N) rounds; N-1 messages in all, one for each rank but the root
+    reduce_scatter_tensor                 ring                N-1 steps      (N-1)/N x K
+    all_gather_into_tensor                ring                N-1 steps      (N-1)/N x K
+    all_reduce                            one, then the other 2(N-1) steps   2(N-1)/N x K
+      of fewer than N elements            recursive doubling  log2(N) rounds log2(N) x K
+    all_to_all_single                     pairwise exchange   N-1 steps      (N-1)/N x K
+    barrier                               dissemination       log2(N) rounds one byte a round
 
-The file has three parts. `Link` is one process group seen as messages: algorithms send through it, over gloo (CPU) or NCCL (GPU),
-and it counts bytes; inside a node of GPUs large tensors go through a `Window`. The algorithms are written on a `Link` and know
-nothing else. The public functions at the end choose where an algorithm runs: at once, or beside the caller's computation
-(`async_op=True`).
+`Link` is one process group seen as messages, and it counts bytes. The algorithms are loops of `link.exchange`. The public functions
+look up the group's link and run an algorithm on it. Below the bar stand links that do the same faster: over gloo beside the caller,
+over NCCL from recorded CUDA graphs, inside a node of GPUs from memory to memory.
 
     torchrun --nproc_per_node 4 collectives.py        walks through all of them
 
-Letters: N ranks in the group, r this rank, K elements in the tensor.
+Letters: N ranks in the group, r this rank, K elements in the tensor. Ranks, chunks, steps and rounds count from 0.
 Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
 """
 
-import contextlib
-import functools
-import gc
-import json
 import os
-import queue
-import re
-import signal
-import socket
-import sys
-import threading
-import time
 from collections import defaultdict
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import (  # noqa: F401  re-exported, so that this module can stand in for torch.distributed
-    P2POp,
-    ReduceOp,
-    batch_isend_irecv,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    irecv,
-    is_initialized,
-    new_group,
-)
-from torch.distributed import isend as _isend
-
-import kernels
-
-# A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
-# wire; but every message costs a wake-up or a kernel launch, so pieces are large.
-PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
-# Gloo sends nothing before the receiver has said that its receive is posted, so receives are posted this many messages early:
-# 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
-RECEIVES_AHEAD = 4
-# Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) rounds with an Nth.
-# Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
-# NCCL between nodes: not measured; with 8 us a message and 45 GB/s a GPU, 16 ranks are level at 4 MiB.
-# Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
-# against 60).
-DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
-# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25. So an operation called again on the same
-# memory is replayed: up to REPLAY_BYTES, for a graph keeps its room for what arrives, and up to REPLAYS different ones a group.
-REPLAY_BYTES, REPLAYS = 1 << 28, 512
-# Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's into the
-# receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels, and take
-# multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB were exchanged by copies,
-# in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
-WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
-# An all-reduce that the caller waits for has no computation to spare: up to OPEN_BYTES one kernel that reads and writes all windows
-# beats messages and copies, which start late (4 H200s: 2 MiB 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, level at
-# 24 MiB; NCCL's own 28, 59, 95).
-OPEN_BYTES = 3 << 23
-
+from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_rank, get_world_size, init_process_group  # noqa: F401
+from torch.distributed import irecv, is_initialized, new_group  # noqa: F401  so that this module stands in for torch.distributed
 
 # ------------------------------------------------------------------------------------------------------------ traffic log
 
@@ -90,28 +40,17 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
 
+    def count(self, message):
+        self.messages += 1
+        self.bytes += message.nbytes
+
 
 _traffic = defaultdict(Traffic)
 
 
 def traffic():
-    """The log so far: operation name -> Traffic. Counted at the send (of a replayed CUDA graph, when it was recorded): no formula."""
-    return {name: Traffic(t.calls, t.messages, t.bytes) for name, t in _traffic.items() if t.calls}
-
-
-def traffic_since(before):
-    """What has been added to the log since `before = traffic()`."""
-    zero = Traffic()
-    return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes)
-            for name, t in _traffic.items() for b in [before.get(name, zero)] if t != b}
-
-
-def count_traffic(more, times=1):
-    """Add to the log what a replayed CUDA graph sends, for no Python runs then that could count it. times=-1 takes back
-    what recording it counted, which sent nothing."""
-    for name, t in more.items():
-        log = _traffic[name]
-        log.calls, log.messages, log.bytes = log.calls + times * t.calls, log.messages + times * t.messages, log.bytes + times * t.bytes
+    """The log so far: operation name -> Traffic. Every message is counted where it is sent, by no formula."""
+    return {name: replace(log) for name, log in _traffic.items() if log.calls}
 
 
 def reset_traffic():
@@ -119,103 +58,19 @@ def reset_traffic():
     _traffic.clear()
 
 
-_progress = [0, "starting", 0]
-
-
-def progress(what=None, step=None):
-    """[step, what this process does or did last, how many such things it has done]: for whoever asks why nothing moves."""
-    if step is not None:
-        _progress[0] = step
-    if what is not None:
-        _progress[1:] = what, _progress[2] + 1
-    return list(_progress)
-
-
-class PeerError(RuntimeError):
-    """A message that will not come: its sender is gone, or silent for longer than the group's timeout."""
-
-
-def wait_for(handle, what):
-    """handle.wait(); where that fails, a PeerError that says what was waited for."""
-    try:
-        handle.wait()
-    except RuntimeError as error:
-        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file names and good wishes
-        raise PeerError(f"{what}: {text}") from None
-
-
 # ------------------------------------------------------------------------------------------------- a group seen as messages
 
-class Window:
-    """Memory of each GPU of a group that all of them can write to and read from: a message is then a copy, or a kernel's access.
-
-    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every rank. At the
-    end of each operation nobody touches another's window any more.
-    """
-    made = 0  # by this process
-
-    def __init__(self, link, mine):
-        import torch.distributed._symmetric_memory as symmetric_memory
-        self.link, self.mine = link, mine
-        self.handle = symmetric_memory.rendezvous(mine, link.group)
-        self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
-        self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
-
-    def barrier(self):
-        self.handle.barrier(timeout_ms=1000 * (_timeout + 60))  # it ends the process without a word: `Watch` shall come first
-
-    def open(self, flat):
-        """Lay `flat` where everybody can read and write it, up to the next barrier; returns what each rank has laid there."""
-        self.mine[:flat.nbytes].copy_(flat.view(torch.uint8))
-        self.barrier()
-        return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
-
-    def scatter(self, parts):
-        """Write parts[r] into rank r's window; returns what came here, one (n) a rank, of this rank its own part."""
-        self.barrier()  # everybody has read its own, what was there before
-        for r in self.others:
-            start = self.link.rank * parts[r].nbytes
-            self.of[r][start:start + parts[r].nbytes].copy_(parts[r].view(torch.uint8))
-            self.link.count(parts[r])
-        self.barrier()
-        own = parts[self.link.rank]
-        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
-        rows[self.link.rank] = own
-        return rows
-
-    def gather(self, parts):
-        """Copy parts[r] out of rank r's window, for every other r."""
-        self.open(parts[self.link.rank])
-        for r in self.others:
-            parts[r].view(torch.uint8).copy_(self.of[r][:parts[r].nbytes])
-            self.link.count(parts[self.link.rank])
-        self.barrier()
+DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
 
 
-def make_window(link, nbytes):
-    """A Window for this group, or None on all its ranks, which all ask: where one GPU cannot reach another or has no room.
+class Handle:
+    """What `async_op=True` returns. `wait()` returns when the result may be used; here the operation has finished already."""
 
-    And where ranks have made different numbers of windows, as those of a pipeline's first and last stage have with one of their own
-    for the tied embedding: PyTorch lets ranks meet under a number that each process counts for itself, up to 2.13 at least, and they
-    would wait for each other for ever.
-    """
-    def agreed(*numbers):
-        numbers = torch.tensor(numbers, dtype=torch.int64, device="cuda")
-        torch_dist.all_reduce(numbers, ReduceOp.MIN, link.group)
-        return numbers.tolist()
-
-    import torch.distributed._symmetric_memory as symmetric_memory
-    mine = window = None
-    with contextlib.suppress(RuntimeError):
-        if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in link.gpus for b in link.gpus):
-            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda")
-    ready, fewest, most = agreed(mine is not None, Window.made, -Window.made)
-    if not ready or fewest != -most:
+    def wait(self):
         return None
-    Window.made += 1
-    with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
-        window = Window(link, mine)
-    return window if agreed(window is not None)[0] else None
+
+    def is_completed(self):
+        return True
 
 
 class Link:
@@ -228,207 +83,108 @@ class Link:
     def __init__(self, group):
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
-        self.native = False  # True: torch.distributed's own collectives serve this group
-        local, ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size()), torch_dist.get_process_group_ranks(group)
-        self.gpus = [rank % local for rank in ranks]
-        self.switched = self.backend == "nccl" and len({rank // local for rank in ranks}) == 1  # taken to be joined by a switch
-        self.name, self.log = None, Traffic()  # the operation under way
-        self.watch = lambda t: None  # called after each ring step: the demo below draws them
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # said, for the default device may be a GPU
-        self._jobs = self._last = self._stream = None
-        self._graphs = {}
-        self._windows, self._aside, self._copied = {}, False, False  # of the operation under way: runs beside the caller; took a window
-        if self.backend not in PIECE_BYTES:
+        self.log = Traffic()  # of the operation under way
+        if self.backend not in DEVICE:
             raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
 
-    @property
-    def doubling_bytes(self):
-        """Up to here an all-reduce takes few rounds with the whole tensor, beyond it chunks."""
-        return DOUBLING_BYTES["switched" if self.switched else self.backend]
+    def exchange(self, sends=(), receives=()):
+        """Start all these messages at once, then wait for all. `sends` and `receives` list (flat tensor, peer rank)."""
+        self.wait(self.post(sends, receives))
 
     def post(self, sends=(), receives=()):
-        """Start messages, all at once. `sends` and `receives` list (flat tensor, peer rank); returns handles for `wait`."""
-        ops = [(irecv, t, peer) for t, peer in receives if t.numel()] + [(_isend, t, peer) for t, peer in sends if t.numel()]
-        for op, t, _ in ops:
-            if op is _isend:
-                self.count(t)
-        ops = [(op, t.view(torch.uint8), peer) for op, t, peer in ops]
-        if self.backend == "nccl" and ops:  # one batch: NCCL runs sends and receives of a batch at the same time, else in turn
-            return batch_isend_irecv([P2POp(op, t, group=self.group, group_peer=peer) for op, t, peer in ops])
-        return [op(t, group=self.group, **{"group_dst" if op is _isend else "group_src": peer}) for op, t, peer in ops]
-
-    def count(self, message):
-        self.log.messages += 1
-        self.log.bytes += message.nbytes
-
-    def window(self, nbytes):
-        """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the caller have their
-        own, for two at a time would write over each other."""
-        key = nbytes, self._aside
-        if self.size == 1 or not (self.switched and self.backend == "nccl"):
-            return None
-        if key not in self._windows and not torch.cuda.is_current_stream_capturing():  # nobody meets while recording
-            self._windows[key] = make_window(self, nbytes)
-        window = self._windows.get(key)
-        self._copied = window is not None
-        return window
+        """Start messages; returns handles. One batch, because NCCL runs only the messages of a batch at the same time."""
+        ops = [P2POp(irecv, t.view(torch.uint8), group=self.group, group_peer=peer) for t, peer in receives if t.numel()]
+        for t, peer in sends:
+            if t.numel():
+                self.log.count(t)
+                ops.append(P2POp(torch_dist.isend, t.view(torch.uint8), group=self.group, group_peer=peer))
+        return batch_isend_irecv(ops) if ops else []
 
     def wait(self, handles):
         """Wait for each handle once. On NCCL the current stream waits, not the CPU."""
         for handle in handles:
-            wait_for(handle, f"{self.name} in a group of {self.size}")
+            handle.wait()
 
-    def exchange(self, sends=(), receives=()):
-        self.wait(self.post(sends, receives))
+    def isend(self, tensor, dst, tag, group_dst):
+        _traffic["isend"].calls += 1
+        _traffic["isend"].count(tensor)
+        return torch_dist.isend(tensor, dst, self.group, tag, group_dst)
 
     def scratch(self, like, count):
-        """`count` elements of `like`'s dtype and device, not initialised, good until this operation ends.
+        """Room for `count` elements of `like`'s dtype and device, not initialised; an operation asks for it once."""
+        return torch.empty(count, dtype=like.dtype, device=like.device)
 
-        On the CPU a fresh buffer costs a page fault every 4 KiB, so one is kept; CUDA's allocator does that by itself, and
-        keeps buffers of different streams apart.
-        """
-        if like.is_cuda:
-            return like.new_empty(count)
-        if self._scratch.numel() < count * like.element_size():
-            self._scratch = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
-        return self._scratch[:count * like.element_size()].view(like.dtype)
-
-    def run(self, name, body, tensors, async_op, key=None):
-        """Run one operation: now, or with `async_op` beside the caller. Returns None, or a handle with `wait()`.
-
-        key: the operation and the memory it is on; with a key it may be replayed from a CUDA graph.
-        """
-        def logged():
-            self.name, self.log, self._aside = name, _traffic[name], async_op
-            self.log.calls += 1
-            if key is None:
-                with torch.no_grad():
-                    body()
-            else:
-                self._replayed(key, body)
-            progress(f"after {name}")
-
-        if self.backend == "nccl":
-            return self._run_cuda(logged, tensors) if async_op else logged()
-        if async_op or (self._last and not self._last.is_completed()):  # first in, first out: every rank in the same order
-            self._last = self._enqueue(logged)
-            return self._last if async_op else self._last.wait()
-        return logged()
-
-    def _run_cuda(self, body, tensors):
-        # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            body()
-            done = self._stream.record_event()
-        for t in tensors:
-            t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
-        return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+    def run(self, name, algorithm, arguments, async_op):
+        """Run one operation. It runs at once even with `async_op`: that ranks issue operations in the same order is the contract."""
+        self.perform(name, algorithm, arguments)
+        return Handle() if async_op else None
 
     @torch.no_grad()
-    def _replayed(self, key, body):
-        """Run it; the third time on the same memory record it, and from then on replay that.
+    def perform(self, name, algorithm, arguments):
+        self.log = _traffic[name]
+        self.log.calls += 1
+        algorithm(self, **arguments)
 
-        The first two times connect the ranks, and show that the memory comes back: buckets do, and activations, step after step.
-        """
-        recording = None if torch.cuda.is_current_stream_capturing() else self._graphs.get(key, 0)
-        if isinstance(recording, tuple) and recording[2] is not None and recording[2] != memory_given_back():
-            recording = 0
-        if recording == 2:
-            # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it. (A pool
-            # that has lost its last graph takes no other.)
-            pool = next((kept[0].pool() for k, kept in self._graphs.items() if isinstance(kept, tuple) and k[1] == key[1]), None)
-            before, graph, stream = traffic(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
-                self._copied = False
-                body()
-                graph.capture_end()
-            recording = self._graphs[key] = graph, traffic_since(before), memory_given_back() if self._copied else None
-            count_traffic(recording[1], -1)
-        if isinstance(recording, tuple):
-            recording[0].replay()
-            count_traffic(recording[1])
-            return
-        body()
-        if recording is not None:
-            if len(self._graphs) >= REPLAYS and key not in self._graphs:  # what did not come a third time makes room
-                self._graphs = {key: kept for key, kept in self._graphs.items() if isinstance(kept, tuple)}
-            if key in self._graphs or len(self._graphs) < REPLAYS:
-                self._graphs[key] = recording + 1
+    def close(self):
+        """Called before the group is destroyed."""
 
-    def _enqueue(self, body):
-        # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            self._worker = threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}")
-            self._worker.start()
-        future = Future()
-        self._jobs.put((future, body))
-        return Handle(future.result, future.done)
+    # What other hardware does in other ways. Chunks are N flat tensors, of which no later one is longer; chunk r is this rank's.
 
-    def _work(self):
-        while True:
-            future, body = self._jobs.get()
-            if future is None:
-                return
-            try:
-                future.set_result(body())
-            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
-                future.set_exception(error)
-            future = body = None  # or its tensors would live until the next operation
+    def reduce_scatter(self, chunks, result, op):
+        """Combine chunk r of all ranks into `result`, which may be chunk r itself; the other chunks stay as they are."""
+        chunks = [chunk.clone() for chunk in chunks]  # partial sums go through them
+        ring_reduce_scatter(self, chunks, op)
+        result.copy_(chunks[self.rank])
+
+    def all_gather(self, chunks):
+        """Rank c holds chunk c; afterwards every rank holds all."""
+        ring_all_gather(self, chunks)
+
+    def all_reduce(self, flat, op):
+        """Combine `flat` of all ranks in place."""
+        if len(flat) < self.size:  # too few elements for N chunks
+            recursive_doubling(self, flat, op)
+        else:
+            chunks = flat.tensor_split(self.size)  # where N does not divide K, the last chunks are one element shorter
+            ring_reduce_scatter(self, chunks, op)
+            ring_all_gather(self, chunks)
+
+    def all_to_all(self, outgoing, incoming):
+        """Send outgoing[c] to rank c and receive incoming[c] from it, for every other rank c."""
+        pairwise_exchange(self, outgoing, incoming)
 
 
-def memory_given_back():
-    """How often PyTorch has given memory back to the driver. A graph's kernels run on whatever lies at an address by now; its copies
-    between GPUs end the process, if the memory they were recorded on has gone and other has come in its place."""
-    return torch.cuda.memory_stats_as_nested_dict()["num_device_free"]
+class Library(Link):
+    """torch.distributed's own collectives in place of ours. They are not counted."""
+
+    def run(self, name, algorithm, arguments, async_op):
+        return getattr(torch_dist, name)(**arguments, group=self.group, async_op=async_op)
 
 
-class Handle:
-    """An operation under way. `wait()` returns when its result may be used, and raises what went wrong."""
-
-    def __init__(self, wait, is_completed):
-        self.wait, self.is_completed = wait, is_completed
-
-
-_links, _timeout = {}, 600
+LINKS = {}     # backend -> what makes the Link of a group, given the group; where there is none, Link itself
+PREPARE = []   # what `initialize` calls first: f(device, timeout), which may return arguments for init_process_group
+_serving = {}  # group -> the Link that serves it
+_made = {}     # (what made it, group) -> Link
 
 
-def _link(group):
+def use(group, comm):
+    """Choose what serves this group from now on: "ours" what LINKS names, "ring" the textbook's ways, "torch" the library's own."""
+    if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
+        return
     group = group or torch_dist.group.WORLD
-    link = _links.get(group.group_name)
-    if link is None or link.group is not group:
-        link = _links[group.group_name] = Link(group)
-    return link
+    plain = {"ours": Link, "ring": Link, "torch": Library}[comm]
+    make = LINKS.get(torch_dist.get_backend(group) if comm == "ours" else comm, plain)
+    if (make, group) not in _made:
+        _made[make, group] = make(group)
+    _serving[group] = _made[make, group]
 
 
-def scratches():
-    """The buffers that groups keep for what arrives."""
-    return [link._scratch for link in _links.values()]
-
-
-def destroy_process_group(group=None):
-    """torch.distributed's own, for one group or all; the threads and buffers kept for it go too."""
-    for name, link in list(_links.items()):
-        if group is None or link.group is group:
-            del _links[name]
-            link._windows.clear()
-            if link._jobs:
-                link._jobs.put((None, None))
-                link._worker.join(2)  # a daemon thread that the interpreter ends inside of C++ would take the process with it
-    if torch.cuda.is_initialized():
-        link = None
-        gc.collect()  # NCCL waits for CUDA graphs of a group's kernels to be gone before the group may go
-    torch_dist.destroy_process_group(group)
-
-
-def use_library(group, library=True):
-    """Let torch.distributed's own collectives serve this group from now on (`--comm torch`), or ours again with False."""
-    if group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
-        _link(group).native = library
+def link_of(group):
+    """The Link that serves this group."""
+    group = group or torch_dist.group.WORLD
+    if group not in _serving:
+        use(group, "ours")
+    return _serving[group]
 
 
 # -------------------------------------------------------------------------------------------------------- reduction and cuts
@@ -450,200 +206,48 @@ def _flat(tensor):
 
 
 def _unflatten(flat, tensor):
-    if not tensor.is_contiguous():
+    if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
 
 # ------------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s, from 1 to N-1, moves one a rank:
+# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s, from 0 to N-2, moves one a rank:
 #
-#     reduce-scatter   send chunk r-s, receive chunk r-s-1 and add my own to it; after the last step chunk r is complete
-#     all-gather       send chunk r-s+1, receive chunk r-s as it is
+#     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
+#     all-gather       send chunk r-s, receive chunk r-1-s as it is
 #
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either, 2(N-1)/N x K for the two in a row, however many ranks.
 
-def _ring(link, outgoing, incoming, in_flight, ahead, arrived=lambda t: None):
-    """Send outgoing[t] right and receive incoming[t] from the left, for every t; call arrived(t) when t is through both ways.
-
-    Send t + in_flight is posted after arrived(t), so it may send what arrived(t) computed; with two in flight, one piece is
-    summed while the next is on the wire. Receives are posted `ahead` messages early.
-    """
-    right, left, total = (link.rank + 1) % link.size, (link.rank - 1) % link.size, len(outgoing)
-    handles = [[] for _ in range(total)]
-    for t in range(-ahead, total):
-        if t >= 0:
-            link.wait(handles[t])
-            arrived(t)
-            link.watch(t)
-        s, q = t + in_flight, t + ahead
-        send, receive = ([(tensors[i], peer)] if 0 <= i < total else []
-                         for tensors, i, peer in ((outgoing, s, right), (incoming, q, left)))
-        if s == q:  # NCCL: the send and the receive of a step in one batch
-            handles[s:s + 1] = [link.post(send, receive)]
-            continue
-        if receive:
-            handles[q] += link.post(receives=receive)
-        if send:
-            handles[s] += link.post(sends=send)
-
-
-def _pieces(link, chunks):
-    """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
-    count = max(1, -(-max(chunk.nbytes for chunk in chunks) // PIECE_BYTES[link.backend]))
-    in_flight = min(2, count)
-    return [chunk.tensor_split(count) for chunk in chunks], in_flight, in_flight if link.backend == "nccl" else RECEIVES_AHEAD
-
-
-def _ring_reduce_scatter(link, chunks, results, op):
-    """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves what it summed; the last one is the answer."""
-    if link.size == 1:
-        return
-    pieces, in_flight, ahead = _pieces(link, chunks)
-    results = [result.tensor_split(len(pieces[0])) for result in results]
-    outgoing, own, sums = list(pieces[(link.rank - 1) % link.size]), [], []
+def ring_reduce_scatter(link, chunks, op):
+    """Combine chunk c of all ranks into chunk c of rank c, in place; the other chunks are left with partial sums."""
+    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    received = link.scratch(chunks[0], len(chunks[0]))
     for s in range(link.size - 1):
-        own += pieces[(link.rank - 2 - s) % link.size]
-        sums += results[s]
-    outgoing += sums[:len(own) - len(outgoing)]  # what step s summed is what step s+1 sends
-    width = max(piece.numel() for piece in own)
-    slots = link.scratch(chunks[0], width * ahead)
-    incoming = [slots[t % ahead * width:][:piece.numel()] for t, piece in enumerate(own)]
-    _ring(link, outgoing, incoming, in_flight, ahead, lambda t: COMBINE[op](incoming[t], own[t], out=sums[t]))
+        outgoing, own = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
+        theirs = received[:len(own)]
+        link.exchange([(outgoing, right)], [(theirs, left)])
+        COMBINE[op](theirs, own, out=own)
+    _average(op, chunks[link.rank], link.size)
 
 
-def _ring_all_gather(link, chunks):
+def ring_all_gather(link, chunks):
     """Rank c holds chunk c; afterwards every rank holds all."""
-    pieces, in_flight, ahead = _pieces(link, chunks)
-    order = [piece for s in range(link.size) for piece in pieces[(link.rank - s) % link.size]]
-    count = len(pieces[0])
-    _ring(link, order[:-count], order[count:], in_flight, ahead)  # what step s received is what step s+1 sends
+    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    for s in range(link.size - 1):
+        link.exchange([(chunks[(link.rank - s) % link.size], right)], [(chunks[(link.rank - 1 - s) % link.size], left)])
 
 
-# Inside a node a switch joins every two GPUs at full speed, so there is no need to pass chunks on: rank r hands chunk c straight to
-# rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of N-1, and one sum over N rows, in
-# float32 where they have 16 bits; it costs room for N chunks. Between nodes the ring is better: only two ranks of a node talk outside.
-# Large chunks go through windows: summed where others wrote them, gathered from where their owners keep them. And an all-reduce that
-# the caller waits for is one kernel over everybody's window, up to OPEN_BYTES.
+# ------------------------------------------------------------------------------- recursive doubling, pairwise, dissemination
 
-def _swap(link, mine, theirs):
-    """Send mine[r] to rank r and receive theirs[r] from it, for every other rank at once."""
-    others = [r for r in range(link.size) if r != link.rank]
-    link.exchange([(mine[r], r) for r in others], [(theirs[r], r) for r in others])
-
-
-def _direct_reduce_scatter(link, chunks, result, op):
-    """Combine chunk r of all ranks into `result` on rank r (which may be chunk r itself)."""
-    if link.size * chunks[0].nbytes >= WINDOW_FROM and (window := link.window(WINDOW_BYTES)):
-        for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // link.size):
-            _sum_rows(window.scatter(parts), [into], op)
-        return
-    own = chunks[link.rank]
-    rows = [*link.scratch(own, link.size * own.numel()).view(link.size, -1)]
-    rows[link.rank] = own
-    _swap(link, chunks, rows)
-    _sum_rows(rows, [result], op)
-
-
-def _in_step(chunks, nbytes):
-    """Chunks, of which the first is the longest, cut into parts of at most `nbytes`: as many on every rank, though some are empty."""
-    n = nbytes // chunks[0].itemsize
-    return ([chunk[start:start + n] for chunk in chunks] for start in range(0, len(chunks[0]), n))
-
-
-def _sum_rows(rows, results, op):
-    """Combine rows, N tensors (n), into each of `results`."""
-    if op in (ReduceOp.SUM, ReduceOp.AVG) and rows[0].is_floating_point() and rows[0].is_cuda:
-        kernels.sum_rows(rows, results, op == ReduceOp.AVG)
-        return
-    total = functools.reduce(COMBINE[op], rows)
-    _average(op, total, len(rows))
-    for result in results:
-        result.copy_(total)
-
-
-def _open_all_reduce(link, window, flat, chunks, op):
-    """Everybody's tensor lies open: rank r combines chunk r of all, and writes it into all. chunks: of flat."""
-    tensors = window.open(flat)
-    rows = [tensor.tensor_split(link.size)[link.rank] for tensor in tensors]
-    _sum_rows(rows, rows, op)
-    window.barrier()
-    flat.copy_(tensors[link.rank])
-    for r in window.others:  # who reads its chunk of mine, and whom I write mine
-        link.count(chunks[r])
-        link.count(chunks[link.rank])
-
-
-def _reduce_scatter_tensor(link, output, input, op):
-    flat, result = _flat(input), _flat(output)
-    if flat.numel() != result.numel() * link.size or flat.dtype != result.dtype:
-        raise ValueError(f"reduce_scatter_tensor: input {tuple(input.shape)} {input.dtype} must hold {link.size} times the "
-                         f"elements of output {tuple(output.shape)} {output.dtype}")
-    chunks = flat.view(link.size, -1).unbind()
-    if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
-        result = torch.empty_like(result)  # partial sums pass through the result: it may not lie over the input
-    if link.size == 1:
-        result.copy_(flat)
-    elif link.switched:
-        _direct_reduce_scatter(link, chunks, result, op)
-    else:
-        _ring_reduce_scatter(link, chunks, [result] * (link.size - 1), op)
-        _average(op, result, link.size)
-    output.copy_(result.view(output.shape)) if result.data_ptr() != output.data_ptr() else None
-
-
-def _all_gather(link, chunks):
-    """The same, whichever way is best for this group."""
-    if link.size * chunks[0].nbytes >= WINDOW_FROM and (window := link.window(WINDOW_BYTES)):
-        for parts in _in_step(chunks, WINDOW_BYTES):
-            window.gather(parts)
-    elif link.switched:
-        _swap(link, [chunks[link.rank]] * link.size, chunks)
-    else:
-        _ring_all_gather(link, chunks)
-
-
-def _all_gather_into_tensor(link, output_tensor, input_tensor):
-    flat = _flat(output_tensor)
-    if flat.numel() != input_tensor.numel() * link.size or flat.dtype != input_tensor.dtype:
-        raise ValueError(f"all_gather_into_tensor: output {tuple(output_tensor.shape)} {output_tensor.dtype} must hold "
-                         f"{link.size} times the elements of input {tuple(input_tensor.shape)} {input_tensor.dtype}")
-    chunks = flat.view(link.size, -1).unbind()
-    own = _flat(input_tensor)
-    if chunks[link.rank].data_ptr() != own.data_ptr():  # in place: the input may already lie where it belongs
-        chunks[link.rank].copy_(own)
-    _all_gather(link, chunks)
-    _unflatten(flat, output_tensor)
-
-
-def _all_reduce(link, tensor, op):
-    flat = _flat(tensor)
-    chunks = flat.tensor_split(link.size)  # where N does not divide K, the last chunks are one element shorter
-    if flat.nbytes <= link.doubling_bytes:
-        if link.switched:  # one round: everybody has all of everybody's, and sums the same rows in the same order
-            _direct_reduce_scatter(link, [flat] * link.size, flat, op)
-        else:
-            _recursive_doubling(link, flat, op)
-    elif flat.nbytes <= OPEN_BYTES and not link._aside and (window := link.window(OPEN_BYTES)):
-        _open_all_reduce(link, window, flat, chunks, op)
-    else:  # two halves, (N-1)/N K sent in each
-        if link.switched:
-            _direct_reduce_scatter(link, chunks, chunks[link.rank], op)
-        else:
-            _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % link.size] for s in range(link.size - 1)], op)
-            _average(op, chunks[link.rank], link.size)
-        _all_gather(link, chunks)
-    _unflatten(flat, tensor)
-
-
-def _recursive_doubling(link, flat, op):
+def recursive_doubling(link, flat, op):
     """All-reduce in log2(N) rounds: in round i the ranks that differ in bit i swap the whole tensor and both add.
 
     Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a swap add
     the same two numbers, so every rank ends with the same bits.
     """
     core = 1 << (link.size.bit_length() - 1)
-    theirs = link.scratch(flat, flat.numel())
+    theirs = link.scratch(flat, len(flat))
     if link.rank >= core:
         link.exchange(sends=[(flat, link.rank - core)])
         link.exchange(receives=[(flat, link.rank - core)])
@@ -659,6 +263,24 @@ def _recursive_doubling(link, flat, op):
     _average(op, flat, link.size)
     if link.rank + core < link.size:
         link.exchange(sends=[(flat, link.rank + core)])
+
+
+def pairwise_exchange(link, outgoing, incoming):
+    """All-to-all. In step s everybody sends to the rank s+1 places to the right, so no rank has two senders at a time."""
+    for s in range(link.size - 1):
+        to, source = (link.rank + 1 + s) % link.size, (link.rank - 1 - s) % link.size
+        link.exchange([(outgoing[to], to)], [(incoming[source], source)])
+
+
+def _barrier(link):
+    """Round i: tell rank r + 2^i, hear from rank r - 2^i. After log2(N) rounds everybody has heard, indirectly, from all."""
+    token = torch.zeros(2, dtype=torch.uint8, device=DEVICE[link.backend])
+    distance = 1
+    while distance < link.size:
+        link.exchange([(token[:1], (link.rank + distance) % link.size)], [(token[1:], (link.rank - distance) % link.size)])
+        distance *= 2
+    if token.is_cuda:
+        torch.cuda.current_stream().synchronize()  # on NCCL only the stream has waited so far; a barrier holds up the CPU, too
 
 
 # ------------------------------------------------------------------------------------------------------------ tree algorithms
@@ -695,7 +317,7 @@ def _reduce(link, tensor, group_dst, op):
     flat = _flat(tensor)
     if parent is not None and children:
         flat = flat.clone()  # only the root's tensor changes
-    theirs = link.scratch(flat, flat.numel()) if children else None
+    theirs = link.scratch(flat, len(flat)) if children else None
     for child, _, _ in children:
         link.exchange(receives=[(theirs, child)])
         COMBINE[op](flat, theirs, out=flat)
@@ -742,65 +364,75 @@ def _check_list(name, tensors, is_root, size, tensor):
         raise ValueError(f"{name} on the root must hold {size} tensors of shape {tuple(tensor.shape)} and {tensor.dtype}")
 
 
-# ------------------------------------------------------------------------------------------------------- pairwise, dissemination
+# ------------------------------------------------------------------------- from tensors of any shape to the link's flat chunks
 
-def _all_to_all_single(link, output, input, output_split_sizes, input_split_sizes):
-    def blocks(tensor, flat, sizes, name):
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not sizes:
-            if rows % link.size:
-                raise ValueError(f"all_to_all_single: {name} has {rows} rows, not a multiple of the {link.size} ranks: "
-                                 f"give {name}_split_sizes")
-            sizes = [rows // link.size] * link.size
-        if len(sizes) != link.size or sum(sizes) != rows:
-            raise ValueError(f"all_to_all_single: {name}_split_sizes {sizes} must be {link.size} numbers that add up to {rows}")
-        row = tensor.numel() // rows if rows else 0
-        return flat.split([row * n for n in sizes])
-    result = _flat(output)
-    sends, receives = blocks(input, _flat(input), input_split_sizes, "input"), blocks(output, result, output_split_sizes, "output")
-    receives[link.rank].copy_(sends[link.rank])
-    if link.switched:
-        return _swap(link, sends, receives) or _unflatten(result, output)
-    for s in range(1, link.size):  # step s: everybody sends s ranks to the right, so no receiver has two senders at a time
-        to, source = (link.rank + s) % link.size, (link.rank - s) % link.size
-        link.exchange([(sends[to], to)], [(receives[source], source)])
+def _reduce_scatter_tensor(link, output, input, op):
+    flat, result = _flat(input), _flat(output)
+    if flat.numel() != result.numel() * link.size or flat.dtype != result.dtype:
+        raise ValueError(f"reduce_scatter_tensor: input {tuple(input.shape)} {input.dtype} must hold {link.size} times the "
+                         f"elements of output {tuple(output.shape)} {output.dtype}")
+    link.reduce_scatter(flat.view(link.size, -1).unbind(), result, op)
     _unflatten(result, output)
 
 
-def _barrier(link):
-    """Round i: tell rank r + 2^i, hear from rank r - 2^i. After log2(N) rounds everybody has heard, indirectly, from all."""
-    token = torch.zeros(2, dtype=torch.uint8, device="cuda" if link.backend == "nccl" else "cpu")
-    distance = 1
-    while distance < link.size:
-        link.exchange([(token[:1], (link.rank + distance) % link.size)], [(token[1:], (link.rank - distance) % link.size)])
-        distance *= 2
-    if link.backend == "nccl":
-        torch.cuda.current_stream().synchronize()  # no stream, however early it ran, may let the CPU pass
+def _all_gather_into_tensor(link, output_tensor, input_tensor):
+    flat, own = _flat(output_tensor), _flat(input_tensor)
+    if flat.numel() != own.numel() * link.size or flat.dtype != own.dtype:
+        raise ValueError(f"all_gather_into_tensor: output {tuple(output_tensor.shape)} {output_tensor.dtype} must hold "
+                         f"{link.size} times the elements of input {tuple(input_tensor.shape)} {input_tensor.dtype}")
+    chunks = flat.view(link.size, -1).unbind()
+    _unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
+    link.all_gather(chunks)
+    _unflatten(flat, output_tensor)
+
+
+def _all_reduce(link, tensor, op):
+    flat = _flat(tensor)
+    link.all_reduce(flat, op)
+    _unflatten(flat, tensor)
+
+
+def _all_to_all_single(link, output, input, output_split_sizes, input_split_sizes):
+    result = _flat(output)
+    outgoing = _blocks(input, _flat(input), input_split_sizes, link.size, "input")
+    incoming = _blocks(output, result, output_split_sizes, link.size, "output")
+    incoming[link.rank].copy_(outgoing[link.rank])
+    link.all_to_all(outgoing, incoming)
+    _unflatten(result, output)
+
+
+def _blocks(tensor, flat, sizes, n, name):
+    """Cut the tensor's rows into one block a rank, of `sizes` rows or of equally many; blocks of `flat`."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        if rows % n:
+            raise ValueError(f"all_to_all_single: {name} has {rows} rows, not a multiple of the {n} ranks: give {name}_split_sizes")
+        sizes = [rows // n] * n
+    if len(sizes) != n or sum(sizes) != rows:
+        raise ValueError(f"all_to_all_single: {name}_split_sizes {sizes} must be {n} numbers that add up to {rows}")
+    row = tensor.numel() // rows if rows else 0
+    return flat.split([row * size for size in sizes])
 
 
 # ------------------------------------------------------------------------------------------------------------ public functions
 
-REPLAYED = _all_reduce, _reduce_scatter_tensor, _all_gather_into_tensor  # what training does step after step
+def tensors_of(arguments):
+    """[(argument's name, tensor)] of an operation, tensors in lists included."""
+    return [(name, t) for name, value in arguments.items() for t in (value if isinstance(value, list) else [value])
+            if isinstance(t, torch.Tensor)]
 
 
-def _start(algorithm, group, async_op, **arguments):
+def _start(name, algorithm, group, async_op, **arguments):
+    """Run algorithm(link, **arguments) under the operation's name on the group's link."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
-    link, name = _link(group), algorithm.__name__[1:]
-    progress(name)
+    link = link_of(group)
     if arguments.get("op", ReduceOp.SUM) not in COMBINE:
         raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
-    if link.native:
-        return getattr(torch_dist, name)(**arguments, group=group, async_op=async_op)
-    tensors = [t for value in arguments.values() for t in (value if isinstance(value, list) else [value])
-               if isinstance(t, torch.Tensor)]
-    if any(t.is_cuda != (link.backend == "nccl") for t in tensors):
-        raise ValueError(f"{name}: a {link.backend} group takes {'CUDA' if link.backend == 'nccl' else 'CPU'} tensors, "
-                         f"not {tensors[0].device}")
-    key = None
-    if algorithm in REPLAYED and link.backend == "nccl" and link.size > 1 and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
-        key = algorithm, async_op, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-    return link.run(name, functools.partial(algorithm, link, **arguments), tensors, async_op, key)
+    for argument, t in tensors_of(arguments):
+        if t.device.type != DEVICE[link.backend]:
+            raise ValueError(f"{name}: a {link.backend} group takes {DEVICE[link.backend].upper()} tensors, but {argument} is on {t.device}")
+    return link.run(name, algorithm, arguments, async_op)
 
 
 def _root(group, rank, group_rank):
@@ -814,9 +446,7 @@ def _root(group, rank, group_rank):
 
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
     """torch.distributed's own, counted in the traffic log: what pipelines send."""
-    progress("isend")
-    count_traffic({"isend": Traffic(1, 1, tensor.nbytes)})
-    return _isend(tensor, dst, group, tag, group_dst)
+    return link_of(group).isend(tensor, dst, tag, group_dst)
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
@@ -824,22 +454,22 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
 
     Binomial tree: log2(N) rounds; the root sends up to log2(N) copies, N-1 in all. With `async_op`, returns a handle.
     """
-    return _start(_broadcast, group, async_op, tensor=tensor, group_src=_root(group, src, group_src))
+    return _start("broadcast", _broadcast, group, async_op, tensor=tensor, group_src=_root(group, src, group_src))
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree, N-1 messages."""
-    return _start(_reduce, group, async_op, tensor=tensor, group_dst=_root(group, dst, group_dst), op=op)
+    return _start("reduce", _reduce, group, async_op, tensor=tensor, group_dst=_root(group, dst, group_dst), op=op)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
     """Collect `tensor` of every rank into `gather_list` (N tensors of its shape) on rank `dst`. Binomial tree."""
-    return _start(_gather, group, async_op, tensor=tensor, gather_list=gather_list, group_dst=_root(group, dst, group_dst))
+    return _start("gather", _gather, group, async_op, tensor=tensor, gather_list=gather_list, group_dst=_root(group, dst, group_dst))
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
     """Hand `scatter_list[i]` of rank `src` to `tensor` of rank i: gather backwards. Binomial tree."""
-    return _start(_scatter, group, async_op, tensor=tensor, scatter_list=scatter_list, group_src=_root(group, src, group_src))
+    return _start("scatter", _scatter, group, async_op, tensor=tensor, scatter_list=scatter_list, group_src=_root(group, src, group_src))
 
 
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
@@ -847,7 +477,8 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
 
     Ring: each rank sends (N-1)/N x K elements. `input_tensor` may be this rank's slice of `output_tensor`.
     """
-    return _start(_all_gather_into_tensor, group, async_op, output_tensor=output_tensor, input_tensor=input_tensor)
+    return _start("all_gather_into_tensor", _all_gather_into_tensor, group, async_op, output_tensor=output_tensor,
+                  input_tensor=input_tensor)
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -855,17 +486,16 @@ def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=F
 
     Ring: each rank sends (N-1)/N x K elements. `output` may be this rank's slice of `input`.
     """
-    return _start(_reduce_scatter_tensor, group, async_op, output=output, input=input, op=op)
+    return _start("reduce_scatter_tensor", _reduce_scatter_tensor, group, async_op, output=output, input=input, op=op)
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits.
 
-    Ring reduce-scatter, then ring all-gather: each rank sends 2(N-1)/N x K elements, nearly independent of N. Up to
-    DOUBLING_BYTES, recursive doubling: log2(N) messages of K elements. Between GPUs of one node direct exchange: as many elements in
-    two rounds, or for small tensors (N-1) K in one.
+    Ring reduce-scatter, then ring all-gather: each rank sends 2(N-1)/N x K elements, nearly independent of N. Fewer than N elements
+    take recursive doubling: log2(N) messages of K elements.
     """
-    return _start(_all_reduce, group, async_op, tensor=tensor, op=op)
+    return _start("all_reduce", _all_reduce, group, async_op, tensor=tensor, op=op)
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
@@ -873,16 +503,629 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
 
     Blocks are equal unless the split sizes (rows per rank) say otherwise. Each rank sends all but its own block, once.
     """
-    return _start(_all_to_all_single, group, async_op, output=output, input=input,
+    return _start("all_to_all_single", _all_to_all_single, group, async_op, output=output, input=input,
                   output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
 
 
 def barrier(group=None, async_op=False):
     """Return when every rank of the group has called it."""
-    return _start(_barrier, group, async_op)
+    return _start("barrier", _barrier, group, async_op)
 
 
-# ------------------------------------------------------------------------------------------------- starting processes, and a demo
+# ------------------------------------------------------------------------------------------------------------ start and end
+
+def initialize(device_type, timeout=600):
+    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
+
+    device_type "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
+    """
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    world = {} if "RANK" in os.environ else {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+    for prepare in PREPARE:
+        world |= prepare(device, timeout) or {}
+    init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
+                       device_id=device if device_type == "cuda" else None, **world)
+    return device
+
+
+def destroy_process_group(group=None):
+    """torch.distributed's own, for one group or all; what was kept for it goes, too."""
+    for key, link in list(_made.items()):
+        if group is None or link.group is group:
+            link.close()
+            del _made[key]
+            _serving.pop(link.group, None)
+    torch_dist.destroy_process_group(group)
+
+
+# ============================================================ machinery: the same results, faster or safer ============
+#
+# Links that do what `Link` does, sooner: `PiecewiseLink` (rings in pieces) over gloo and NCCL, `NodeLink` for the GPUs of one node.
+# Then what keeps a run from hanging in silence, and what starts processes. At the end the demo.
+
+import contextlib  # noqa: E402
+import functools  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import queue  # noqa: E402
+import re  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
+from concurrent.futures import Future  # noqa: E402
+
+import kernels  # noqa: E402
+
+# A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
+# wire; but every message costs a wake-up or a kernel launch, so pieces are large.
+PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
+# Gloo sends nothing before the receiver has said that its receive is posted, so receives are posted this many messages early:
+# 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
+RECEIVES_AHEAD = 4
+# Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) steps with an Nth.
+# Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
+# NCCL between nodes: not measured; with 8 us a message and 45 GB/s a GPU, 16 ranks are level at 4 MiB.
+# Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
+# against 60).
+DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25. So an operation called again on the same
+# memory is replayed: up to REPLAY_BYTES, because a graph keeps its receive buffers, and up to REPLAYS different ones a group.
+REPLAY_BYTES, REPLAYS = 1 << 28, 512
+# Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's into the
+# receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels, and take
+# multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB were exchanged by copies,
+# in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
+WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
+# An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES one kernel that reads and writes
+# all windows beats messages and copies, which start late (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2 MiB 28 us against 46, 8 MiB
+# 63 against 99, 16 MiB 112 against 132, level at 24 MiB; NCCL's own 28, 59, 95).
+OPEN_FROM, OPEN_BYTES = 1 << 12, 3 << 23
+
+
+# ------------------------------------------------------------------------------------------------ the log, progress, lost peers
+
+def traffic_since(before):
+    """What has been added to the log since `before = traffic()`."""
+    zero = Traffic()
+    return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes)
+            for name, t in _traffic.items() for b in [before.get(name, zero)] if t != b}
+
+
+def count_traffic(more, times=1):
+    """Add `more` to the log, `times` times. A recorded graph uses it: no Python runs in a replay that could count messages."""
+    for name, t in more.items():
+        log = _traffic[name]
+        log.calls, log.messages, log.bytes = log.calls + times * t.calls, log.messages + times * t.messages, log.bytes + times * t.bytes
+
+
+_progress = [0, "starting", 0]
+
+
+def progress(what=None, step=None):
+    """[step, what this process does or did last, how many such things it has done]: for whoever asks why nothing moves."""
+    if step is not None:
+        _progress[0] = step
+    if what is not None:
+        _progress[1:] = what, _progress[2] + 1
+    return list(_progress)
+
+
+class PeerError(RuntimeError):
+    """A message that will not come: its sender is gone, or silent for longer than the group's timeout."""
+
+
+def wait_for(handle, what):
+    """handle.wait(); where that fails, a PeerError that says what was waited for."""
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file names and good wishes
+        raise PeerError(f"{what}: {text}") from None
+
+
+class Watched(Link):
+    """A Link that reports progress, and names the operation whose message does not come."""
+    name = None  # of the operation under way
+
+    def run(self, name, algorithm, arguments, async_op):
+        progress(name)
+        return super().run(name, algorithm, arguments, async_op)
+
+    def perform(self, name, algorithm, arguments):
+        self.name = name
+        super().perform(name, algorithm, arguments)
+        progress(f"after {name}")
+
+    def wait(self, handles):
+        for handle in handles:
+            wait_for(handle, f"{self.name} in a group of {self.size}")
+
+    def isend(self, tensor, dst, tag, group_dst):
+        progress("isend")
+        return super().isend(tensor, dst, tag, group_dst)
+
+    def close(self):
+        if self.backend == "nccl":
+            gc.collect()  # NCCL lets a group go only when all CUDA graphs of its kernels are gone
+
+
+class WatchedLibrary(Watched, Library):
+    """torch.distributed's own collectives, reporting progress."""
+
+
+class Pending(Handle):
+    """An operation under way. `wait()` raises what went wrong in it."""
+
+    def __init__(self, wait, is_completed):
+        self.wait, self.is_completed = wait, is_completed
+
+
+# ------------------------------------------------------------------------------------------------------------ rings in pieces
+
+class PiecewiseLink(Watched):
+    """Rings that send a piece while they sum the one before, and recursive doubling up to DOUBLING_BYTES."""
+
+    @property
+    def doubling_bytes(self):
+        """Up to here an all-reduce sends the whole tensor in few rounds, beyond it chunks."""
+        return DOUBLING_BYTES[self.backend]
+
+    def reduce_scatter(self, chunks, result, op):
+        """Partial sums go through the result, so it may not lie over the input, which other steps still read."""
+        if self.size == 1:
+            result.copy_(chunks[0])
+            return
+        over_input = result.untyped_storage().data_ptr() == chunks[0].untyped_storage().data_ptr()
+        into = torch.empty_like(result) if over_input else result
+        self._ring_reduce_scatter(chunks, [into] * (self.size - 1), op)
+        _average(op, into, self.size)
+        if over_input:
+            result.copy_(into)
+
+    def all_gather(self, chunks):
+        pieces, in_flight, ahead = self._pieces(chunks)
+        order = [piece for s in range(self.size) for piece in pieces[(self.rank - s) % self.size]]
+        count = len(pieces[0])
+        self._ring(order[:-count], order[count:], in_flight, ahead)  # what step s received is what step s+1 sends
+
+    def all_reduce(self, flat, op):
+        if flat.nbytes <= self.doubling_bytes or len(flat) < self.size:
+            recursive_doubling(self, flat, op)
+            return
+        chunks = flat.tensor_split(self.size)
+        if self.size > 1:
+            self._ring_reduce_scatter(chunks, [chunks[(self.rank - 2 - s) % self.size] for s in range(self.size - 1)], op)
+        _average(op, chunks[self.rank], self.size)
+        self.all_gather(chunks)
+
+    def _ring_reduce_scatter(self, chunks, results, op):
+        """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves what it summed; the last one is the answer."""
+        pieces, in_flight, ahead = self._pieces(chunks)
+        results = [result.tensor_split(len(pieces[0])) for result in results]
+        outgoing, own, sums = list(pieces[(self.rank - 1) % self.size]), [], []
+        for s in range(self.size - 1):
+            own += pieces[(self.rank - 2 - s) % self.size]
+            sums += results[s]
+        outgoing += sums[:len(own) - len(outgoing)]  # what step s summed is what step s+1 sends
+        width = max(piece.numel() for piece in own)
+        slots = self.scratch(chunks[0], width * ahead)
+        incoming = [slots[t % ahead * width:][:piece.numel()] for t, piece in enumerate(own)]
+        self._ring(outgoing, incoming, in_flight, ahead, lambda t: COMBINE[op](incoming[t], own[t], out=sums[t]))
+
+    def _pieces(self, chunks):
+        """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
+        count = max(1, -(-max(chunk.nbytes for chunk in chunks) // PIECE_BYTES[self.backend]))
+        in_flight = min(2, count)
+        return [chunk.tensor_split(count) for chunk in chunks], in_flight, in_flight if self.backend == "nccl" else RECEIVES_AHEAD
+
+    def _ring(self, outgoing, incoming, in_flight, ahead, arrived=lambda t: None):
+        """Send outgoing[t] right and receive incoming[t] from the left, for every t; call arrived(t) when t is through both ways.
+
+        Send t + in_flight is posted after arrived(t), so it may send what arrived(t) computed; with two in flight, one piece is
+        summed while the next is on the wire. Receives are posted `ahead` messages early.
+        """
+        right, left, total = (self.rank + 1) % self.size, (self.rank - 1) % self.size, len(outgoing)
+        handles = [[] for _ in range(total)]
+        for t in range(-ahead, total):
+            if t >= 0:
+                self.wait(handles[t])
+                arrived(t)
+            s, q = t + in_flight, t + ahead
+            send, receive = ([(tensors[i], peer)] if 0 <= i < total else []
+                             for tensors, i, peer in ((outgoing, s, right), (incoming, q, left)))
+            if s == q:  # NCCL: the send and the receive of a step in one batch
+                handles[s:s + 1] = [self.post(send, receive)]
+                continue
+            if receive:
+                handles[q] += self.post(receives=receive)
+            if send:
+                handles[s] += self.post(sends=send)
+
+
+# ------------------------------------------------------------------------------------------------------------------- gloo
+
+class GlooLink(PiecewiseLink):
+    """Processes on CPUs. Operations with async_op run in a thread beside the caller, first in, first out."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # said, for the default device may be a GPU
+        self._jobs = self._last = None
+
+    def scratch(self, like, count):
+        """One buffer for all operations, which run one after the other: a fresh one costs a page fault every 4 KiB."""
+        if self.room.numel() < count * like.element_size():
+            self.room = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
+        return self.room[:count * like.element_size()].view(like.dtype)
+
+    def post(self, sends=(), receives=()):
+        handles = [irecv(t.view(torch.uint8), group=self.group, group_src=peer) for t, peer in receives if t.numel()]
+        for t, peer in sends:
+            if t.numel():
+                self.log.count(t)
+                handles.append(torch_dist.isend(t.view(torch.uint8), group=self.group, group_dst=peer))
+        return handles
+
+    def run(self, name, algorithm, arguments, async_op):
+        if not async_op and (self._last is None or self._last.is_completed()):
+            return super().run(name, algorithm, arguments, async_op)
+        progress(name)  # behind those under way: every rank runs them in the same order
+        self._last = self._enqueue(functools.partial(self.perform, name, algorithm, arguments))
+        return self._last if async_op else self._last.wait()
+
+    def close(self):
+        if self._jobs:
+            self._jobs.put((None, None))
+            self._worker.join(2)  # a daemon thread that the interpreter ends inside of C++ would take the process with it
+        super().close()
+
+    def _enqueue(self, body):
+        # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            self._worker = threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}")
+            self._worker.start()
+        future = Future()
+        self._jobs.put((future, body))
+        return Pending(future.result, future.done)
+
+    def _work(self):
+        while True:
+            future, body = self._jobs.get()
+            if future is None:
+                return
+            try:
+                future.set_result(body())
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
+                future.set_exception(error)
+            future = body = None  # or its tensors would live until the next operation
+
+
+def scratches():
+    """The buffers that gloo groups keep for what arrives."""
+    return [link.room for link in _made.values() if isinstance(link, GlooLink)]
+
+
+# ------------------------------------------------------------------------------------------------------------ recorded graphs
+
+@functools.cache
+def _recording_stream(device):
+    """One for all recordings, because memory that a graph of a pool has freed serves the next one only on the same stream."""
+    return torch.cuda.Stream(device)
+
+
+class RecordedGraph:
+    """What `body()` does on the GPU, recorded as a CUDA graph, and what it sends. Recording runs nothing.
+
+    result: what body() returned, tensors that each replay fills. pool: graphs that never run at the same time may share one memory.
+    """
+
+    def __init__(self, body, pool=None):
+        before, self.graph, stream = traffic(), torch.cuda.CUDAGraph(), _recording_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
+            self.result = body()
+            self.graph.capture_end()
+        self.pool, self.sends = self.graph.pool(), traffic_since(before)
+        count_traffic(self.sends, -1)  # recording has counted messages, but sent none
+
+    def replay(self):
+        self.graph.replay()
+        count_traffic(self.sends)
+
+
+def memory_given_back():
+    """How often PyTorch has given memory back to the driver. A graph replays raw addresses: if the memory that its copies between
+    GPUs were recorded on was freed and reused, they crash."""
+    return torch.cuda.memory_stats_as_nested_dict()["num_device_free"]
+
+
+class Replays:
+    """The recorded graphs of one group: an operation's third call on the same memory records it, and later ones replay it.
+
+    The first two calls connect the ranks, and show that the same addresses recur: buckets' do, and activations', step after step.
+    """
+
+    def __init__(self):
+        self.calls, self.graphs = {}, {}  # key of an operation -> how often it ran, or its graph
+        self.copies = False  # whether the operation under way copies between GPUs
+
+    def run(self, key, body):
+        """Run or replay body(). key: (operation, whether beside the caller, ..., the memory it is on)."""
+        if torch.cuda.is_current_stream_capturing():  # somebody records what this is part of
+            body()
+            return
+        if key in self.graphs and self.graphs[key].memory not in (None, memory_given_back()):
+            del self.graphs[key]
+        if self.calls.get(key) == 2:
+            del self.calls[key]
+            self._record(key, body)
+        if key in self.graphs:
+            self.graphs[key].replay()
+            return
+        body()
+        if len(self.calls) + len(self.graphs) >= REPLAYS and key not in self.calls:
+            self.calls.clear()  # what did not come a third time makes room
+        if key in self.calls or len(self.graphs) < REPLAYS:
+            self.calls[key] = self.calls.get(key, 0) + 1
+
+    def _record(self, key, body):
+        # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it. (A pool
+        # that has lost its last graph takes no other.)
+        pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
+        self.copies = False
+        self.graphs[key] = RecordedGraph(body, pool)
+        self.graphs[key].memory = memory_given_back() if self.copies else None
+
+
+# ------------------------------------------------------------------------------------------------------------------- NCCL
+
+REPLAYED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"  # what training does step after step
+
+
+class NcclLink(PiecewiseLink):
+    """GPUs of several nodes. Operations with async_op run on a stream beside the caller's; those that recur are replayed."""
+    aside = False  # the operation under way runs beside the caller
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.replays, self._stream = Replays(), None
+
+    def run(self, name, algorithm, arguments, async_op):
+        self.aside = async_op
+        if not async_op:
+            return super().run(name, algorithm, arguments, async_op)
+        # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            super().run(name, algorithm, arguments, async_op)
+            done = self._stream.record_event()
+        for _, t in tensors_of(arguments):
+            t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
+        return Pending(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+
+    def perform(self, name, algorithm, arguments):
+        tensors = [t for _, t in tensors_of(arguments)]
+        if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
+            key = name, self.aside, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+            body = functools.partial(algorithm, self, **arguments)
+            super().perform(name, lambda link: self.replays.run(key, body), {})
+        else:
+            super().perform(name, algorithm, arguments)
+
+    def close(self):
+        self.replays = Replays()
+        super().close()
+
+
+# ------------------------------------------------------------------------------------------------------- GPUs of one node
+
+class Window:
+    """Memory of each GPU of a group that all of them can write to and read from: a message is then a copy, or a kernel's access.
+
+    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every rank. At the
+    end of each operation nobody touches another's window any more.
+    """
+    made = 0  # by this process
+    timeout = 600
+
+    def __init__(self, link, mine):
+        import torch.distributed._symmetric_memory as symmetric_memory
+        self.link, self.mine = link, mine
+        self.handle = symmetric_memory.rendezvous(mine, link.group)
+        self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
+        self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
+
+    def barrier(self):
+        # This barrier kills the process silently when it times out, so Watch must time out earlier.
+        self.handle.barrier(timeout_ms=1000 * (self.timeout + 60))
+
+    def open(self, flat):
+        """Lay `flat` where everybody can read and write it, up to the next barrier; returns what each rank has laid there."""
+        self.mine[:flat.nbytes].copy_(flat.view(torch.uint8))
+        self.barrier()
+        return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
+
+    def scatter(self, parts):
+        """Write parts[r] into rank r's window; returns what came here, one (n) a rank, of this rank its own part."""
+        self.barrier()  # all ranks have finished reading their window's old contents
+        for r in self.others:
+            start = self.link.rank * parts[r].nbytes
+            self.of[r][start:start + parts[r].nbytes].copy_(parts[r].view(torch.uint8))
+            self.link.log.count(parts[r])
+        self.barrier()
+        own = parts[self.link.rank]
+        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
+        rows[self.link.rank] = own
+        return rows
+
+    def gather(self, parts):
+        """Copy parts[r] out of rank r's window, for every other r."""
+        self.open(parts[self.link.rank])
+        for r in self.others:
+            parts[r].view(torch.uint8).copy_(self.of[r][:parts[r].nbytes])
+            self.link.log.count(parts[self.link.rank])
+        self.barrier()
+
+
+def make_window(link, nbytes):
+    """A Window for this group. Call it on all ranks; all of them get None if any GPU cannot reach another or has no room.
+
+    They also get None where ranks have made different numbers of windows, as those of a pipeline's first and last stage have with one
+    of their own for the tied embedding. Ranks meet under a number that each process counts for itself (PyTorch up to 2.13 at least),
+    so they would wait for each other for ever.
+    """
+    def agreed(*numbers):
+        numbers = torch.tensor(numbers, dtype=torch.int64, device="cuda")
+        torch_dist.all_reduce(numbers, ReduceOp.MIN, link.group)
+        return numbers.tolist()
+
+    import torch.distributed._symmetric_memory as symmetric_memory
+    gpus = [gpu for _, gpu in places_of(link.group)]
+    mine = window = None
+    with contextlib.suppress(RuntimeError):
+        if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
+            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda")
+    ready, fewest, most = agreed(mine is not None, Window.made, -Window.made)
+    if not ready or fewest != -most:
+        return None
+    Window.made += 1
+    with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
+        window = Window(link, mine)
+    return window if agreed(window is not None)[0] else None
+
+
+def _in_step(chunks, nbytes):
+    """Chunks, of which the first is the longest, cut into parts of at most `nbytes`: as many on every rank, though some are empty."""
+    n = nbytes // chunks[0].itemsize
+    return ([chunk[start:start + n] for chunk in chunks] for start in range(0, len(chunks[0]), n))
+
+
+def _sum_rows(rows, results, op):
+    """Combine rows, N tensors (n), into each of `results`; 16-bit sums in float32."""
+    if rows[0].is_cuda and op in (ReduceOp.SUM, ReduceOp.AVG) and rows[0].is_floating_point() and (
+            kernels.on_triton(rows[0].new_empty(0, dtype=torch.float32))):  # the kernel takes float64, too
+        kernels.sum_rows(rows, results, op == ReduceOp.AVG)
+        return
+    half = rows[0].is_floating_point() and rows[0].itemsize == 2
+    total = functools.reduce(COMBINE[op], rows[1:], rows[0].float() if half else rows[0])
+    _average(op, total, len(rows))
+    for result in results:
+        result.copy_(total)
+
+
+class Direct:
+    """Algorithms for ranks that a switch joins at full speed, every two of them. No rank needs to pass chunks on.
+
+    Rank r hands chunk c straight to rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of
+    N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks. Between nodes the ring is
+    better, because only two ranks of a node then talk outside. Large chunks go through windows: summed where others wrote them,
+    gathered from where their owners keep them. An all-reduce that the caller waits for is one kernel over everybody's window.
+    """
+    aside = False  # the operation under way runs beside the caller
+
+    @property
+    def doubling_bytes(self):
+        return DOUBLING_BYTES["switched"]
+
+    def window(self, nbytes):
+        """No memory is shared here: NodeLink has some."""
+        return None
+
+    def open_from(self):
+        """All-reduces of so many bytes, up to OPEN_BYTES, go through the window when they are waited for. Call on all ranks."""
+        return OPEN_FROM if self.window(OPEN_BYTES) else 1 << 62
+
+    def all_reduce(self, flat, op):
+        chunks = flat.tensor_split(self.size)
+        if OPEN_FROM <= flat.nbytes <= OPEN_BYTES and not self.aside and (window := self.window(OPEN_BYTES)):
+            self._open_all_reduce(window, flat, chunks, op)
+        elif flat.nbytes <= self.doubling_bytes:  # one round: everybody has all of everybody's, and sums the same rows in the same order
+            self.reduce_scatter([flat] * self.size, flat, op)
+        else:  # two halves, (N-1)/N K sent in each
+            self.reduce_scatter(chunks, chunks[self.rank], op)
+            self.all_gather(chunks)
+
+    def _open_all_reduce(self, window, flat, chunks, op):
+        """Everybody's tensor lies open: rank r combines chunk r of all, and writes it into all. chunks: of flat."""
+        tensors = window.open(flat)
+        rows = [tensor.tensor_split(self.size)[self.rank] for tensor in tensors]
+        _sum_rows(rows, rows, op)
+        window.barrier()
+        flat.copy_(tensors[self.rank])
+        for r in window.others:  # who reads its chunk of mine, and whom I write mine
+            self.log.count(chunks[r])
+            self.log.count(chunks[self.rank])
+
+    def reduce_scatter(self, chunks, result, op):
+        if self.size * chunks[0].nbytes >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+            for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
+                _sum_rows(window.scatter(parts), [into], op)
+            return
+        own = chunks[self.rank]
+        rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
+        rows[self.rank] = own
+        self.all_to_all(chunks, rows)
+        _sum_rows(rows, [result], op)
+
+    def all_gather(self, chunks):
+        if self.size * chunks[0].nbytes >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+            for parts in _in_step(chunks, WINDOW_BYTES):
+                window.gather(parts)
+        else:
+            self.all_to_all([chunks[self.rank]] * self.size, chunks)
+
+    def all_to_all(self, outgoing, incoming):
+        others = [r for r in range(self.size) if r != self.rank]
+        self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
+
+
+class NodeLink(Direct, NcclLink):
+    """GPUs of one node, taken to be joined by a switch."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self._windows = {}
+
+    def window(self, nbytes):
+        """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the caller have
+        their own, because two that run at a time would write over each other."""
+        key = nbytes, self.aside
+        if self.size == 1:
+            return None
+        if key not in self._windows and not torch.cuda.is_current_stream_capturing():  # making one needs the CPU of every rank
+            self._windows[key] = make_window(self, nbytes)
+        window = self._windows.get(key)
+        self.replays.copies |= window is not None
+        return window
+
+    def close(self):
+        self._windows.clear()
+        super().close()
+
+
+def places_of(group):
+    """(node, GPU in it) of each rank of the group."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
+    return [divmod(rank, local) for rank in torch_dist.get_process_group_ranks(group)]
+
+
+def nccl_link(group):
+    nodes = {node for node, _ in places_of(group)}
+    return NodeLink(group) if len(nodes) == 1 else NcclLink(group)
+
+
+LINKS.update(gloo=GlooLink, nccl=nccl_link, ring=Watched, torch=WatchedLibrary)
+
+
+# ------------------------------------------------------------------------------------------------------ starting processes
 
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place; exits with it.
@@ -893,7 +1136,7 @@ def start_again(processes, saved=lambda: True):
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _die_with_torchrun()
+    end_with_launcher()
     for name in list(os.environ):  # what an outer torchrun said of a world of one
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
                 ("GROUP_", "ROLE_", "TORCHELASTIC_")):
@@ -911,49 +1154,42 @@ def start_again(processes, saved=lambda: True):
     sys.exit(0)
 
 
-def _die_with_torchrun():
+def end_with_launcher(device=None, timeout=None):
     """Whoever started this rank may die without a word, by SIGKILL: then go too, and leave no orphan behind."""
     if sys.platform == "linux" and "RANK" in os.environ:
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; by SIGTERM it would save and end as if all were well
 
 
-def initialize(device_type, timeout=600):
-    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
+def end_at_once(device, timeout):
+    """Ctrl-C ends a rank, even inside a receive, and without a page of traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    device_type "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
-    """
-    global _timeout
-    _timeout = timeout
-    _die_with_torchrun()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a page of traceback
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+
+def settle_nccl(device, timeout):
+    Window.timeout = timeout
+    if device.type == "cuda":
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
-    world = {}
-    if "RANK" not in os.environ:
-        world = {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        world = {"store": _fresh_store(timeout), "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
-                       device_id=device if device_type == "cuda" else None, **world)
-    return device
 
 
-def _fresh_store(timeout):
-    """A store for this start alone. On several nodes torchrun keeps its own over restarts, with the addresses of the processes that
-    died still in it (pytorch #135712); so rank 0 opens a new one, and the old one only says where."""
+def own_store(device, timeout):
+    """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in it (pytorch
+    #135712): then a store for this start alone."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        return {"store": _new_store(timeout), "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+
+def _new_store(timeout):
+    """Rank 0 opens a new store, and the old one only says where."""
     host, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout
     old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     if os.environ["RANK"] == "0":
         store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        old.set("fresh store", str(store.port))
+        old.set("new store", str(store.port))
         return store
     while True:
-        port = int(old.get("fresh store"))
+        port = int(old.get("new store"))
         try:  # where nobody listens, rank 0 of an earlier start had its store; this one will say soon where it is
             socket.create_connection((host, port), 2).close()
             return torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
@@ -962,6 +1198,11 @@ def _fresh_store(timeout):
                 raise PeerError(f"rank 0 opened no store on {host} within {timeout} s") from None
             time.sleep(0.1)
 
+
+PREPARE.extend([end_with_launcher, end_at_once, settle_nccl, own_store])
+
+
+# ------------------------------------------------------------------------------------------------- no silence, pictures, a demo
 
 class Watch:
     """A run must not hang in silence. A thread gives signs of life, and ends the process when nothing moves for `timeout` seconds.
@@ -1052,20 +1293,16 @@ def print_in_order(text):
 def ring_states(device="cpu"):
     """What this rank's tensor holds before and after each step of a ring all-reduce, a number a chunk: rank r starts from 1 << r, so a
     sum has a bit for each rank whose data is in it. Call on all ranks."""
-    link, size, states = _link(None), get_world_size(), []
+    size, states = get_world_size(), []
     t = torch.full((size,), 1 << get_rank(), device=device)
-    chunks = t.tensor_split(size)
 
-    def watch(step):  # nobody sends what comes next before all have looked: receives are posted early
-        states.append(t.tolist())
-        torch_dist.barrier()
+    class Looking(Link):
+        def exchange(self, sends=(), receives=()):
+            states.append(t.tolist())
+            super().exchange(sends, receives)
 
-    watch("start")
-    link.watch = watch
-    _ring_reduce_scatter(link, chunks, [chunks[(link.rank - 2 - s) % size] for s in range(size - 1)], ReduceOp.SUM)
-    _ring_all_gather(link, chunks)
-    link.watch = lambda step: None
-    return states
+    Looking(torch_dist.group.WORLD).all_reduce(t, ReduceOp.SUM)
+    return [*states, t.tolist()]
 
 
 def _demo(device):
@@ -1112,8 +1349,8 @@ def _demo(device):
     for s, state in enumerate(steps):
         if rank == 0:
             print("\nring all-reduce, a row a rank, a column a chunk, a letter for each rank whose data the chunk holds:\n  start"
-                  if s == 0 else f"  reduce-scatter step {s}: chunk r-{s} goes right and is added" if s < size else
-                  f"  all-gather step {s - size + 1}: chunk r-{s - size}, complete, goes right")
+                  if s == 0 else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added" if s < size else
+                  f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
         cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
         print_in_order(f"    rank {rank}   " + "  ".join(cell.ljust(size, "·") for cell in cells))
 

@@ -102,7 +102,7 @@ class Settings:
     device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, except in fp64",
                         choices=["auto", "torch", "triton"])
-    comm: str = flag("ring", "collectives: ours (ring) or torch.distributed's own (torch)", choices=["ring", "torch"])
+    comm: str = flag("ours", "collectives: ours, as fast as they go; the textbook's ring; torch.distributed's own", choices=["ours", "ring", "torch"])
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
     sample: int = flag(200, "tokens to generate at the end; 0: none")
@@ -578,9 +578,8 @@ class Trainer:
         self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
                                         s.recompute, s.virtual_stages, s.cuda_graphs == "on")
-        if s.comm == "torch":
-            for group in (self.tp, self.dp, self.pp, self.net.pipeline.ends, None):
-                dist.use_library(group)
+        for group in (self.tp, self.dp, self.pp, self.net.pipeline.ends, None):
+            dist.use(group, s.comm)
         flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=device))
         adamw = kernels.AdamW if flat else partial(torch.optim.AdamW, fused=device.type == "cuda")
         self.optimizer = self.net.make_optimizer(adamw, s.weight_decay, lr=s.lr, betas=(0.9, 0.95))
@@ -881,7 +880,7 @@ def train_steps(trainer, run, first, say):
             if s.on_nan == "stop":
                 raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
             say(f"{where}  {what} is not finite: step skipped, {trainer.skipped} in all")
-        sent = sum(t.bytes for t in dist.traffic().values()) if s.comm == "ring" else None
+        sent = sum(t.bytes for t in dist.traffic().values()) if s.comm != "torch" else None
         if done == min(first + 2, s.steps):
             memory = describe_first_steps(trainer, say)
         evaluate = s.eval_every and (done % s.eval_every == 0 or done == s.steps)
