@@ -3278,7 +3278,7 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
     assert understood["train.py"] > 12 and understood["bench.py"] > 5 and understood["parallel.py"] > 1
 
 
-@pytest.mark.parametrize("line,says", [("python model.py", "6 (N - T C) + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
+@pytest.mark.parametrize("line,says", [("python model.py", "6 (K - T C) + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
 def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert line in readme_commands()
     monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
