@@ -50,7 +50,7 @@ import collectives as dist
 import kernels
 import parallel
 import train
-from model import GPT, PRESETS, Block, GPTConfig, materialize, shapes
+from model import GPT, PRESETS, FusedBlock, GPTConfig, materialize, shapes
 from train import BadInput
 
 # PyTorch renames some collectives in 2.13; what this file compares with is there under the old names in every version it runs on.
@@ -409,8 +409,8 @@ def measure_machine(device, dtype, config, comms=("ring",)):
         return run
 
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
-    block, attention = (Block(config).to(device, dtype) for _ in range(2))
-    tiny = torch.nn.Sequential(*(Block(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
+    block, attention = (FusedBlock(config).to(device, dtype) for _ in range(2))
+    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)

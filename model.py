@@ -1,24 +1,20 @@
 """GPT-2 as one device would run it. Nothing here knows that there is more than one.
 
 The model is a list of pieces, embedding, blocks, head, and `forward` folds over it: that is what lets a pipeline cut it
-anywhere. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"), so Hugging Face
-folders load and save as they are. Initial weights depend on the seed and the parameter's name, on nothing else.
+anywhere. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"). Initial weights depend on the seed and the
+parameter's name, on nothing else.
 
     python model.py            parameters, FLOPs and training bytes of every preset
 
-Letters: N parameters (elsewhere K, for there N is ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of
-a head, V vocabulary, L layers.
+Letters: K parameters (N is for ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head,
+V vocabulary, L layers.
 Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
 import functools
-import json
 import math
-import mmap
-import os
-import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -26,31 +22,37 @@ from torch import nn
 import kernels
 
 ACTIVATIONS = {"gelu": kernels.gelu, "elu": kernels.elu}
+FASTER = {}  # class: a subclass from below the bar that computes the same faster; read when a model is built
 
 
-# ------------------------------------------------------------------------------------------------------------------- sizes
+# ------------------------------------------------------------------------------------------------------------- sizes
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """All sizes of a model, and what follows from them. `inner` is the width of the MLP, 4C where left out."""
+    """All sizes of a model, and what follows from them. Raises ValueError for values that are no sizes."""
     vocab_size: int = 256
     seq_len: int = 128
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 128
-    inner: int = 0
+    inner: int = 0             # width of the MLP; 0 stands for 4C
     activation: str = "gelu"   # "gelu" (the tanh form, GPT-2's) or "elu"
     tied: bool = True          # the head is the transposed embedding
     norm_eps: float = 1e-5
 
     def __post_init__(self):
-        for name in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "inner" else 1
+            if type(value) is not field.type:  # True is no int here
+                raise ValueError(f"{field.name} {value!r} must be of type {field.type.__name__}")
+            if field.type is int and not least <= value < 2**31:
+                raise ValueError(f"{field.name} {value} must be at least {least} and less than 2^31")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation '{self.activation}' is not one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if not 0 <= self.norm_eps <= 1:
+            raise ValueError(f"norm_eps {self.norm_eps} must be between 0 and 1")
         object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)
 
     @property
@@ -58,7 +60,7 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
     def parameters(self):
-        """How many parameters; a tied head counts once."""
+        """K, how many parameters; a tied head counts once."""
         c, v = self.n_embd, self.vocab_size
         attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
         mlp = 2 * c * self.inner + c + self.inner
@@ -66,16 +68,16 @@ class GPTConfig:
         return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
 
     def flops_per_token(self):
-        """FLOPs to train on one token: 6 (N - T C) + 12 L C T, backward twice forward.
+        """FLOPs to train on one token: 6 (K - T C) + 12 L C T. Backward takes twice what forward takes.
 
-        6 a parameter that is multiplied (position embeddings, T C, are only added; an embedding that is not the head's too is only
-        read), and Q K^T and P V over T positions. PaLM, appendix B; attention counted in full, though a causal kernel skips half.
+        6 a parameter that is multiplied: position embeddings (T C) are only added, an embedding that is no head as well
+        is only read. 12 L C T is Q K^T and P V, in full though a causal kernel skips half. PaLM (2022), appendix B.
         """
         read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
         return 6 * (self.parameters() - read) + 12 * self.n_layer * self.n_embd * self.seq_len
 
     def training_bytes(self):
-        """Bytes of weights, gradients and AdamW's two moments in float32: 4 + 4 + 8 a parameter. Activations come on top."""
+        """Bytes of float32 weights, gradients, AdamW's two moments: 4 + 4 + 8 a parameter. Activations come on top."""
         return 16 * self.parameters()
 
 
@@ -89,22 +91,24 @@ PRESETS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
-    """nn.Linear that also gives its product without the bias: what follows may add the bias in a pass that it makes anyway."""
+    """x A^T + b, by `self.linear`, in whose place a zero-bubble pipeline puts one that computes A's gradient later."""
 
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
         return self.linear(x, self.weight, self.bias)
 
-    def product(self, x):
-        return self.linear(x, self.weight)
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The number of heads is read off the activations, so a slice of the heads runs through unchanged."""
+    """Causal self-attention. The number of heads is read off the activations, so it runs a slice of them, too."""
 
     def __init__(self, config):
         super().__init__()
@@ -126,17 +130,8 @@ class MLP(nn.Module):
         self.c_proj = Linear(config.inner, config.n_embd)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x):
-        return self.c_proj(self.activation(self.c_fc.product(x), self.c_fc.bias))
-
-
-class LayerNorm(nn.LayerNorm):
-    def forward(self, x):
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def add(self, x, residual=None):
-        """(x + residual, the norm of it): 4 passes over memory instead of two kernels' 5."""
-        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+    def forward(self, x):                                                                     # (B, T, C)
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -149,16 +144,15 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x, y = self.ln_1.add(x)                     # x itself, and its norm: in backward both gradients meet in one kernel
-        x, y = self.ln_2.add(x, self.attn(y))       # x + attention, and the norm of that
-        return x + self.mlp(y)
+    def forward(self, x):                                                                     # (B, T, C)
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
     """GPT-2. `GPT(config)(tokens)` takes int64 (B, T) and returns logits (B, T, V).
 
-    pieces: which of the L+2 pieces (0 the embedding, 1..L the blocks, L+1 the head) to build, a range; all where left out.
+    pieces: which of the L+2 pieces (0 the embedding, 1..L the blocks, L+1 the head) to build, a range; left out, all.
     seed: the initial weights'; None leaves the parameters on the meta device, shapes without memory, for `materialize`.
     """
 
@@ -167,10 +161,11 @@ class GPT(nn.Module):
         pieces = range(config.n_layer + 2) if pieces is None else pieces
         self.config, first, last = config, 0 in pieces, config.n_layer + 1 in pieces
         with torch.device("meta"):
-            if first:
-                self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, config.n_embd), freeze=False)  # no values to draw
+            if first:  # from_pretrained, because nn.Embedding itself would draw values
+                self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, config.n_embd), freeze=False)
                                       for n in (config.vocab_size, config.seq_len))
-            self.h = nn.ModuleDict({str(i - 1): Block(config) for i in pieces if 1 <= i <= config.n_layer})
+            block = FASTER.get(Block, Block)
+            self.h = nn.ModuleDict({str(i - 1): block(config) for i in pieces if 1 <= i <= config.n_layer})
             if last:
                 self.ln_f = LayerNorm(config.n_embd, config.norm_eps)
                 self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
@@ -180,14 +175,14 @@ class GPT(nn.Module):
         if seed is not None:
             materialize(self, lambda name: initial_weight(config, name, seed))
 
-    def embed(self, tokens):                                            # (B, T)
+    def embed(self, tokens):                                                                  # (B, T)
         T = tokens.shape[1]
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens are more than the {self.config.seq_len} positions this model has")
-        return self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))      # (B, T, C)
+        return self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))             # (B, T, C)
 
     def head(self, x):
-        return self.lm_head(self.ln_f(x))                               # (B, T, V)
+        return self.lm_head(self.ln_f(x))                                                     # (B, T, V)
 
     def forward(self, x):
         for piece in self.pieces:
@@ -196,13 +191,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens, n, temperature=1.0, top_k=None, seed=None):
-        """Continue tokens (B, T) by n sampled ones: (B, T + n). temperature 0 takes the likeliest; top_k keeps the k likeliest.
+        """Continue tokens (B, T) by n sampled ones: (B, T + n).
 
-        Every token runs the whole context again: no cache, T times the work of one, and ten lines instead of fifty.
+        Temperature 0 takes the likeliest token, top_k samples among the k likeliest. Each token runs the whole
+        context again. A cache of keys and values would save this, and take forty lines more.
         """
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         for _ in range(n):
-            logits = self(tokens[:, -self.config.seq_len:])[:, -1].float()             # (B, V)
+            logits = self(tokens[:, -self.config.seq_len:])[:, -1].float()                    # (B, V)
             if top_k:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
@@ -213,29 +209,13 @@ class GPT(nn.Module):
             tokens = torch.cat([tokens, token], 1)
         return tokens
 
-    @classmethod
-    def from_hf(cls, folder):
-        """The model in a Hugging Face GPT-2 folder: config.json with model.safetensors or pytorch_model.bin. float32, CPU.
 
-        Raises ValueError naming the file where it is not a GPT-2, a name or a shape is wrong, or the file is cut short.
-        """
-        config, source = open_hf(folder)
-        model = cls(config, seed=None)
-        materialize(model, source)
-        return model
-
-    def save_hf(self, folder):
-        """Write the model as such a folder, readable by transformers' GPT2LMHeadModel.from_pretrained."""
-        state = dict(self.named_parameters())
-        write_hf(folder, self.config, state.__getitem__)
-
-
-# ------------------------------------------------------------------------------------------------------------------ weights
+# ----------------------------------------------------------------------------------------------------------- weights
 
 def initial_weight(config, name, seed):
     """GPT-2's initial value of one parameter, float32 on the CPU: the same for this seed and name in every layout.
 
-    Matrices from N(0, 0.02), those that write into the residual stream from N(0, 0.02 / sqrt(2L)): 2L of them add up there.
+    Matrices from N(0, 0.02); those that add to the residual stream, 2L of them, from N(0, 0.02 / sqrt(2L)).
     """
     name = "wte.weight" if config.tied and name == "lm_head.weight" else name
     shape = shapes(config)[name]
@@ -267,42 +247,142 @@ def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda 
             setattr(owner, leaf, made[old])
 
 
-# ------------------------------------------------------------------------------------------------------ Hugging Face's folders
+# ============================================================ machinery: the same results, faster or safer ============
+
+import json
+import mmap
+import os
+import struct
+
+# ------------------------------------------------------------------------------------------------------ fused blocks
+
+class ProductLinear(Linear):
+    """A Linear that can leave out its bias, so that the next kernel adds it in a pass that it makes anyway."""
+
+    def product(self, x):
+        return self.linear(x, self.weight)
+
+
+class FusedMLP(MLP):
+    """The activation's kernel adds the first layer's bias, and its backward gives that bias's gradient."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.c_fc = ProductLinear(config.n_embd, config.inner)
+
+    def forward(self, x):
+        if not hasattr(self.c_fc, "product"):  # a tensor-parallel layer that always adds its bias
+            return super().forward(x)
+        return self.c_proj(self.activation(self.c_fc.product(x), self.c_fc.bias))
+
+
+class FusedBlock(Block):
+    """One kernel adds a sublayer's output to the residual stream and takes the norm: 4 passes over memory, not 5."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mlp = FusedMLP(config)
+
+    def forward(self, x):
+        one, two = self.ln_1, self.ln_2
+        x, y = kernels.add_layer_norm(x, None, one.weight, one.bias, one.eps)  # (x, its norm): one kernel goes back
+        x, y = kernels.add_layer_norm(x, self.attn(y), two.weight, two.bias, two.eps)
+        return x + self.mlp(y)
+
+
+FASTER[Block] = FusedBlock
+
+
+# --------------------------------------------------------------------------------------------- Hugging Face's folders
 #
-# A .safetensors file is 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, then raw bytes.
+# A .safetensors file is 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, raw bytes.
 
 HF_FIXED = {  # what our model is; a config.json that says otherwise is another model
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False}
+HF_KEYS = {  # a field of GPTConfig: config.json's key, and what it is where the key is left out
+    "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
+    "n_head": ("n_head", 12), "n_embd": ("n_embd", 768), "inner": ("n_inner", None),
+    "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
+    "norm_eps": ("layer_norm_epsilon", 1e-5)}
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
                       "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
+def from_hf(cls, folder):
+    """The model in a Hugging Face GPT-2 folder: config.json with model.safetensors or pytorch_model.bin. float32, CPU.
+
+    Raises ValueError naming the file where it is not a GPT-2, a name or a shape is wrong, or the file is cut short.
+    """
+    config, source = open_hf(folder)
+    model = cls(config, seed=None)
+    materialize(model, source)
+    return model
+
+
+def save_hf(self, folder):
+    """Write the model as such a folder, readable by transformers' GPT2LMHeadModel.from_pretrained."""
+    state = dict(self.named_parameters())
+    write_hf(folder, self.config, state.__getitem__)
+
+
+# Methods of GPT itself and not of a subclass, because every GPT shall have them, those that parallel.py builds, too.
+GPT.from_hf, GPT.save_hf = classmethod(from_hf), save_hf
+
+
 def open_hf(folder):
-    """(config, source) of a Hugging Face GPT-2 folder; source(name) reads one parameter. ValueError names a faulty file."""
-    path = os.path.join(folder, "config.json")
+    """(config, source) of a Hugging Face GPT-2 folder: source(name) is a parameter. ValueError names a faulty file."""
+    config = read_hf_config(os.path.join(folder, "config.json"))
+    path, tensors = read_hf_tensors(folder)
+    if config.tied:
+        tensors["lm_head.weight"] = tensors.get("wte.weight")
+    said = ", ".join(f"{key} {getattr(config, field)}" for field, (key, _) in HF_KEYS.items())
+
+    def check(expected):
+        for name, shape in expected:
+            shape = shape[::-1] if name.endswith(TRANSPOSED) else shape
+            found = tensors.get(name)
+            if found is None:
+                raise ValueError(f"{path}: has no {name}, which config.json asks for ({said})")
+            if tuple(found.shape) != shape:
+                raise ValueError(f"{path}: {name} is {tuple(found.shape)}, config.json makes it {shape} ({said})")
+
+    # First what would take long to build, or could not be, if config.json alone were believed.
+    check([("wte.weight", (config.vocab_size, config.n_embd))])
+    check((f"h.{i}.ln_1.weight", (config.n_embd,)) for i in range(config.n_layer))
+    check(shapes(config).items())
+    return config, lambda name: tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
+
+
+def read_hf_config(path):
+    """The GPTConfig that a config.json describes. ValueError names the file and the key."""
     try:
         with open(path) as file:
             hf = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(hf, dict) or hf.get("model_type", "gpt2") != "gpt2":
         raise ValueError(f"{path}: not the config of a GPT-2 (model_type is not 'gpt2')")
     for key, value in HF_FIXED.items():
-        if hf.get(key, value) != value:
-            raise ValueError(f"{path}: {key} is {hf[key]}, only {value} is supported")
-    if hf.get("activation_function", "gelu_new") not in HF_ACTIVATIONS:
-        raise ValueError(f"{path}: activation_function is '{hf['activation_function']}', not one of {', '.join(HF_ACTIVATIONS)}")
+        if hf.get(key, value) is not value:
+            raise ValueError(f"{path}: {key} is {hf[key]!r}, only {value} is supported")
+    sizes = {field: hf.get(key, default) for field, (key, default) in HF_KEYS.items()}
+    name, inner = sizes["activation"], sizes["inner"]
+    if not isinstance(name, str) or name not in HF_ACTIVATIONS:
+        raise ValueError(f"{path}: activation_function is {name!r}, not one of {', '.join(HF_ACTIVATIONS)}")
+    if inner is not None and (type(inner) is not int or inner < 1):  # null stands for 4C, as 0 does in a GPTConfig
+        raise ValueError(f"{path}: n_inner {inner!r} must be null or at least 1")
     try:
-        config = GPTConfig(
-            hf.get("vocab_size", 50257), hf.get("n_positions", 1024), hf.get("n_layer", 12), hf.get("n_head", 12),
-            hf.get("n_embd", 768), hf.get("n_inner") or 0, HF_ACTIVATIONS[hf.get("activation_function", "gelu_new")],
-            hf.get("tie_word_embeddings", True), hf.get("layer_norm_epsilon", 1e-5))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        return GPTConfig(**{**sizes, "activation": HF_ACTIVATIONS[name], "inner": inner or 0})
+    except ValueError as error:  # which begins with the field's name
+        field, _, rest = str(error).partition(" ")
+        raise ValueError(f"{path}: {HF_KEYS[field][0]} {rest}") from None
 
+
+def read_hf_tensors(folder):
+    """(a file to name in errors, {name: tensor}) of the folder's weights."""
     tensors, path = {}, os.path.join(folder, "model.safetensors")
     files = sorted(f for f in os.listdir(folder) if f.startswith("model") and f.endswith(".safetensors"))
     if files:
@@ -315,17 +395,11 @@ def open_hf(folder):
         try:
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # noqa: BLE001  whatever a damaged or hostile file makes the unpickler say
-            raise ValueError(f"{path}: not a file of tensors ({type(error).__name__}: {str(error).splitlines()[0]})") from None
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    if config.tied:
-        tensors["lm_head.weight"] = tensors.get("wte.weight")
-    for name, shape in shapes(config).items():
-        shape = shape[::-1] if name.endswith(TRANSPOSED) else shape
-        if tensors.get(name) is None:
-            raise ValueError(f"{path}: has no {name}")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{path}: {name} is {tuple(tensors[name].shape)}, config.json makes it {shape}")
-    return config, lambda name: tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ValueError(f"{path}: not a file of tensors ({reason})") from None
+        if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+            raise ValueError(f"{path}: not a file of tensors")
+    return path, {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
 def read_safetensors(path):
@@ -345,7 +419,8 @@ def read_safetensors(path):
             tensors[name] = (torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin) if count
                              else torch.empty(0, dtype=dtype)).view(entry["shape"])
         return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error,
+            RecursionError) as error:
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 
@@ -375,9 +450,9 @@ def crc_of_file(path):
 
 
 def write_safetensors(path, entries, get):
-    """Write tensors {name: (dtype, shape)}, calling get(name) for one after the other. Returns {"bytes", "crc32"} of the file.
+    """Write tensors {name: (dtype, shape)}, calling get(name) for one after the other.
 
-    The file has its name only when it is whole and on the disk.
+    The file has its name only when it is whole and on the disk. Returns {"bytes", "crc32"} of it.
     """
     names, header, offset = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, {}, 0
     for name, (dtype, shape) in entries.items():
@@ -401,21 +476,26 @@ def write_safetensors(path, entries, get):
 
 
 def write_hf(folder, config, get, dtype=torch.float32):
-    """Write config.json and model.safetensors, calling get(name) for one whole parameter after the other; float64 loses nothing
-    of float64 weights. Returns {file: {"bytes", "crc32"}}."""
+    """Write config.json and model.safetensors, calling get(name) for one whole parameter after the other.
+
+    dtype: what the file keeps; float64 loses nothing of float64 weights. Returns {file: {"bytes", "crc32"}}.
+    """
     os.makedirs(folder, exist_ok=True)
+    activation = next(name for name, ours in HF_ACTIVATIONS.items() if ours == config.activation)
     hf = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": config.vocab_size,
           "n_positions": config.seq_len, "n_embd": config.n_embd, "n_layer": config.n_layer, "n_head": config.n_head,
-          "n_inner": config.inner, "activation_function": {v: k for k, v in reversed(HF_ACTIVATIONS.items())}[config.activation],
-          "layer_norm_epsilon": config.norm_eps, "tie_word_embeddings": config.tied, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-          "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None, "dtype": str(dtype).removeprefix("torch."), **HF_FIXED}
-    ours = {name if name == "lm_head.weight" else f"transformer.{name}": (name, shape) for name, shape in shapes(config).items()}
+          "n_inner": config.inner, "activation_function": activation, "layer_norm_epsilon": config.norm_eps,
+          "tie_word_embeddings": config.tied, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+          "bos_token_id": None, "eos_token_id": None, "dtype": str(dtype).removeprefix("torch."), **HF_FIXED}
+    ours = {name if name == "lm_head.weight" else f"transformer.{name}": (name, shape)
+            for name, shape in shapes(config).items()}
     turn = {name: name.endswith(TRANSPOSED) for name in ours}
     weights = write_safetensors(
         os.path.join(folder, "model.safetensors"),
         {hf_name: (dtype, shape[::-1] if turn[hf_name] else shape) for hf_name, (_, shape) in ours.items()},
         lambda hf_name: get(ours[hf_name][0]).t() if turn[hf_name] else get(ours[hf_name][0]))
-    return {"config.json": write_file(os.path.join(folder, "config.json"), json.dumps(hf, indent=2)), "model.safetensors": weights}
+    text = write_file(os.path.join(folder, "config.json"), json.dumps(hf, indent=2))
+    return {"config.json": text, "model.safetensors": weights}
 
 
 # ============================================================ machinery: the same results, faster or safer ============
@@ -427,8 +507,8 @@ def main():
     for name, c in PRESETS.items():
         print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
               f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**20:12,.0f}")
-    print("\nFLOPs/token: 6 (N - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, gradients 4,\n"
-          "AdamW 8; activations come on top.")
+    print("\nFLOPs/token: 6 (K - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, "
+          "gradients 4,\nAdamW 8; activations come on top.")
 
 
 if __name__ == "__main__":

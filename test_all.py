@@ -713,6 +713,52 @@ def test_damaged_folder_is_named(tmp_path, monkeypatch, how, says):
     assert not os.path.exists("hacked")
 
 
+def test_config_refuses_what_is_no_size():
+    for name, values in {"vocab_size": [True, 0, 2**63], "seq_len": [1.5, None], "n_layer": [-1, "x"], "n_head": [3, [1]], "n_embd": [2**31],
+                         "inner": [-1, "x", None], "activation": [[1], "relu", None], "tied": ["yes", 1], "norm_eps": [{}, math.nan, -1.0]}.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                GPTConfig(**{name: value})
+    assert GPTConfig(n_embd=12).inner == 48
+
+
+HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 2**31, 2**40, 2**63, 10**400, "", "x", "4", "gelu", "relu", "é\n",
+             [], [1], {}, {"a": [1]}, [[]] * 3]
+
+
+def too_long(*_):
+    raise TimeoutError("it did not end")
+
+
+def test_wrong_values_in_a_config_json_are_named(tmp_path):
+    """Each key with each value: the folder loads, or one ValueError names the file and the key, at once."""
+    GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
+    path, loaded, refused, wrong = tmp_path / "config.json", [], [], []
+    config = json.loads(path.read_text())
+    keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon",
+            "tie_word_embeddings", "model_type", *model.HF_FIXED]
+    assert set(keys) <= set(config)
+    before = signal.signal(signal.SIGALRM, too_long)
+    for key, value in [(key, value) for key in keys for value in HF_VALUES] + [(key, "left out") for key in keys]:
+        path.write_text(json.dumps({**config, key: value} if value != "left out" else {k: v for k, v in config.items() if k != key}))
+        signal.setitimer(signal.ITIMER_REAL, 5)  # 2 ms is usual
+        try:
+            GPT.from_hf(tmp_path)
+            loaded.append((key, value))
+        except ValueError as error:
+            refused.append((key, value))
+            said = str(error)
+            if not re.match(rf"{re.escape(str(tmp_path))}/(config.json|model.safetensors): ", said) or key not in said or "\n" in said:
+                wrong.append((key, value, said))
+        except BaseException as error:  # noqa: BLE001  what else a wrong value may end in
+            wrong.append((key, value, repr(error)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    assert not wrong and len(refused) > 300, wrong
+    assert all(value == "left out" or (type(value), value) in ((type(config[key]), config[key]), (int, 1), (int, 2), (int, 16), (bool, True),
+                                                               (bool, False), (type(None), None)) for key, value in loaded), loaded
+
+
 # -------------------------------------------------------------------------------------------- every layout equals one process
 
 SMALL = GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # the vocabulary divides by nothing
@@ -3593,7 +3639,7 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
     assert understood["train.py"] > 12 and understood["bench.py"] > 5 and understood["parallel.py"] > 1
 
 
-@pytest.mark.parametrize("line,says", [("python model.py", "6 (N - T C) + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
+@pytest.mark.parametrize("line,says", [("python model.py", "6 (K - T C) + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
 def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert line in readme_commands()
     monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
