@@ -381,6 +381,21 @@ class Link:
             future = body = None  # or its tensors would live until the next operation
 
 
+class RecordedGraph:
+    """stub"""
+
+    def __init__(self, body, pool=None):
+        before, self.graph = traffic(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.result = body()
+        self.traffic = traffic_since(before)
+        count_traffic(self.traffic, -1)
+
+    def replay(self):
+        self.graph.replay()
+        count_traffic(self.traffic)
+
+
 def memory_given_back():
     """How often PyTorch has given memory back to the driver. A graph's kernels run on whatever lies at an address by now; its copies
     between GPUs end the process, if the memory they were recorded on has gone and other has come in its place."""
