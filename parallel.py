@@ -8,10 +8,11 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
-`python parallel.py data | memory | tensor | pipeline` shows the second to fifth of them at work, in seconds on a laptop.
+`python parallel.py data | memory | tensor | pipeline` shows the second to fifth of them at work, in seconds on a
+laptop.
 
-Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module;
-tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
+Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
+nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
 
 What the file writes onto a parameter:
 
@@ -19,9 +20,10 @@ What the file writes onto a parameter:
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages
     param.cut           the `Cut` by which tensor parallelism took this rank's part of it
 
-Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank, B, T, C, V as in
-model.py.
-Read with: CS336 lecture 7-8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism", "pipeline parallelism".
+Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
+as in model.py.
+Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism", "pipeline
+parallelism".
 """
 
 import argparse
@@ -59,20 +61,21 @@ class Replaceable:
         return super().__new__(FASTER.get(cls, cls))
 
 
-# -------------------------------------------------------------------------------------------------------------------- mesh
+# ----------------------------------------------------------------------------------------------------------------- mesh
 
 def make_mesh(device_type, dp=1, tp=1, pp=1):
     """A torch DeviceMesh with axes ("pp", "dp", "tp"); `mesh["tp"].get_group()` is this rank's tensor-parallel group.
 
-    Ranks are counted with tp innermost: tensor-parallel peers, who talk in every layer, are neighbours and share a node.
-    Call it on all ranks; pp x dp x tp must be the world size.
+    Ranks are counted with tp innermost: tensor-parallel peers, who talk in every layer, are neighbours and share a
+    node. Call it on all ranks; pp x dp x tp must be the world size.
     """
     if pp * dp * tp != dist.get_world_size():
-        raise ValueError(f"pp {pp} x dp {dp} x tp {tp} needs {pp * dp * tp} processes, there are {dist.get_world_size()}")
+        raise ValueError(f"pp {pp} x dp {dp} x tp {tp} needs {pp * dp * tp} processes, there are "
+                         f"{dist.get_world_size()}")
     return init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-# ---------------------------------------------------------------------------------------------------- data parallel: replicas
+# ---------------------------------------------------------------------------------------------- data parallel: replicas
 #
 # Every rank holds the whole model and sees its own part of the batch. Gradients are averaged, so replicas stay equal:
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
@@ -110,14 +113,15 @@ class Bucket:
         return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
 
     def overlap(self, param, own):
-        """What of a parameter lies in `own`, a slice of the flat vector: (slice of the flattened parameter, slice of `own`)."""
+        """What of a parameter lies in `own`, a slice of the flat vector: (slice of the parameter, slice of `own`)."""
         start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
         low = max(start, own.start)
         high = max(low, min(start + param.numel(), own.stop))
         return slice(low - start, high - start), slice(low - own.start, high - own.start)
 
     def gather_one(self, param, local):
-        """A parameter's part of a vector that is cut as the shard is (weights, a moment), whole on every rank; all must ask.
+        """A parameter's part of a vector that is cut as the shard is (weights, a moment), whole on every rank; all
+        must ask.
 
         Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
         """
@@ -136,7 +140,8 @@ BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own cho
 
 
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket):
-    """Parameters in buckets of about `megabytes`, last layers first: the order in which backward finishes their gradients.
+    """Parameters in buckets of about `megabytes`, last layers first: the order in which backward finishes their
+    gradients.
 
     A bucket holds one dtype, one device, one set of groups that its parameters are cut or summed over, and one `kind`.
     """
@@ -167,11 +172,12 @@ class Reducer(Replaceable):
     stage 1: reduce-scatter, in `finish`                                         (N-1)/N x K
     stage 2: reduce-scatter, as soon as a bucket's last gradient is there      m (N-1)/N x K
 
-    A gradient has one home: its bucket's flat vector, in the dtype of the shard (for 16-bit weights float32). `.grad` is emptied into
-    it when the bucket is sent, and when `no_sync` ends, so nothing adds up in 16 bits. (Plain DDP has no shard: under `no_sync`
-    autograd adds to .grad, whose dtype is the same.) Stages 0 and 1 wait for the step's last backward. Stage 2 sends in each, since
-    to keep no full gradient is what it is for. reduce_dtype: what travels, where it is another dtype. on_complete(bucket) is called
-    when a backward has brought the bucket's last gradient.
+    A gradient has one home: its bucket's flat vector, in the dtype of the shard (for 16-bit weights float32). `.grad`
+    is emptied into it when the bucket is sent, and when `no_sync` ends, so nothing adds up in 16 bits. (Plain DDP has
+    no shard: under `no_sync` autograd adds to .grad, whose dtype is the same.) Stages 0 and 1 wait for the step's
+    last backward. Stage 2 sends in each, since to keep no full gradient is what it is for. reduce_dtype: what
+    travels, where it is another dtype. on_complete(bucket) is called when a backward has brought the bucket's last
+    gradient.
     """
 
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
@@ -223,7 +229,7 @@ class Reducer(Replaceable):
         self.arrive(bucket, average)
 
     def start(self, bucket):
-        """Begin to average the flat vector over the ranks: (handle, what is sent, what comes). Both must live until handle.wait()."""
+        """Begin to average the flat vector: (handle, what is sent, what comes). Both must live until handle.wait()."""
         wire = bucket.flat.to(self.reduce_dtype or bucket.flat.dtype)
         bucket.flat = None
         if self.stage == 0:
@@ -262,7 +268,7 @@ class Reducer(Replaceable):
         return not any(map(self.holds, self.buckets))
 
     def forget(self):
-        """Drop the gradients of a step that was never finished: one that was skipped, or whose backward raised. On every rank."""
+        """Drop the gradients of a step that was never finished, because its backward raised, say. On every rank."""
         for bucket in self.buckets:
             bucket.flat, bucket.waiting = None, set(bucket.params)
             for param in bucket.params:
@@ -276,8 +282,8 @@ class DDP(nn.Module):
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
-    Tied parameters count once, frozen ones not at all. Ranks may use different parameters: one that a rank did not use counts as
-    zero there, so one that nobody used has a gradient of zero, not None.
+    Tied parameters count once, frozen ones not at all. Ranks may use different parameters: one that a rank did not
+    use counts as zero there, so one that nobody used has a gradient of zero, not None.
 
     Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
     """
@@ -296,22 +302,23 @@ class DDP(nn.Module):
         return self.module(*args, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------------------- ZeRO: sharded states
+# ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
-# Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same. ZeRO lets
-# each rank keep an Nth. K parameters, float32, bytes a rank (mixed precision: `memory_bytes`):
+# Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same.
+# ZeRO lets each rank keep an Nth. K parameters, float32, bytes a rank (mixed precision: `memory_bytes`):
 #
 #                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
-#     stage 1          4K           4K          8K/N     2 (N-1)/N K              reduce-scatter, all-gather: the two halves of it
+#     stage 1          4K           4K          8K/N     2 (N-1)/N K              reduce-scatter, all-gather: its halves
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
-#     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             all-gather twice, reduce-scatter, m times
+#     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
 # (Stage 3 keeps the last unit from forward to backward, and so gathers that one once, not twice.)
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
-    """ZeRO-1, and ZeRO-2 with stage=2: each rank holds the optimizer state, and steps the weights, of its Nth of the parameters.
+    """ZeRO-1, and ZeRO-2 with stage=2: each rank holds the optimizer state, and steps the weights, of its Nth of the
+    parameters.
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
         with optimizer.no_sync(): loss.backward()              every micro-batch but the last
@@ -319,16 +326,17 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         clip_grad_norm_(optimizer.shards, 1.0, [group])
         optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
 
-    params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is element by
-    element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers, and those of the
-    group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard keeps float32 masters; gradients
-    add up in float32 (at stage 2 in float32 from one micro-batch to the next), and travel so or in `reduce_dtype`. stage=0 shards
-    nothing and all-reduces: master weights for plain data parallelism. A parameter that no rank used has a gradient of zero, not
-    None. stage=2: all ranks must use the same parameters in each backward.
+    params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is
+    element by element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers,
+    and those of the group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard
+    keeps float32 masters; gradients add up in float32 (at stage 2 in float32 from one micro-batch to the next), and
+    travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data parallelism.
+    A parameter that no rank used has a gradient of zero, not None. stage=2: all ranks must use the same parameters in
+    each backward.
     """
 
-    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, reduce_dtype=None,
-                 **kwargs):
+    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
+                 reduce_dtype=None, **kwargs):
         groups = list(params)
         groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [{"params": groups}]
         self.group, self.stage = group or torch.distributed.group.WORLD, stage
@@ -347,7 +355,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
             bucket.dtype = compute_dtype or bucket.dtype
             bucket.weights = values.to(bucket.dtype)
             if bucket.dtype != values.dtype:
-                bucket.shard.data = bucket.shard.data.clone()  # a master of its own, and no longer a view of all `values`
+                bucket.shard.data = bucket.shard.data.clone()  # a master of its own, no longer a view of `values`
             for view, p in zip(bucket.views(bucket.weights), bucket.params):
                 p.data = view  # from here on, gathering the flat buffer is gathering the parameters
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -389,25 +397,9 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         for handle in handles:
             handle.wait()
 
-    def state_dict(self):
-        """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
-        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.masters])
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """What `state_dict` gave on this rank of as many; 16-bit parameters come with their masters. On every rank."""
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        masters = state_dict.get("masters") or [b.weights[b.own] for b in self.masters]
-        for bucket, master in zip(self.masters, masters, strict=True):
-            bucket.shard.copy_(master)
-        for bucket in self.masters:
-            bucket.weights[bucket.own].copy_(bucket.shard)
-        self.publish(self.masters)
-
 
 def master_dtype(dtype):
-    """What weights are kept and gradients added up in: bf16 has 8 bits, an Adam step of a thousandth would round away."""
+    """What weights are kept and gradients added up in: bf16 has 8 bits, and would round an Adam step of 0.001 away."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -417,10 +409,11 @@ def is_matrix(param):
 
 
 def make_shard(bucket, sharded):
-    """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values, in float32 where they are 16-bit.
+    """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values, in float32 where they
+    are 16-bit.
 
-    sharded False: all of them. Returns all values, on every rank those of the first one; the shard is a view of them where the
-    dtype is the same.
+    sharded False: all of them. Returns all values, on every rank those of the first one; the shard is a view of them
+    where the dtype is the same.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -437,19 +430,20 @@ def make_shard(bucket, sharded):
 class FlatParameter(Bucket):
     """What FSDP makes whole at a time: the parameters of one unit, of which this rank keeps an Nth, `shard`.
 
-    `weights` is the flat buffer whose views the layers compute with. Its storage grows and shrinks under tensors that stay the same,
-    so what autograd saved in forward is right again in backward.
+    `weights` is the flat buffer whose views the layers compute with. Its storage grows and shrinks under tensors that
+    stay the same, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep this rank's shard of the parameters; `params` become new ones, views of `weights`, without memory until `gather`."""
+        """Keep this rank's shard; `params` become new ones, views of `weights`, without memory until `gather`."""
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # no longer a view of all values
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
-        # A version counter of its own (.data): refilling the buffer before backward is no change to what autograd has saved.
+        # A version counter of its own (.data): refilling the buffer before backward is no change to what autograd has
+        # saved.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
             new.__dict__.update(p.__dict__)
@@ -464,7 +458,7 @@ class FlatParameter(Bucket):
 
     @torch.no_grad()
     def start(self):
-        if self.version == self.shard._version:  # they are whole, and no optimizer has stepped since: a step raises the version
+        if self.version == self.shard._version:  # whole, and no optimizer has stepped since: a step raises the version
             return
         self.version = self.shard._version
         if not self.stays_whole:
@@ -499,12 +493,13 @@ class FSDP(Replaceable, nn.Module):
         forward    before a unit: gather it       after it: free it, but for the last one, with which backward begins
         backward   before a unit: gather it       when its last gradient is there: free it, reduce-scatter its gradients
 
-    Matrices are sharded: one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole and are all-reduced
-    once a step, in `finish_grad_sync`. A tied parameter stays gathered from its first use in forward to its last, and in backward
-    until both uses have added to its gradient. A frozen one, once gathered in backward, stays whole until `finish_grad_sync`.
-    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype. A module on
-    the meta device is never whole anywhere: say on which device it shall live and give its values to `load`, one parameter at a
-    time. All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`.
+    Matrices are sharded: one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole and
+    are all-reduced once a step, in `finish_grad_sync`. A tied parameter stays gathered from its first use in forward
+    to its last, and in backward until both uses have added to its gradient. A frozen one, once gathered in backward,
+    stays whole until `finish_grad_sync`. compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their
+    gradients keep the module's own dtype. A module on the meta device is never whole anywhere: say on which device it
+    shall live and give its values to `load`, one parameter at a time. All ranks must use the same parameters in each
+    backward. To drop a step, `model.zero_grad()`.
 
     Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
@@ -516,7 +511,7 @@ class FSDP(Replaceable, nn.Module):
             if not buffer.is_meta:
                 dist.broadcast(buffer, group=group, group_src=0)
         units = fsdp_units(module)
-        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied parameter belongs where it comes first
+        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
         self.buckets = make_buckets(list(module.parameters()), math.inf, self.group,
                                     lambda p: (p.requires_grad, p.dim() > 1 and unit_of[p]), FlatParameter)
         replaced = {}
@@ -528,7 +523,8 @@ class FSDP(Replaceable, nn.Module):
                 setattr(owner, leaf, replaced[p])
         self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
         self.uses = Counter(flat for flats in self.units.values() for flat in flats)
-        self.last = next((flats for flats in reversed(self.units.values()) if not all(f.stays_whole for f in flats)), [])
+        cut = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
+        self.last = cut[-1] if cut else []
         self.in_backward = False
         for unit in self.units:
             unit.register_forward_pre_hook(self.before_forward)
@@ -543,8 +539,8 @@ class FSDP(Replaceable, nn.Module):
         for flat in self.buckets:
             flat.uses_left = self.uses[flat]
         if self.compute_dtype:
-            args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x,
-                                         (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
         return self.module(*args, **kwargs)
 
     def before_forward(self, unit, inputs):
@@ -568,7 +564,7 @@ class FSDP(Replaceable, nn.Module):
             flat.gather()
 
     def finish_grad_sync(self):
-        """Send the gradients that have not left, those of 1-D parameters among them, and free what backward did not. On every rank."""
+        """Send the gradients that have not left, such as 1-D ones; free what backward did not. On every rank."""
         for reducer in self.reducers:
             reducer.finish()
         for flat in self.buckets:
@@ -576,7 +572,7 @@ class FSDP(Replaceable, nn.Module):
         self.in_backward = False
 
     def zero_grad(self, set_to_none=True):
-        """Drop the optimizer's gradients, and what a step that was skipped or raised has left of its own. On every rank."""
+        """Drop the optimizer's gradients, and those of a step that was never finished. On every rank."""
         for reducer in self.reducers:
             reducer.forget()
         super().zero_grad(set_to_none)
@@ -587,7 +583,7 @@ class FSDP(Replaceable, nn.Module):
 
     @torch.no_grad()
     def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, one after the other; kept is what lies in this rank's shard."""
+        """Set every parameter to get(param, name), a whole tensor, one by one; kept is what lies in the shard."""
         for name, param in self.module.named_parameters():
             flat = self.bucket_of[param]
             there, here = flat.overlap(param, flat.own)
@@ -605,7 +601,7 @@ class FSDP(Replaceable, nn.Module):
 
 
 def fsdp_units(module):
-    """[(module, its parameters)]: what FSDP gathers at a time. No parameter of a child is used outside of its unit's forward."""
+    """[(module, its parameters)]: what FSDP gathers at a time. A unit's parameters are used in its forward alone."""
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
     def visit(m, unit):
@@ -629,70 +625,21 @@ def tensors_in(value):
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None, held=1, fused=True):
-    """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
-
-    dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16 or fp16.
-    activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces: a pipeline rank's runs of
-    pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the loss.
-    """
-    pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    matrix, vector = local_elements(config, tp, tuple(pieces))
-    wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
-    mine = matrix / dp + vector if zero == 3 else whole / dp if zero else whole  # what this rank's optimizer steps
-    masters = wide * mine if wide != narrow else 0
-    return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
-                "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
-                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused)}
-
-
-@functools.cache
-def local_elements(config, tp, pieces):
-    """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
-    count = [0, 0]
-    for run in pieces:
-        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
-            layer, _, leaf = name.rpartition(".")
-            how = planned(layer, GPT2_PLAN)
-            count[param.dim() == 1] += param.numel() / (1 if how is None or how is RowParallelLinear and leaf == "bias" else tp)
-    return tuple(count)
-
-
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True):
-    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a token:
-
-        whole on every rank: x, LN(x), x + attention, LN of that                  4C
-        cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-
-    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone, "attention"
-    drops q, k, v and output; what backward then runs again exists for one block at a time and is not counted. The head keeps its
-    input, LN of it, and the logits: as they are where the vocabulary is cut or the loss is `fused`, a kernel that leaves the
-    gradient in their place; PyTorch's own loss keeps a float32 log-softmax. Under ZB-H1 the output gradients that W waits with come on top.
-    """
-    tokens, c = micro_batch * config.seq_len, config.n_embd
-    blocks, head = sum(1 <= i <= config.n_layer for run in pieces for i in run), any(config.n_layer + 1 in run for run in pieces)
-    attention = (4 * c * width + 4 * config.n_head) / tp
-    rest = 4 * c * width + 16 + 2 * config.inner * width / tp
-    block = {"none": rest + attention, "attention": rest, "block": c * width}[recompute]
-    logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    return int(tokens * (blocks * block + head * (2 * c * width + 16 + logits) + 8))
-
-
-# ------------------------------------------------------------------------------------------------- tensor parallel: f and g
+# --------------------------------------------------------------------------------------------- tensor parallel: f and g
 #
-# Y = GeLU(X A) B. A is cut by columns, so each rank computes its slice of the hidden layer alone, GeLU included; B is cut by
-# rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
+# Y = GeLU(X A) B. A is cut by columns, so each rank computes its slice of the hidden layer alone, GeLU included; B is
+# cut by rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
 #
 #          ┌─ X ─ A_0 ─ GeLU ─ B_0 ─ Y_0 ─┐
-#     X ─ f                                g ─ Y        f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
-#          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘            g: forward all-reduce, backward nothing (dY reaches every term as it is)
+#     X ─ f                                g ─ Y       f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
+#          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘           g: forward all-reduce, backward nothing (dY reaches each term as it is)
 #
-# Attention is the same with heads for columns. By ring, a block sends 2 x 2(N-1)/N x BTC forward and as much backward. (The
-# lecture's code all-gathers after every matrix; cutting the second one by rows takes one all-reduce for the two.)
-# Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
+# Attention is the same with heads for columns. By ring, a block sends 2 x 2(N-1)/N x BTC forward and as much
+# backward. (The lecture's code all-gathers after every matrix; cutting the second one by rows takes one all-reduce
+# for the two.) Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce: X went into every rank's columns of A, and dX is the sum of what they return."""
+    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so their dX add up."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -723,7 +670,8 @@ class ReduceFromGroup(torch.autograd.Function):
 class Cut:
     """How a parameter is cut over a group: along `dim`, after splitting that dim into `parts` equal parts.
 
-    parts=3 is the fused q, k, v matrix: every rank gets its heads of each third. Uneven sizes differ by one, nothing is padded.
+    parts=3 is the fused q, k, v matrix: every rank gets its heads of each third. Uneven sizes differ by one, nothing
+    is padded.
     """
 
     def __init__(self, group, dim, parts=1):
@@ -733,7 +681,8 @@ class Cut:
     def part(self, full, rank=None):
         """What a rank, by default this one, has of the whole tensor."""
         rank = self.rank if rank is None else rank
-        return torch.cat([part.tensor_split(self.size, self.dim)[rank] for part in full.chunk(self.parts, self.dim)], self.dim)
+        parts = [part.tensor_split(self.size, self.dim)[rank] for part in full.chunk(self.parts, self.dim)]
+        return torch.cat(parts, self.dim)
 
     def gather(self, local, shape):
         """The whole tensor, of `shape`, on every rank of the group."""
@@ -764,7 +713,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), whole everywhere."""
+    """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -790,7 +739,8 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return ReduceFromGroup.apply(x.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)  # zero where another rank has it
+        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)  # zero where another rank has the row
+        return ReduceFromGroup.apply(x, self.group)
 
 
 def local_parameter(param, cut):
@@ -810,8 +760,9 @@ def first_row(rows, cut):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits (n, V/N), each rank holding its slice of the vocabulary, against targets (n).
 
-    loss = log(sum exp z) - z_target needs three numbers a token, not V: the maximum, the sum of exponentials and the target's
-    logit are all-reduced, 3n elements in place of nV. Backward needs nothing: softmax minus one-hot, slice by slice.
+    loss = log(sum exp z) - z_target needs three numbers a token, not V: the maximum, the sum of exponentials and the
+    target's logit are all-reduced, 3n elements in place of nV. Backward needs nothing: softmax minus one-hot, slice
+    by slice.
     """
 
     @staticmethod
@@ -829,7 +780,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         z, local, top, total = ctx.saved_tensors
         if kernels.on_triton(z):  # in the logits' memory
-            return kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float()), None, None, None
+            dz = kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float())
+            return dz, None, None, None
         p = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
         here = (0 <= local) & (local < z.shape[1])
         p.scatter_add_(1, (local * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
@@ -837,14 +789,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (n, V), as the kernel of that name gives them: z_t is 0 for a target on another rank."""
+    """(top, total, z_t) of each row of z (n, V), as kernels.softmax_sums: z_t is 0 for a target on another rank."""
     z = z if z.dtype == torch.float64 else z.float()
     top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
     return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
 
 
 def cross_entropy(logits, targets, vocab_size, group=None):
-    """Mean loss in nats of logits (B, T, V) or, under tensor parallelism over `group`, (B, T, V/N), against targets (B, T)."""
+    """Mean loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T)."""
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.shape[1] == vocab_size:
         return kernels.cross_entropy(logits, targets)
@@ -867,7 +819,8 @@ def planned(name, plan):
 
 
 def tensor_parallel(module, group, plan=GPT2_PLAN):
-    """Replace every layer the plan names (by the end of its name) with this rank's slice of it, in place. Ties stay ties.
+    """Replace every layer the plan names (by the end of its name) with this rank's slice of it, in place. Ties stay
+    ties.
 
     Sizes need not divide, except heads: the qkv matrix must be cut at a head's edge.
     """
@@ -881,23 +834,24 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
     return module
 
 
-# ------------------------------------------------------------------------------------------- pipeline: schedules as lists of actions
+# ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
 #
-# Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule is data: one
-# list of actions a rank, in the order that rank runs them. Generators write lists, and everything else reads them: `check` proves
-# that a list can run, `simulate` times it, `draw` shows it.
+# Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule
+# is data: one list of actions a rank, in the order that rank runs them. Generators write lists, and everything else
+# reads them: `check` proves that a list can run, `simulate` times it, `draw` shows it.
 #
 #     F   forward of one micro-batch through one stage
-#     B   backward = I, then W:   I gradient of the input, which the stage before waits for;   W gradient of the weights, which nobody does
+#     B   backward = I, then W:   I gradient of the input, which the stage before waits for
+#                                 W gradient of the weights, which nobody waits for
 #
 # Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
 #
-#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m activations, 1F1B p - rank: it starts backward as soon as it can
+#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m activations, 1F1B p - rank
 #     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long: the pipe fills in steps of 1/v
-#     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations on every rank
+#     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 
 class Action(NamedTuple):
-    kind: str           # "F", "B", "I", "W"; after `lower` also "SF", "RF" (send, receive an activation), "SB", "RB" (a gradient)
+    kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send or receive an activation; SB, RB: a gradient
     stage: int
     micro_batch: int
 
@@ -911,7 +865,7 @@ def gpipe(p, m, v=1):
 
 
 def take_turns(forwards, ahead, backwards):
-    """`ahead` forwards first, then one forward, as long as there are any, and one backward (a list of actions) in turn."""
+    """`ahead` forwards first; then in turn one forward, while there are any, and one backward, a list of actions."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
         actions += forwards[ahead + k:ahead + k + 1] + backward
@@ -921,10 +875,11 @@ def take_turns(forwards, ahead, backwards):
 def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
 
-    A micro-batch's B ends p-r turns (F + B) after its F began, for it goes through p-1-r ranks and back: so p-r activations keep
-    the rank busy, whatever m is, and more would only wait.
+    A micro-batch's B ends p-r turns (F + B) after its F began, for it goes through p-1-r ranks and back: so p-r
+    activations keep the rank busy, whatever m is, and more would only wait.
     """
-    return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)]) for r in range(p)]
+    return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
+            for r in range(p)]
 
 
 def interleaved(p, m, v):
@@ -938,7 +893,7 @@ def interleaved(p, m, v):
         raise ValueError(f"an interleaved schedule of {p} ranks needs micro-batches in multiples of {p}, not {m}")
 
     def rank(r):
-        turns = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]  # (which of the rank's stages, micro-batch)
+        turns = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]  # (which of its stages, micro-batch)
         return take_turns([Action("F", c * p + r, i) for c, i in turns], 2 * (p - 1 - r) + (v - 1) * p,
                           [[Action("B", (v - 1 - c) * p + r, i)] for c, i in turns])  # backward: the last stage first
     return [rank(r) for r in range(p)]
@@ -949,7 +904,7 @@ def zero_bubble_h1(p, m, v=1):
     def rank(r):
         put_off = [[Action("W", r, i - r)] if i >= r else [] for i in range(m + r)]
         backwards = [[Action("I", r, i)] + put_off[i] for i in range(m)]
-        return take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, backwards) + [w for some in put_off[m:] for w in some]
+        return take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, backwards) + sum(put_off[m:], [])
     return [rank(r) for r in range(p)]
 
 
@@ -983,9 +938,11 @@ class ScheduleError(ValueError):
 
 
 def walk(lists, ready, stuck):
-    """Run through all lists at once: each turn yields [(rank, action)], the next of every rank for which ready(action, done, heads) holds.
+    """Run through all lists at once: each turn yields [(rank, action)], the next of every rank for which
+    ready(action, done, heads) holds.
 
-    done: the actions of earlier turns; heads: the next of each rank. ScheduleError, saying `stuck`, where no rank can go on.
+    done: the actions of earlier turns; heads: the next of each rank. ScheduleError, saying `stuck`, where no rank can
+    go on.
     """
     at, done = [0] * len(lists), set()
     while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
@@ -1001,15 +958,16 @@ def walk(lists, ready, stuck):
 def in_order(lists):
     """[(rank, action)] of lists without transfers, each after what it needs."""
     stages = stages_of(lists)
-    for now in walk(lists, lambda action, done, _: done.issuperset(needs(action, stages)), "needs what never comes before it"):
+    for now in walk(lists, lambda action, done, _: done.issuperset(needs(action, stages)), "needs what comes later"):
         yield from now
 
 
 def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is there.
 
-    Both ends are placed when the output is made: the send next on its rank's list, the receive at the end of the other's as it is by
-    then. So the two ranks of a pair see their transfers in one mirrored order, which keeps NCCL's queues from waiting for each other.
+    Both ends are placed when the output is made: the send next on its rank's list, the receive at the end of the
+    other's as it is by then. So the two ranks of a pair see their transfers in one mirrored order, which keeps NCCL's
+    queues from waiting for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1025,20 +983,23 @@ def lower(lists):
 def check(lists):
     """Prove that lowered lists can run: raises ScheduleError where they cannot.
 
-    Each stage's F and B (or I and W) of each micro-batch once, on its rank, after what they need, their input received; each
-    receive matched with a send; and no deadlock even if a send blocks until its receive is reached, the strictest reading.
+    Each stage's F and B (or I and W) of each micro-batch once, on its rank, after what they need, their input
+    received; each receive matched with a send; and no deadlock even if a send blocks until its receive is reached,
+    the strictest reading.
     """
     p, stages, seen = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            wrong = ("is there twice" if action in seen else
-                     f"of stage {action.stage}: that stage does not live on rank {r}" if action.stage % p != r else None)
+            wrong = "is there twice" if action in seen else None
+            if action.stage % p != r:
+                wrong = f"of stage {action.stage}: that stage does not live on rank {r}"
             if wrong:
                 raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
             seen.add(action)
     for s, i in {(s, a.micro_batch) for a in seen for s in range(stages)}:
         if "".join(kind for kind in "FBIW" if Action(kind, s, i) in seen) not in ("FB", "FIW"):
-            raise ScheduleError(lists, [-1] * p, f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there")
+            why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
+            raise ScheduleError(lists, [-1] * p, why)
 
     def ready(action, done, heads):
         kind, s, i = action
@@ -1053,51 +1014,12 @@ def check(lists):
         pass
 
 
-class Timeline(NamedTuple):
-    """Times in the unit of `simulate`'s costs."""
-    spans: list         # for each rank: [(action, start, end)]
-    length: float
-    idle: list          # for each rank: time in which it computes nothing
-    peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
-
-
 def most_held(actions):
     """The most activations that a list holds at once: each from its F to its B or W."""
     return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
 
 
-def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
-    """Run unlowered lists on a clock. Costs are those of a rank's whole share; with v stages a rank, one takes 1/v of it.
-
-    An activation is held from the end of its F to the end of its B or W.
-    """
-    p, stages = len(lists), stages_of(lists)
-    v = stages // p
-    cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v, "B": (input_gradient + weight_gradient) / v}
-    end, spans, clock = {}, [[] for _ in lists], [0.0] * p
-    for r, action in in_order(lists):
-        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages)])
-        end[action] = clock[r] = start + cost[action.kind]
-        spans[r].append((action, start, clock[r]))
-    idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
-    return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
-
-
-def draw(timeline, unit=1.0):
-    """The timeline as text, a row a rank, a column a unit of time; "2" in F2 is the micro-batch, dots are idle."""
-    columns = round(timeline.length / unit)
-    width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
-    lines = []
-    for r, row in enumerate(timeline.spans):
-        cells = ["." * (width - 1)] * columns
-        for action, start, end in row:
-            for c in range(round(start / unit), round(end / unit)):
-                cells[c] = str(action).ljust(width - 1) if c == round(start / unit) else "-" * (width - 1)
-        lines.append(f"rank {r}  " + " ".join(cells))
-    return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------------- pipeline: running a list
+# --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def accumulate(param, a, b=None):
     """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad, call the hooks."""
@@ -1110,9 +1032,10 @@ def accumulate(param, a, b=None):
 def split_linears(module):
     """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks.
 
-    Half of a Linear's backward, dA = dy^T x, is what no other stage waits for: zero-bubble schedules run it later. Autograd sees
-    detached weights, so that its hooks do not fire before the weight gradient exists. While an "I" runs, `later.queue` is the list
-    that takes the weight gradients, as functions; while it is None they run at once. `later.into` adds them up.
+    Half of a Linear's backward, dA = dy^T x, is what no other stage waits for: zero-bubble schedules run it later.
+    Autograd sees detached weights, so that its hooks do not fire before the weight gradient exists. While an "I"
+    runs, `later.queue` is the list that takes the weight gradients, as functions; while it is None they run at once.
+    `later.into` adds them up.
     """
     later = SimpleNamespace(queue=None, into=accumulate)
 
@@ -1136,7 +1059,8 @@ def split_linears(module):
 
 @functools.cache
 def split_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...], not to be changed.
+    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
+    not to be changed.
 
     Costs are multiply-adds a token: a block's matrices and attention, the head's C V; looking up an embedding is free.
     """
@@ -1157,10 +1081,12 @@ def split_pieces(config, stages):
 
 
 def pipeline_groups(mesh, around, ends):
-    """({(from, to): group of the two ranks}, group of first and last rank), by pipeline rank, for this rank's dp and tp.
+    """({(from, to): group of the two ranks}, group of first and last rank), by pipeline rank, for this rank's dp and
+    tp.
 
-    A group for each direction between neighbours, so that an activation never queues behind a gradient. around: the last rank sends
-    to the first one, too, because a rank has several stages. ends: whether to make the second group. Call on all ranks.
+    A group for each direction between neighbours, so that an activation never queues behind a gradient. around: the
+    last rank sends to the first one, too, because a rank has several stages. ends: whether to make the second group.
+    Call on all ranks.
     """
     p, (_, dp, tp) = mesh.shape[0], mesh.get_coordinate()
     channels, group_of_ends = {}, None
@@ -1179,15 +1105,15 @@ def pipeline_groups(mesh, around, ends):
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
-    In between it holds what backward needs: the input, and where in autograd's graph the output came from. Not the output itself,
-    whose memory goes when it has been sent.
+    In between it holds what backward needs: the input, and where in autograd's graph the output came from. Not the
+    output itself, whose memory goes when it has been sent.
     """
 
     def __init__(self, module, loss, later):
         self.module, self.loss, self.later, self.queue = module, loss, later, []
 
     def forward(self, x, target=None):
-        """x: tokens (B, T), or the output of the stage before. Returns the output, on the last stage the loss; detached."""
+        """x: tokens (B, T), or what the stage before gave. Returns the output, on the last stage the loss; detached."""
         self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
         y = self.module(self.x)
         y = self.loss(y, target) if self.loss else y
@@ -1195,7 +1121,7 @@ class Passage:
         return y.detach()
 
     def backward(self, kind, dy=None):
-        """dy: the gradient of what forward returned. Weight gradients go where autograd puts them; returns that of x."""
+        """dy: the gradient of what forward returned. Returns that of x; weight gradients stay in .grad."""
         if kind == "W":
             for weight_gradients in self.queue:
                 weight_gradients()
@@ -1213,13 +1139,14 @@ class Passage:
 class Pipeline(Replaceable):
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
-    stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the activations
-    (B, T, width) that pass between stages; channels: as `pipeline_groups` gives them. `run` holds an activation from F to B (or W),
-    an output only until it is sent.
+    stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the
+    activations (B, T, width) that pass between stages; channels: as `pipeline_groups` gives them. `run` holds an
+    activation from F to B (or W), an output only until it is sent.
     """
 
     def __init__(self, stages, count, mesh, loss, dtype, width, device, channels):
-        self.stages, self.count, self.loss, self.dtype, self.width, self.device = stages, count, loss, dtype, width, device
+        self.stages, self.count, self.loss = stages, count, loss
+        self.dtype, self.width, self.device = dtype, width, device
         self.p, (self.rank, dp, tp) = mesh.shape[0], mesh.get_coordinate()
         self.ranks, self.channels = mesh.mesh[:, dp, tp].tolist(), channels
         self.later = dict.fromkeys(stages, SimpleNamespace(queue=None))  # until a schedule splits a backward
@@ -1227,8 +1154,8 @@ class Pipeline(Replaceable):
     def run(self, actions, x, y, scale=1.0, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        Backward starts from `scale` times the mean of the losses. syncs: {stage: object with no_sync()}, left for the stage's last
-        backward; None where no list of actions has any.
+        Backward starts from `scale` times the mean of the losses. syncs: {stage: object with no_sync()}, left for the
+        stage's last backward; None where no list of actions has any.
         """
         self.begin(actions, x, y, scale, syncs)
         last = {(action.kind, action.stage): action for action in actions}
@@ -1248,7 +1175,7 @@ class Pipeline(Replaceable):
 
     def begin(self, actions, x, y, scale, syncs):
         self.x, self.y, self.scale, self.shape = x, y, scale / len(x), (*x[0].shape, self.width)
-        self.values = {}    # receive action -> the tensor, made here for a stage or a rank that comes next, or (handle, buffer)
+        self.values = {}    # receive action -> (handle, buffer), or the tensor itself where it was made on this rank
         self.passages, self.losses, self.sending = {}, [], deque()
         if any(action.kind == "I" for action in actions):
             self.split_backward()
@@ -1259,7 +1186,7 @@ class Pipeline(Replaceable):
             self.later = {stage: split_linears(module) for stage, module in self.stages.items()}
 
     def expect(self, receive):
-        """Post the receive of an activation or a gradient. A rank sends in the order in which the other end expects it."""
+        """Post the receive of an activation or a gradient. The other end sends in the same order."""
         source = other_end(receive).stage % self.p
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.values[receive] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
@@ -1308,33 +1235,36 @@ class Pipeline(Replaceable):
             self.values[Action("RB", s - 1, i)] = dx
 
 
-# -------------------------------------------------------------------------------------------------------------------- norm
+# ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(param, groups):
-    """On how many ranks of the groups the same gradient of a parameter lies: the product of those that it is not cut over."""
+    """On how many ranks the same gradient lies: the product of the groups that the parameter is not cut over."""
     same = {group for group in groups if group not in split_over(param)} | set(sums(param))
     return math.prod(dist.get_world_size(group) for group in same)
 
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
-    """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the norm, float64.
+    """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
+    norm, float64.
 
-    Call after finish_grad_sync, on all ranks. groups: all process groups that parameters may be cut over (tensor parallel, ZeRO,
-    pipeline). Every rank adds up the squares of its gradients, each divided by the number of ranks that hold the same one; then one
-    number is all-reduced over each group in turn. So each element of the model counts once. With dp 2, tp 2, pp 2, ZeRO-1:
+    Call after finish_grad_sync, on all ranks. groups: all process groups that parameters may be cut over (tensor
+    parallel, ZeRO, pipeline). Every rank adds up the squares of its gradients, each divided by the number of ranks
+    that hold the same one; then one number is all-reduced over each group in turn. So each element of the model
+    counts once. With dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
         shard of a matrix of stage 0       dp, tp, pp    1         8 different parts, of stage 0 and of stage 1
         shard of a norm's weight           dp, pp        2 (tp)    each part twice, halved
         shard of the tied embedding        dp, tp, pp    2 (sums)  stages 0 and 1 hold the same, halved
 
-    scale: gradients are this much too large (fp16's loss scale) and are divided by it first. ValueError where a parameter is cut
-    over a group that is not among them.
+    scale: gradients are this much too large (fp16's loss scale) and are divided by it first. ValueError where a
+    parameter is cut over a group that is not among them.
     """
     groups = [group or torch.distributed.group.WORLD for group in groups]
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
     if any(g not in groups and dist.get_world_size(g) > 1 for p in parameters for g in split_over(p)):
-        raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`: each rank would scale by another norm")
+        raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`: each rank would "
+                         "scale by another norm")
     if scale != 1 and parameters:
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
@@ -1352,19 +1282,19 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     return norm
 
 
-# ------------------------------------------------------------------------------------------------------------------- recipe
+# --------------------------------------------------------------------------------------------------------------- recipe
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zero_bubble_h1}
 
 
-def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None, recompute="none",
-                virtual_stages=1):
+def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None,
+                recompute="none", virtual_stages=1):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
-    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or `reduce_dtype`.
-    source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out, seed and name decide it.
-    zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward instead of being kept. The order of
-    the five steps matters.
+    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
+    `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
+    seed and name decide it. zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward
+    instead of being kept. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
@@ -1381,19 +1311,21 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             tensor_parallel(model, tp)
         for name, param in model.named_parameters():
             param.split_over = split_over(param) + ((pp,) if p > 1 else ())
-            if p > 1 and config.tied and name in ("wte.weight", "lm_head.weight"):  # one weight, on the first stage and on the last
-                param.sums = (ends,)
+            if p > 1 and config.tied and name in ("wte.weight", "lm_head.weight"):
+                param.sums = (ends,)  # one weight, on the first stage and on the last
         # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every layout.
+        # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every
+        # layout.
         if zero == 3:
             model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last: it holds the parameters as they are now. (ShardedOptimizer does it where weights have masters.)
+        # 5. Data parallel last: it holds the parameters as they are now. (ShardedOptimizer does it where weights have
+        # masters.)
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, dp)
         stages[stage] = model
@@ -1416,8 +1348,9 @@ class ParallelGPT(Replaceable):
     """
 
     def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype, channels, ends):
-        self.config, self.mesh, self.device, self.dtype, self.stages, self.count = config, mesh, device, dtype, stages, count
-        self.zero, self.reduce_dtype, self.channels, self.ends = zero, reduce_dtype, channels, ends
+        self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
+        self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
+        self.channels, self.ends, self.lists = channels, ends, {}
         self.pp, self.dp, self.tp = (mesh[axis].get_group() for axis in ("pp", "dp", "tp"))
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
@@ -1425,8 +1358,8 @@ class ParallelGPT(Replaceable):
             for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device), channels)
-        self.lists = {}
-        self.bucket_of = {p: b for model in stages.values() if isinstance(model, FSDP) for p, b in model.bucket_of.items()}
+        wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
+        self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
@@ -1437,7 +1370,8 @@ class ParallelGPT(Replaceable):
             self.optimizer, self.params, self.syncs = optimizer_class(groups, **kwargs), params, self.stages
             self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
         else:
-            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, None, self.dtype, self.reduce_dtype, **kwargs)
+            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, None, self.dtype,
+                                              self.reduce_dtype, **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
@@ -1446,7 +1380,8 @@ class ParallelGPT(Replaceable):
         """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
         if (schedule, m) not in self.lists:
             if schedule == "forward":
-                lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)] for r in range(self.p)])
+                lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
+                               for r in range(self.p)])
             else:
                 lists = lower(SCHEDULES[schedule](self.p, m, self.virtual))
                 check(lists)
@@ -1457,10 +1392,12 @@ class ParallelGPT(Replaceable):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over dp. Returns the mean loss
-        of this rank's micro-batches (of its own data: not yet averaged over dp), the same on every pipeline rank.
+        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over dp.
+        Returns the mean loss of this rank's micro-batches (of its own data: not yet averaged over dp), the same on
+        every pipeline rank.
 
-        Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages: nothing else divides.
+        Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages:
+        nothing else divides.
         """
         loss = self.run(x, y, schedule, scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
@@ -1491,7 +1428,8 @@ class ParallelGPT(Replaceable):
     def kept(self, stage, name):
         """(a parameter of one of this rank's stages, the tensor that the optimizer steps for it, their bucket).
 
-        The bucket is None where the parameter itself is stepped, else it knows which part of it lies in this rank's shard.
+        The bucket is None where the parameter itself is stepped, else it knows which part of it lies in this rank's
+        shard.
         """
         model = self.stages[stage]
         param = getattr(model, "module", model).get_parameter(name)
@@ -1500,25 +1438,30 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
-        """A parameter as one process would hold it, in the master dtype, or what the optimizer keeps of it under `key` (zeros
-        before its first step), on every rank. All of them must ask, in the same order.
+        """A parameter as one process would hold it, in the master dtype, or what the optimizer keeps of it under
+        `key` (zeros before its first step), on every rank. All of them must ask, in the same order.
 
-        From the inside out: the bucket's pieces over dp, the cut's parts over tp, then from the stage that has it to all."""
+        From the inside out: the bucket's pieces over dp, the cut's parts over tp, then from the stage that has it to
+        all."""
         owner, local, shape = self.owners[name], None, shapes(self.config)[name]
         if owner in self.stages:
             param, stepped, bucket = self.kept(owner, name)
-            local = stepped.detach() if key is None else self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+            local = stepped.detach()
+            if key is not None:
+                local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
             local = bucket.gather_one(param, local) if bucket else local
             local = param.cut.gather(local, shape) if hasattr(param, "cut") else local
         if self.p > 1:
-            local = torch.empty(shape, dtype=master_dtype(self.dtype), device=self.device) if local is None else local.clone()
+            if local is None:
+                local = torch.empty(shape, dtype=master_dtype(self.dtype), device=self.device)
+            local = local.clone()
             dist.broadcast(local, group=self.pp, group_src=owner % self.p)
         return local
 
     @torch.no_grad()
     def load_state(self, name, key, whole):
-        """Let the optimizer keep `whole`, of a parameter's shape, under `key`: each rank takes its part. The way back of
-        `whole_parameter`, with no communication."""
+        """Let the optimizer keep `whole`, of a parameter's shape, under `key`: each rank takes its part. The way back
+        of `whole_parameter`, with no communication."""
         names = {self.owners[name]: name}
         if self.config.tied and name == "wte.weight":
             names.setdefault(self.count - 1, "lm_head.weight")
@@ -1534,14 +1477,15 @@ class ParallelGPT(Replaceable):
 BUCKET_MB["cuda"] = 100  # a GPU's links are faster than a CPU's, their latency is not shorter
 
 
-# ------------------------------------------------------------------------------------------- gradients that leave under backward
+# ---------------------------------------------------------------------------------- gradients that leave under backward
 
 class EarlyReducer(Reducer):
     """Sends a bucket the moment it is complete, so that its traffic runs under the rest of backward.
 
-    Stages 0 and 1 do so in the step's last backward, stage 2 in each. A bucket never leaves before the one in front of it, so the
-    order is the same on all ranks, whatever parameters each has used. At stage 2 at most two buckets are under way, a micro-batch's
-    last two until the next backward or `finish`: of the full gradients there are those, and what the next bucket has so far.
+    Stages 0 and 1 do so in the step's last backward, stage 2 in each. A bucket never leaves before the one in front
+    of it, so the order is the same on all ranks, whatever parameters each has used. At stage 2 at most two buckets
+    are under way, a micro-batch's last two until the next backward or `finish`: of the full gradients there are
+    those, and what the next bucket has so far.
     """
 
     def __init__(self, *args, **kwargs):
@@ -1552,8 +1496,8 @@ class EarlyReducer(Reducer):
     def came(self, param):
         bucket = self.bucket_of[param]
         if self.stage < 2 and self.place[bucket] < self.next:
-            raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run all but the "
-                               "last one under no_sync()")
+            raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
+                               "all but the last one under no_sync()")
         if not self.syncing:
             return
         bucket.waiting.discard(param)
@@ -1613,7 +1557,8 @@ class EarlyReducer(Reducer):
         handle, _, average, bucket, grad = self.under_way.popleft()
         handle.wait()
         if self.stage >= 2 and bucket.shard.grad is not grad:
-            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the model")
+            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
+                               "model")
         if average is not grad:
             self.arrive(bucket, average)
 
@@ -1639,7 +1584,7 @@ class EarlyReducer(Reducer):
 
 
 class GuardedOptimizer(ShardedOptimizer):
-    """Lets kernels.AdamW write the 16-bit weights in the pass that it makes anyway; refuses parameters that come late."""
+    """Lets kernels.AdamW write the 16-bit weights in the pass that it makes anyway. Refuses late parameters."""
     cut = False
 
     def __init__(self, *args, **kwargs):
@@ -1651,6 +1596,22 @@ class GuardedOptimizer(ShardedOptimizer):
     def cast(self):
         if not isinstance(self.inner, kernels.AdamW):
             super().cast()
+
+    def state_dict(self):
+        """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
+        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.masters])
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """What `state_dict` gave on this rank of as many; 16-bit parameters come with their masters. On every rank."""
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        masters = state_dict.get("masters") or [b.weights[b.own] for b in self.masters]
+        for bucket, master in zip(self.masters, masters, strict=True):
+            bucket.shard.copy_(master)
+        for bucket in self.masters:
+            bucket.weights[bucket.own].copy_(bucket.shard)
+        self.publish(self.masters)
 
     def add_param_group(self, group):
         if self.cut:
@@ -1675,8 +1636,8 @@ class FetchingFSDP(FSDP):
             part._apply = self._refuse
 
     def _refuse(self, *_, **__):
-        raise RuntimeError("FSDP's parameters have no memory between steps: full_state_dict() gives them, load() sets them, and a "
-                           "module is copied, moved or cast before it is wrapped")
+        raise RuntimeError("FSDP's parameters have no memory between steps: full_state_dict() gives them, load() sets "
+                           "them, and a module is copied, moved or cast before it is wrapped")
 
     _apply = __deepcopy__ = _refuse
 
@@ -1728,7 +1689,7 @@ class LeanGPT(ParallelGPT):
         return norm
 
 
-# --------------------------------------------------------------------------------------------------- pipeline: transfers, times
+# ------------------------------------------------------------------------------------------- pipeline: transfers, times
 
 class NamedHandle:
     """A handle whose error says what was waited for."""
@@ -1744,9 +1705,9 @@ class NamedHandle:
 class PatientPipeline(Pipeline):
     """Posts receives late on CUDA, and drops an output as soon as it is sent.
 
-    Gloo's transfers run under computation, so there a receive is posted where `lower` put it. On CUDA a receive that waits is a
-    kernel that holds multiprocessors, and a product that needs all multiprocessors then takes two waves instead of one. So it is
-    posted when its value is needed and the rank would idle anyway.
+    Gloo's transfers run under computation, so there a receive is posted where `lower` put it. On CUDA a receive that
+    waits is a kernel that holds multiprocessors, and a product that needs all multiprocessors then takes two waves
+    instead of one. So it is posted when its value is needed and the rank would idle anyway.
     """
     on_forward = None  # called after each forward: who counts activations looks at them then
 
@@ -1795,7 +1756,8 @@ class PatientPipeline(Pipeline):
 
 
 class Stopwatch:
-    """Times of everything that a pipeline does: [(action, start, end)] in seconds of the wall clock, idle time left out.
+    """Times of everything that a pipeline does: [(action, start, end)] in seconds of the wall clock, idle time left
+    out.
 
     It stands in front of the pipeline's methods until `stop`. On CUDA the times are events of the stream.
     """
@@ -1848,14 +1810,15 @@ def recorded_times(pipeline):
     return pipeline.stopwatch.stop()
 
 
-# --------------------------------------------------------------------------------------------------------- pipeline: CUDA graphs
+# ------------------------------------------------------------------------------------------------ pipeline: CUDA graphs
 #
-# A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next. Replaying a recorded
-# CUDA graph costs the CPU one launch. A graph's tensors stay where they are: inputs are copied in, outputs out, and gradients are
-# added to the buckets' flat vectors, which must not move either; autograd's hooks do not run.
+# A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next.
+# Replaying a recorded CUDA graph costs the CPU one launch. A graph's tensors stay where they are: inputs are copied
+# in, outputs out, and gradients are added to the buckets' flat vectors, which must not move either; autograd's hooks
+# do not run.
 
 class Totals:
-    """Where the recordings of a reducer's parameters add gradients up: flat vectors that stay where they lie from step to step."""
+    """Where recordings add gradients up: a reducer's flat vectors, which stay where they lie from step to step."""
 
     def __init__(self, reducer):
         self.reducer, self.of = reducer, {}  # parameter -> its part of a flat vector
@@ -1865,13 +1828,13 @@ class Totals:
             self.of.update(zip(bucket.params, bucket.views(flat)))
 
     def begin(self, overwrite):
-        """Zero the totals, or, where the first gradients overwrite them, their padding: a NaN's clipping has reached it."""
+        """Zero the totals; where gradients overwrite them, the padding alone, which a NaN's clipping reaches, too."""
         for bucket, flat in self.flats.items():
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.flat = flat
 
     def add(self, param, a, b=None, overwrite=False, came=True):
-        """A gradient, or the product a b: a float32 total of bf16 products is made by the product itself, in one pass over memory."""
+        """A gradient, or the product a b: the product itself adds bf16 products to a float32 total, in one pass."""
         total, beta = self.of[param], 0 if overwrite else 1
         if b is None:
             (total.copy_ if overwrite else total.add_)(a)
@@ -1884,23 +1847,28 @@ class Totals:
 
     def averages(self):
         """What the reducer has left for the optimizer."""
-        return [[p.grad for p in ([bucket.shard] if bucket.shard is not None else bucket.params)] for bucket in self.flats]
+        return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
 
     def replayed(self, averages):
-        """A graph has sent and received all buckets: bring the reducer into the state in which `finish` has nothing to send."""
+        """A graph has sent and received all buckets: put the reducer into the state in which all of them have left."""
         for bucket, grads in zip(self.flats, averages):
-            for p, grad in zip([bucket.shard] if bucket.shard is not None else bucket.params, grads):
+            for p, grad in zip(stepped(bucket), grads):
                 p.grad = grad
             bucket.flat = None
         self.reducer.next = len(self.flats)
 
 
+def stepped(bucket):
+    """The parameters of a bucket that an optimizer steps."""
+    return bucket.params if bucket.shard is None else [bucket.shard]
+
+
 class Recording(Passage):
     """A Passage recorded as CUDA graphs, one for each of `kinds` ("FB" or "FIW").
 
-    It keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight; those that never are in
-    flight together share a pool. closes: this is a step's last micro-batch, and the graph sends the gradients, too. overwrite: it is
-    the only one, and its gradients replace what the step before has left.
+    It keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight; those that
+    never are in flight together share a pool. closes: this is a step's last micro-batch, and the graph sends the
+    gradients, too. overwrite: it is the only one, and its gradients replace what the step before has left.
     """
 
     def __init__(self, module, loss, later, totals, kinds, x, target, pool=None, closes=False, overwrite=False):
@@ -1910,7 +1878,7 @@ class Recording(Passage):
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.input, self.target, later.into = x.detach().clone(), target.clone(), self.add
         self.graphs = {kind: dist.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
-        self.edge, self.queue = None, []  # kept, autograd's nodes would tie later eager steps to the stream of this recording
+        self.edge, self.queue = None, []  # autograd's nodes would tie later eager steps to this recording's stream
 
     def record(self, kind):
         if kind == "F":
@@ -1968,8 +1936,8 @@ def no_graphs():
 class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs. The first run of a kind warms up; the second one records.
 
-    With several replicas the last micro-batch runs eagerly, because its hooks send the gradients; only where one stage holds one
-    micro-batch at a time does its graph send them.
+    With several replicas the last micro-batch runs eagerly, because its hooks send the gradients; only where one
+    stage holds one micro-batch at a time does its graph send them.
     """
 
     def __init__(self, *args):
@@ -1987,9 +1955,9 @@ class GraphPipeline(PatientPipeline):
         for stage, sync in syncs.items():
             if sync.reducer not in self.totals:
                 self.totals[sync.reducer] = Totals(sync.reducer)
-            self.later[stage].into = self.totals[sync.reducer].add  # what runs eagerly adds in the same order and precision
+            self.later[stage].into = self.totals[sync.reducer].add  # eager runs add in the same order and precision
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
-        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # then the last micro-batch's graph can send, too
+        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # then the last one's graph can send, too
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
         overwrite = asked == graphs.recorded_for and alone and len(x) == 1
         for totals in self.totals.values():
@@ -2004,13 +1972,14 @@ class GraphPipeline(PatientPipeline):
 
     def record(self, stage, actions, kinds, alone, overwrite, reducer):
         example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        recording = partial(Recording, self.stages[stage], self.loss if stage == self.count - 1 else None, self.later[stage],
-                            self.totals[reducer], kinds, example, self.y[0])
+        recording = partial(Recording, self.stages[stage], self.loss if stage == self.count - 1 else None,
+                            self.later[stage], self.totals[reducer], kinds, example, self.y[0])
         if alone:
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
         else:
-            mine = [a for a in actions if a.stage == stage and not (self.replicas and a.micro_batch == self.closing[stage])]
+            eager = self.closing[stage] if self.replicas else None
+            mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
         self.later[stage].into = self.totals[reducer].add
 
@@ -2030,18 +1999,73 @@ class GraphPipeline(PatientPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. Before make_optimizer. ValueError where ZeRO's stage forbids it."""
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where its ZeRO stage forbids it."""
     if net.zero > 1:
-        raise ValueError(f"cuda graphs need zero 0 or 1, not {net.zero}: at stages 2 and 3 gradients leave and weights move in every backward")
-    net.pipeline = GraphPipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd, torch.device(net.device),
-                                 net.channels)
+        raise ValueError(f"CUDA graphs need zero 0 or 1, not {net.zero}, where gradients leave in every backward")
+    net.pipeline = GraphPipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
+                                 torch.device(net.device), net.channels)
 
 
 FASTER.update({Reducer: EarlyReducer, ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline,
                ParallelGPT: LeanGPT})
 
 
-# ----------------------------------------------------------------------------------------------------------------- what is kept
+# --------------------------------------------------------------------------------------------------------- what is kept
+
+def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
+                 held=1, fused=True):
+    """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
+
+    dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
+    or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
+    a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
+    loss.
+    """
+    pieces = [range(config.n_layer + 2)] if pieces is None else pieces
+    matrix, vector = local_elements(config, tp, tuple(pieces))
+    wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
+    mine = matrix / dp + vector if zero == 3 else whole / dp if zero else whole  # what this rank's optimizer steps
+    masters = wide * mine if wide != narrow else 0
+    return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
+                "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
+                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused)}
+
+
+@functools.cache
+def local_elements(config, tp, pieces):
+    """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
+    count = [0, 0]
+    for run in pieces:
+        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
+            layer, _, leaf = name.rpartition(".")
+            how = planned(layer, GPT2_PLAN)
+            whole = how is None or how is RowParallelLinear and leaf == "bias"
+            count[param.dim() == 1] += param.numel() / (1 if whole else tp)
+    return tuple(count)
+
+
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True):
+    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
+    token:
+
+        whole on every rank: x, LN(x), x + attention, LN of that                  4C
+        cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
+
+    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
+    "attention" drops q, k, v and output; what backward then runs again exists for one block at a time and is not
+    counted. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is cut or the loss
+    is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32 log-softmax.
+    Under ZB-H1 the output gradients that W waits with come on top.
+    """
+    tokens, c = micro_batch * config.seq_len, config.n_embd
+    blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
+    head = any(config.n_layer + 1 in run for run in pieces)
+    attention = (4 * c * width + 4 * config.n_head) / tp
+    rest = 4 * c * width + 16 + 2 * config.inner * width / tp
+    block = {"none": rest + attention, "attention": rest, "block": c * width}[recompute]
+    logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
+    return int(tokens * (blocks * block + head * (2 * c * width + 16 + logits) + 8))
+
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
@@ -2057,8 +2081,51 @@ def kept_tensors(net):
     return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
 
 
+# ------------------------------------------------------------------------------------------------- schedules on a clock
+
+class Timeline(NamedTuple):
+    """Times in the unit of `simulate`'s costs."""
+    spans: list         # for each rank: [(action, start, end)]
+    length: float
+    idle: list          # for each rank: time in which it computes nothing
+    peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+
+
+def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
+    """Run unlowered lists on a clock. Costs are those of a rank's whole share; with v stages a rank, one takes 1/v of
+    it.
+
+    An activation is held from the end of its F to the end of its B or W.
+    """
+    p, stages = len(lists), stages_of(lists)
+    v = stages // p
+    cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v}
+    cost["B"] = cost["I"] + cost["W"]
+    end, spans, clock = {}, [[] for _ in lists], [0.0] * p
+    for r, action in in_order(lists):
+        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages)])
+        end[action] = clock[r] = start + cost[action.kind]
+        spans[r].append((action, start, clock[r]))
+    idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
+    return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
+
+
+def draw(timeline, unit=1.0):
+    """The timeline as text, a row a rank, a column a unit of time; "2" in F2 is the micro-batch, dots are idle."""
+    columns = round(timeline.length / unit)
+    width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
+    lines = []
+    for r, row in enumerate(timeline.spans):
+        cells = ["." * (width - 1)] * columns
+        for action, start, end in row:
+            for c in range(round(start / unit), round(end / unit)):
+                cells[c] = str(action).ljust(width - 1) if c == round(start / unit) else "-" * (width - 1)
+        lines.append(f"rank {r}  " + " ".join(cells))
+    return "\n".join(lines)
+
+
 def draw_svg(timeline, path):
-    """The same as a picture, readable on light and dark pages: forward blue, input gradient orange, weight gradient green."""
+    """The same as a picture for light and dark pages: forward blue, input gradient orange, weight gradient green."""
     colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
     scale, height = 960 / timeline.length, 26
     box = f'viewBox="0 0 1040 {height * len(timeline.spans) + 8}"'
@@ -2067,28 +2134,31 @@ def draw_svg(timeline, path):
         out.append(f'<text x="4" y="{r * height + 19}" fill="#888">rank {r}</text>')
         for action, start, end in row:
             x, w = 60 + start * scale, (end - start) * scale
-            out.append(f'<rect x="{x:.1f}" y="{r * height + 4}" width="{w:.1f}" height="{height - 4}" fill="{colours[action.kind]}" '
-                       f'fill-opacity="{1 - 0.35 * (action.stage // len(timeline.spans) % 2)}" stroke="#fff" stroke-width="0.5"/>'
-                       f'<text x="{x + w / 2:.1f}" y="{r * height + 19}" fill="#fff" text-anchor="middle">{action.micro_batch}</text>')
+            opacity = 1 - 0.35 * (action.stage // len(timeline.spans) % 2)
+            out.append(f'<rect x="{x:.1f}" y="{r * height + 4}" width="{w:.1f}" height="{height - 4}" '
+                       f'fill="{colours[action.kind]}" fill-opacity="{opacity}" stroke="#fff" stroke-width="0.5"/>'
+                       f'<text x="{x + w / 2:.1f}" y="{r * height + 19}" fill="#fff" text-anchor="middle">'
+                       f'{action.micro_batch}</text>')
     with open(path, "w") as file:
         file.write("\n".join(out + ["</svg>\n"]))
 
 
-# -------------------------------------------------------------------------------------------------------------------- demos
+# ---------------------------------------------------------------------------------------------------------------- demos
 
 def demo_memory(arguments):
     config, gib = PRESETS[arguments.model], 2**30
-    print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, {arguments.dtype}, AdamW: "
-          f"GiB a GPU, activations apart\n\n{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   "
-          f"sharded over dp")
-    stages = [memory_bytes(config, zero, arguments.dp, arguments.tp, getattr(torch, arguments.dtype)) for zero in range(4)]
+    print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, "
+          f"{arguments.dtype}, AdamW: GiB a GPU, activations apart\n\n"
+          f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
+    dtype = getattr(torch, arguments.dtype)
+    stages = [memory_bytes(config, zero, arguments.dp, arguments.tp, dtype) for zero in range(4)]
     totals = [b["parameters"] + b["gradients"] + b["optimizer"] for b in stages]
     kept = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
     for zero, (b, total, what) in enumerate(zip(stages, totals, kept)):
         print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
               f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
-    print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12 bytes a\n"
-          "parameter in all. At stage 3 they are all there is: a 16-bit copy exists only while its layer computes.")
+    print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12\n"
+          "bytes a parameter in all. At stage 3 they are all there is: a 16-bit copy exists while its layer computes.")
 
 
 def demo_pipeline(arguments):
@@ -2110,8 +2180,9 @@ def demo_pipeline(arguments):
         if arguments.svg:
             os.makedirs(arguments.svg, exist_ok=True)
             draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
-    print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1 while a micro-batch\n"
-          "is between its F and its B or W on a rank, 1/v where a rank has v stages: there a second F0 is its next stage's.")
+    print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1\n"
+          "while a micro-batch is between its F and its B or W on a rank, 1/v where a rank has v stages: there a\n"
+          "second F0 is its next stage's.")
 
 
 def all_reduced():
@@ -2126,12 +2197,12 @@ def off(a, b):
 
 
 def demo_data(arguments):
-    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, their gradients beside one process's."""
+    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, how exact they are."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
     say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
-    model, came, left = DDP(net, bucket_mb=2, find_unused_parameters=False), set(), []
+    model, came, left = DDP(net, bucket_mb=2), set(), []
     piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
 
     def look(param):  # runs right after DDP's own hook
@@ -2140,12 +2211,13 @@ def demo_data(arguments):
             left.append(bucket)
             has, lacks = (", ".join(dict.fromkeys(piece[p] for p in some))
                           for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
-            say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}{lacks or 'nothing: it travels alone'}")
+            say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}"
+                f"{lacks or 'nothing: it travels alone'}")
 
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
-    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, float64.\n"
-        f"A bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
+    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
+        f"float64.\nA bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
         f"  gradients there      KiB   bucket of             still to come")
     all_reduced()
     cross_entropy(one(x), y, config.vocab_size).backward()
@@ -2159,16 +2231,18 @@ def demo_data(arguments):
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
-    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all went by ring; small tensors are sent whole, log2(N) times")
+    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all went by ring; small tensors are sent "
+        f"whole, log2(N) times")
 
 
 def demo_tensor(arguments):
-    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, the same numbers as uncut."""
+    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, how exact they are."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config, say = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N), print if rank == 0 else lambda text: None
-    X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    say(f"{N} ranks, X (B, T, C) = {tuple(X.shape)} and dY the same on all. An all-reduce sends 2(N-1)/N x BTC x 8 bytes = "
-        f"{2 * (N - 1) * X.nbytes // N:,} a rank.")
+    generator = torch.Generator().manual_seed(0)
+    X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=generator)
+    say(f"{N} ranks, X (B, T, C) = {tuple(X.shape)} and dY the same on all. An all-reduce sends 2(N-1)/N x BTC x 8 "
+        f"bytes = {2 * (N - 1) * X.nbytes // N:,} a rank.")
     one, net = GPT(config).double().h["0"], tensor_parallel(GPT(config).double(), None).h["0"]
     for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B, A makes each head's q, k and v"),
                               ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
@@ -2182,11 +2256,13 @@ def demo_tensor(arguments):
         g = all_reduced()
         Y_cut.backward(dY)
         f, term = all_reduced(), inner[0] @ cut.c_proj.weight.T
-        (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")] for m in (whole, cut))
+        (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")]
+                              for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
         dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   before B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
                             f"its term of Y {tuple(term.shape)}, alone {100 * off(term, Y):.0f} % off")
-        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes sent\n"
+        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes "
+            f"sent\n"
             f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
             f"  off from one rank's: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
 
