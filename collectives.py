@@ -1279,9 +1279,6 @@ class Watch:
         os._exit(1)
 
 
-# ============================================================ machinery: the same results, faster or safer ============
-
-
 def print_in_order(text):
     """Print one text of each rank, in rank order, on rank 0."""
     texts = [None] * get_world_size() if get_rank() == 0 else None

@@ -498,9 +498,6 @@ def write_hf(folder, config, get, dtype=torch.float32):
     return {"config.json": text, "model.safetensors": weights}
 
 
-# ============================================================ machinery: the same results, faster or safer ============
-
-
 def main():
     print(f"{'preset':12} {'layers':>6} {'heads':>5} {'width':>5} {'vocab':>6} {'context':>7} {'parameters':>13} "
           f"{'FLOPs/token':>12} {'training MiB':>12}")

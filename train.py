@@ -577,8 +577,10 @@ class Trainer:
         self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
         self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
         self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
-                                        s.recompute, s.virtual_stages, s.cuda_graphs == "on")
-        for group in (self.tp, self.dp, self.pp, self.net.pipeline.ends, None):
+                                        s.recompute, s.virtual_stages)
+        if s.cuda_graphs == "on":
+            parallel.replay_micro_batches(self.net)
+        for group in (self.tp, self.dp, self.pp, self.net.ends, None):
             dist.use(group, s.comm)
         flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=device))
         adamw = kernels.AdamW if flat else partial(torch.optim.AdamW, fused=device.type == "cuda")
@@ -599,7 +601,9 @@ class Trainer:
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.optimizer.zero_grad()
         with births or contextlib.nullcontext():
-            loss = self.net.forward_backward(x, y, s.schedule, scale, lambda: births and self.note_activations(births))
+            self.net.pipeline.on_forward = births and (lambda: self.note_activations(births))
+            loss = self.net.forward_backward(x, y, s.schedule, scale)
+            self.net.pipeline.on_forward = None
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
@@ -691,18 +695,7 @@ class Trainer:
         return [bucket for reducer in self.net.reducers for bucket in reducer.buckets]
 
     def kept_tensors(self):
-        """This rank's tensors that outlive a step, by kind."""
-        models = self.net.stages.values()
-        buckets = self.buckets()
-        shards = [b.shard for b in buckets if b.shard is not None]
-        module = [p for m in models for p in getattr(m, "module", m).parameters()]
-        mixed = self.dtype != parallel.master_dtype(self.dtype)
-        kinds = {
-            "parameters": module + ([] if mixed else shards),
-            "gradients": [p.grad for p in module + shards] + [b.flat for b in buckets] + [
-                t for reducer in self.net.reducers for sent in reducer.under_way for t in sent],
-            "optimizer": (shards if mixed else []) + [t for p in self.optimizer.state.values() for t in p.values()]}
-        return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
+        return parallel.kept_tensors(self.net)
 
     def measured_bytes(self):
         """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
@@ -771,7 +764,7 @@ def predicted_bytes(trainer):
 
 def write_trace(trainer, folder, say):
     """What every rank ran in this step, as one file for Perfetto (ui.perfetto.dev) or chrome://tracing: a row a rank."""
-    spans, every = trainer.net.pipeline.recorded(), [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    spans, every = parallel.recorded_times(trainer.net.pipeline), [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every is None:
         return
@@ -868,7 +861,7 @@ def train_steps(trainer, run, first, say):
         dist.progress("starting the step", step=done)
         tracing = s.trace and step == min(first + 2, s.steps - 1)  # the first steps warm up
         if tracing:
-            trainer.net.pipeline.record()
+            parallel.record_times(trainer.net.pipeline)
         loss, norm = trainer.step(step, BirthLog() if step == first else None)
         if tracing:
             write_trace(trainer, s.trace, say)
