@@ -1142,8 +1142,8 @@ def start_again(processes, saved=lambda: True):
                 ("GROUP_", "ROLE_", "TORCHELASTIC_")):
             del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    try:
-        run.run(run.parse_args(["--standalone", "--nproc_per_node", str(processes), *sys.argv]))
+    try:  # --local-addr: the ranks would meet under this machine's name
+        run.run(run.parse_args(["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes), *sys.argv]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
@@ -1173,6 +1173,12 @@ def settle_nccl(device, timeout):
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
 
 
+def settle_gloo(device, timeout):
+    """Ranks of one node meet on the loopback interface: else gloo looks up this machine's name, which may not resolve."""
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def own_store(device, timeout):
     """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in it (pytorch
     #135712): then a store for this start alone."""
@@ -1199,7 +1205,7 @@ def _new_store(timeout):
             time.sleep(0.1)
 
 
-PREPARE.extend([end_with_launcher, end_at_once, settle_nccl, own_store])
+PREPARE.extend([end_with_launcher, end_at_once, settle_nccl, settle_gloo, own_store])
 
 
 # ------------------------------------------------------------------------------------------------- no silence, pictures, a demo
