@@ -1,23 +1,20 @@
 """Every collective of the lecture, from send and receive.
 
-The names and arguments are those of `torch.distributed`, so `import collectives as dist` works. Bytes that one rank sends, for a
-tensor of K elements on N ranks:
+The names and arguments are those of `torch.distributed`, so `import collectives as dist` works. K elements on N ranks:
 
-    broadcast  reduce  gather  scatter    binomial tree       log2(N) rounds; N-1 messages in all, one for each rank but the root
-    reduce_scatter_tensor                 ring                N-1 steps      (N-1)/N x K
-    all_gather_into_tensor                ring                N-1 steps      (N-1)/N x K
-    all_reduce                            one, then the other 2(N-1) steps   2(N-1)/N x K
-      of fewer than N elements            recursive doubling  log2(N) rounds log2(N) x K
-    all_to_all_single                     pairwise exchange   N-1 steps      (N-1)/N x K
-    barrier                               dissemination       log2(N) rounds one byte a round
+    collective                           algorithm            takes             one rank sends
+    broadcast  reduce  gather  scatter   binomial tree        log2(N) rounds    N-1 messages, all ranks together
+    reduce_scatter_tensor                ring                 N-1 steps         (N-1)/N x K
+    all_gather_into_tensor               ring                 N-1 steps         (N-1)/N x K
+    all_reduce                           one, then the other  2(N-1) steps      2(N-1)/N x K
+      of fewer than N elements           recursive doubling   log2(N) rounds    log2(N) x K
+    all_to_all_single                    pairwise exchange    N-1 steps         (N-1)/N x K
+    barrier                              dissemination        log2(N) rounds    a byte a round
 
-`Link` is one process group seen as messages, and it counts bytes. The algorithms are loops of `link.exchange`. The public functions
-look up the group's link and run an algorithm on it. Below the bar stand links that do the same faster: over gloo beside the caller,
-over NCCL from recorded CUDA graphs, inside a node of GPUs from memory to memory.
+`Link` is a process group as messages. Algorithms are loops of `link.exchange`. A public function runs an algorithm on its group's link.
+Below the bar stand links that do the same faster. `torchrun --nproc_per_node 4 collectives.py` walks through all of them.
 
-    torchrun --nproc_per_node 4 collectives.py        walks through all of them
-
-Letters: N ranks in the group, r this rank, K elements in the tensor. Ranks, chunks, steps and rounds count from 0.
+N ranks in the group, r this rank, K elements in the tensor; ranks, chunks, steps and rounds count from 0.
 Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
 """
 
@@ -369,8 +366,7 @@ def _check_list(name, tensors, is_root, size, tensor):
 def _reduce_scatter_tensor(link, output, input, op):
     flat, result = _flat(input), _flat(output)
     if flat.numel() != result.numel() * link.size or flat.dtype != result.dtype:
-        raise ValueError(f"reduce_scatter_tensor: input {tuple(input.shape)} {input.dtype} must hold {link.size} times the "
-                         f"elements of output {tuple(output.shape)} {output.dtype}")
+        raise ValueError(f"input {(*input.shape, input.dtype)} must hold {link.size} times output {(*output.shape, output.dtype)}")
     link.reduce_scatter(flat.view(link.size, -1).unbind(), result, op)
     _unflatten(result, output)
 
@@ -378,8 +374,7 @@ def _reduce_scatter_tensor(link, output, input, op):
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
     flat, own = _flat(output_tensor), _flat(input_tensor)
     if flat.numel() != own.numel() * link.size or flat.dtype != own.dtype:
-        raise ValueError(f"all_gather_into_tensor: output {tuple(output_tensor.shape)} {output_tensor.dtype} must hold "
-                         f"{link.size} times the elements of input {tuple(input_tensor.shape)} {input_tensor.dtype}")
+        raise ValueError(f"output {(*output_tensor.shape, flat.dtype)} must hold {link.size} times input {(*input_tensor.shape, own.dtype)}")
     chunks = flat.view(link.size, -1).unbind()
     _unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
     link.all_gather(chunks)
@@ -404,35 +399,22 @@ def _all_to_all_single(link, output, input, output_split_sizes, input_split_size
 def _blocks(tensor, flat, sizes, n, name):
     """Cut the tensor's rows into one block a rank, of `sizes` rows or of equally many; blocks of `flat`."""
     rows = tensor.shape[0] if tensor.dim() else 0
-    if not sizes:
-        if rows % n:
-            raise ValueError(f"all_to_all_single: {name} has {rows} rows, not a multiple of the {n} ranks: give {name}_split_sizes")
-        sizes = [rows // n] * n
+    sizes = sizes or [rows // n] * n
     if len(sizes) != n or sum(sizes) != rows:
-        raise ValueError(f"all_to_all_single: {name}_split_sizes {sizes} must be {n} numbers that add up to {rows}")
+        raise ValueError(f"all_to_all_single: {name} has {rows} rows, {name}_split_sizes must be {n} numbers that add up to that")
     row = tensor.numel() // rows if rows else 0
     return flat.split([row * size for size in sizes])
 
 
 # ------------------------------------------------------------------------------------------------------------ public functions
 
-def tensors_of(arguments):
-    """[(argument's name, tensor)] of an operation, tensors in lists included."""
-    return [(name, t) for name, value in arguments.items() for t in (value if isinstance(value, list) else [value])
-            if isinstance(t, torch.Tensor)]
-
-
 def _start(name, algorithm, group, async_op, **arguments):
     """Run algorithm(link, **arguments) under the operation's name on the group's link."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
-    link = link_of(group)
     if arguments.get("op", ReduceOp.SUM) not in COMBINE:
         raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
-    for argument, t in tensors_of(arguments):
-        if t.device.type != DEVICE[link.backend]:
-            raise ValueError(f"{name}: a {link.backend} group takes {DEVICE[link.backend].upper()} tensors, but {argument} is on {t.device}")
-    return link.run(name, algorithm, arguments, async_op)
+    return link_of(group).run(name, algorithm, arguments, async_op)
 
 
 def _root(group, rank, group_rank):
@@ -450,10 +432,8 @@ def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """Copy `tensor` of global rank `src` into `tensor` of every rank (in place, any shape and dtype).
-
-    Binomial tree: log2(N) rounds; the root sends up to log2(N) copies, N-1 in all. With `async_op`, returns a handle.
-    """
+    """Copy `tensor` of global rank `src` into `tensor` of every rank, of any shape and dtype. Binomial tree: the root sends up to
+    log2(N) copies, all ranks together N-1. With `async_op`, here as everywhere, returns a handle."""
     return _start("broadcast", _broadcast, group, async_op, tensor=tensor, group_src=_root(group, src, group_src))
 
 
@@ -473,38 +453,29 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
 
 
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
-    """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank.
-
-    Ring: each rank sends (N-1)/N x K elements. `input_tensor` may be this rank's slice of `output_tensor`.
-    """
-    return _start("all_gather_into_tensor", _all_gather_into_tensor, group, async_op, output_tensor=output_tensor,
-                  input_tensor=input_tensor)
+    """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank. Ring: each rank
+    sends (N-1)/N x K elements. `input_tensor` may be this rank's slice of `output_tensor`."""
+    tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
+    return _start("all_gather_into_tensor", _all_gather_into_tensor, group, async_op, **tensors)
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r.
-
-    Ring: each rank sends (N-1)/N x K elements. `output` may be this rank's slice of `input`.
-    """
+    """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r. Ring: each rank sends
+    (N-1)/N x K elements. `output` may be this rank's slice of `input`."""
     return _start("reduce_scatter_tensor", _reduce_scatter_tensor, group, async_op, output=output, input=input, op=op)
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
-    """Combine `tensor` of all ranks in place; every rank ends with the same bits.
-
-    Ring reduce-scatter, then ring all-gather: each rank sends 2(N-1)/N x K elements, nearly independent of N. Fewer than N elements
-    take recursive doubling: log2(N) messages of K elements.
-    """
+    """Combine `tensor` of all ranks in place; every rank ends with the same bits. Ring reduce-scatter, then ring all-gather: each rank
+    sends 2(N-1)/N x K elements, nearly independent of N. Fewer than N take recursive doubling: log2(N) messages of K."""
     return _start("all_reduce", _all_reduce, group, async_op, tensor=tensor, op=op)
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    """Send block i of `input`'s rows to rank i, and put what rank i sent into block i of `output`: a transpose over ranks.
-
-    Blocks are equal unless the split sizes (rows per rank) say otherwise. Each rank sends all but its own block, once.
-    """
-    return _start("all_to_all_single", _all_to_all_single, group, async_op, output=output, input=input,
-                  output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes)
+    """Send block i of `input`'s rows to rank i, and put what rank i sent into block i of `output`: a transpose over ranks. Blocks are
+    equal unless the split sizes (rows per rank) say otherwise. Each rank sends all but its own block, once."""
+    sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+    return _start("all_to_all_single", _all_to_all_single, group, async_op, output=output, input=input, **sizes)
 
 
 def barrier(group=None, async_op=False):
@@ -515,10 +486,8 @@ def barrier(group=None, async_op=False):
 # ------------------------------------------------------------------------------------------------------------ start and end
 
 def initialize(device_type, timeout=600):
-    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
-
-    device_type "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
-    """
+    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device. device_type "cpu" takes
+    gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -628,13 +597,26 @@ def wait_for(handle, what):
         raise PeerError(f"{what}: {text}") from None
 
 
+def tensors_of(arguments):
+    """[(argument's name, tensor)] of an operation, tensors in lists included."""
+    return [(name, t) for name, value in arguments.items() for t in (value if isinstance(value, list) else [value])
+            if isinstance(t, torch.Tensor)]
+
+
 class Watched(Link):
-    """A Link that reports progress, and names the operation whose message does not come."""
+    """A Link that reports progress, refuses tensors of another device, and names the operation whose message does not come."""
     name = None  # of the operation under way
 
     def run(self, name, algorithm, arguments, async_op):
-        progress(name)
+        self.begin(name, arguments)
         return super().run(name, algorithm, arguments, async_op)
+
+    def begin(self, name, arguments):
+        progress(name)
+        for argument, t in tensors_of(arguments):
+            if t.device.type != DEVICE[self.backend]:
+                raise ValueError(f"{name}: a {self.backend} group takes {'CPU' if self.backend == 'gloo' else 'CUDA'} tensors, "
+                                 f"but {argument} is on {t.device}")
 
     def perform(self, name, algorithm, arguments):
         self.name = name
@@ -774,7 +756,7 @@ class GlooLink(PiecewiseLink):
     def run(self, name, algorithm, arguments, async_op):
         if not async_op and (self._last is None or self._last.is_completed()):
             return super().run(name, algorithm, arguments, async_op)
-        progress(name)  # behind those under way: every rank runs them in the same order
+        self.begin(name, arguments)  # it queues behind those under way: every rank runs them in the same order
         self._last = self._enqueue(functools.partial(self.perform, name, algorithm, arguments))
         return self._last if async_op else self._last.wait()
 
