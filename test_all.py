@@ -320,6 +320,71 @@ def all_reduce_through_windows(rank, windows, barrier, tensors):
     return link.log.bytes
 
 
+@pytest.mark.parametrize("elements,async_op,opened", [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
+                                                      ((3 << 21) + 1, False, False)])
+def test_waited_all_reduce_opens_the_window(elements, async_op, opened, monkeypatch):
+    """float32 from OPEN_FROM bytes to OPEN_BYTES; smaller ones, and those beside the caller, are messages or halves."""
+    link, asked = object.__new__(DirectGlooLink), []
+    link.rank, link.size, link.aside = 0, 2, async_op
+    monkeypatch.setattr(link, "window", lambda nbytes: asked.append(nbytes) or nbytes, raising=False)
+    ways = []
+    for name in ("_open_all_reduce", "reduce_scatter", "all_gather"):
+        monkeypatch.setattr(link, name, lambda *args, name=name: ways.append(name), raising=False)
+    link.all_reduce(torch.empty(elements), dist.ReduceOp.SUM)
+    assert ways == ["_open_all_reduce"] * opened + [["reduce_scatter"], ["reduce_scatter", "all_gather"]][elements > 1 << 18] * (not opened)
+    assert asked == [dist.OPEN_BYTES] * opened
+
+
+def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
+    """On a GPU auto takes Triton, float64 included, and --kernels torch takes torch, where 16-bit rows add up in float32."""
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+    called = []
+    monkeypatch.setattr(kernels, "sum_rows", lambda rows, results, divide: called.append((rows[0].dtype, divide)))
+    monkeypatch.setattr(kernels, "on_triton", lambda x: asked == "auto" and x.dtype in kernels.DTYPES)
+    for asked, dtype in itertools.product(("auto", "torch"), (torch.float64, torch.bfloat16)):
+        rows, result = [torch.full((5,), value, dtype=dtype).as_subclass(OnGPU) for value in (256.0, 1.0, 1.0)], torch.zeros(5, dtype=dtype)
+        dist._sum_rows(rows, [result], dist.ReduceOp.SUM)
+        assert (result == 258).all() == (asked == "torch")
+    assert called == [(torch.float64, False), (torch.bfloat16, False)]
+
+
+class FakeGraph:
+    """In place of dist.RecordedGraph: `body` runs when it is replayed."""
+
+    def __init__(self, body, pool=None):
+        self.replay, self.pool = body, pool or object()
+
+
+def test_third_call_on_the_same_memory_is_recorded(monkeypatch):
+    capturing, given_back, ran, recorded = False, 0, [], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(dist, "memory_given_back", lambda: given_back)
+    monkeypatch.setattr(dist, "RecordedGraph", lambda body, pool: (recorded.append(body), body(), FakeGraph(body, pool))[-1])
+    monkeypatch.setattr(dist, "REPLAYS", 3)
+    replays = dist.Replays()
+
+    def call(name, copies=False):
+        def body():
+            ran.append(name)
+            replays.copies |= copies
+        replays.run((name, False), body)
+        return len(recorded)
+
+    assert [call("a") for _ in range(5)] == [0, 0, 1, 1, 1] and len(ran) == 6  # the recording, too, calls the body here
+    assert [call("b", copies=True) for _ in range(4)] == [1, 1, 2, 2]
+    pools = {graph.pool for graph in replays.graphs.values()}
+    assert len(pools) == 1  # operations that run one after the other share memory
+    given_back = 1
+    assert call("a") == 2 and [call("b", copies=True) for _ in range(4)] == [2, 2, 3, 3]  # only the one that copies begins anew
+    capturing = True
+    assert [call("c") for _ in range(4)] == [3] * 4 and not replays.calls
+    capturing = False
+    for name in "cdcdc":  # two are recorded, one more has room: each makes the other's count go
+        assert call(name) == 3
+    assert [call("c"), call("c")] == [3, 4] and [call("d") for _ in range(5)] == [4] * 5 and not replays.calls  # and no room for a fourth
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("way", ["open", "copied"])
 def test_all_reduce_through_windows(size, way, monkeypatch):
@@ -439,6 +504,8 @@ def ring_only(function):
     """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
     @functools.wraps(function)
     def run(*args):
+        if type(dist.link_of(None)) is dist.Link:  # above the bar no size is chosen for speed
+            return function(*args)
         kept, dist.DOUBLING_BYTES = dist.DOUBLING_BYTES, {"gloo": 0, "nccl": 0, "switched": 0}
         serve_world_by(type(dist.link_of(None)))  # without graphs that do otherwise
         try:
@@ -571,6 +638,36 @@ def bad_calls():
             call()
         messages.append(str(error.value))
     return messages
+
+
+def tensors_of_two_devices():
+    here, there = torch.zeros(2), torch.zeros(2, device="meta")
+    with pytest.raises(ValueError) as error:
+        dist.scatter(here, [here, there] if dist.get_rank() == 0 else [there], src=0)
+    return str(error.value)
+
+
+def test_tensor_of_another_device_is_named(pool):
+    takes = {"cpu": "a gloo group takes CPU tensors", "cuda": "a nccl group takes CUDA tensors"}[pool.device_type]
+    assert pool(2).run(tensors_of_two_devices) == [f"scatter: {takes}, but scatter_list is on meta"] * 2
+
+
+def scattered_over_its_input():
+    """(allocations of a reduce-scatter whose output lies in its input, by plain rings, rings in pieces, direct exchange), in outputs."""
+    counts, cuda = [], torch_dist.get_backend() == "nccl"
+    for kind in (dist.NcclLink, dist.NodeLink) if cuda else (dist.GlooLink, DirectGlooLink):
+        serve_world_by(kind)
+        whole, rank = torch.arange(12.0), dist.get_rank()
+        with unittest.mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made:
+            dist.reduce_scatter_tensor(whole.view(dist.get_world_size(), -1)[rank], whole)
+        counts.append(made.call_count)
+        assert whole.view(dist.get_world_size(), -1)[rank].equal(dist.get_world_size() * torch.arange(12.0).view(dist.get_world_size(), -1)[rank])
+        back_to_ours()
+    return counts
+
+
+def test_only_rings_copy_a_result_that_lies_over_the_input(pool):
+    assert pool(3).run(scattered_over_its_input) == [[1, 0]] * 3
 
 
 def test_bad_calls_raise_before_anything_is_sent(pool):
