@@ -11,8 +11,10 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     all_to_all_single                    pairwise exchange    N-1 steps         (N-1)/N x K
     barrier                              dissemination        log2(N) rounds    a byte a round
 
-`Link` is a process group as messages. Algorithms are loops of `link.exchange`. A public function runs an algorithm on its group's link.
-Below the bar stand links that do the same faster. `torchrun --nproc_per_node 4 collectives.py` walks through all of them.
+`Link` is a process group as messages. Algorithms are loops of `link.exchange`. A public function runs an algorithm on
+its group's link. Below the bar stand links that do the same faster.
+
+    torchrun --nproc_per_node 4 collectives.py        walks through all of them
 
 N ranks in the group, r this rank, K elements in the tensor; ranks, chunks, steps and rounds count from 0.
 Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
@@ -25,10 +27,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_rank, get_world_size, init_process_group  # noqa: F401
-from torch.distributed import irecv, is_initialized, new_group  # noqa: F401  so that this module stands in for torch.distributed
+from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_rank, get_world_size, init_process_group
+from torch.distributed import irecv, is_initialized, new_group  # noqa: F401  for those who import this module as `dist`
 
-# ------------------------------------------------------------------------------------------------------------ traffic log
+# ---------------------------------------------------------------------------------------------------------- traffic log
 
 @dataclass
 class Traffic:
@@ -55,13 +57,13 @@ def reset_traffic():
     _traffic.clear()
 
 
-# ------------------------------------------------------------------------------------------------- a group seen as messages
+# --------------------------------------------------------------------------------------------- a group seen as messages
 
 DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
 
 
 class Handle:
-    """What `async_op=True` returns. `wait()` returns when the result may be used; here the operation has finished already."""
+    """What `async_op=True` returns: `wait()` until the result may be used. Here the operation has finished already."""
 
     def wait(self):
         return None
@@ -73,8 +75,8 @@ class Handle:
 class Link:
     """One process group as the algorithms see it: `rank`, `size`, and messages to the other ranks of the group.
 
-    A message is a flat tensor; it travels as bytes, so every dtype does. Receivers know the sizes, so empty messages are not
-    sent at all. Messages between two ranks of one group arrive in the order they were sent; that is all the algorithms rely on.
+    A message is a flat tensor. It travels as bytes, so every dtype does. Receivers know the sizes, so empty messages
+    are not sent at all. Algorithms rely on one thing: messages from one rank to another arrive in the order they were sent.
     """
 
     def __init__(self, group):
@@ -89,12 +91,13 @@ class Link:
         self.wait(self.post(sends, receives))
 
     def post(self, sends=(), receives=()):
-        """Start messages; returns handles. One batch, because NCCL runs only the messages of a batch at the same time."""
-        ops = [P2POp(irecv, t.view(torch.uint8), group=self.group, group_peer=peer) for t, peer in receives if t.numel()]
+        """Start messages; returns handles. One batch, because NCCL runs only a batch's messages at the same time."""
+        ops = [(irecv, t, peer) for t, peer in receives if t.numel()]
         for t, peer in sends:
             if t.numel():
                 self.log.count(t)
-                ops.append(P2POp(torch_dist.isend, t.view(torch.uint8), group=self.group, group_peer=peer))
+                ops.append((torch_dist.isend, t, peer))
+        ops = [P2POp(op, t.view(torch.uint8), group=self.group, group_peer=peer) for op, t, peer in ops]
         return batch_isend_irecv(ops) if ops else []
 
     def wait(self, handles):
@@ -112,7 +115,7 @@ class Link:
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def run(self, name, algorithm, arguments, async_op):
-        """Run one operation. It runs at once even with `async_op`: that ranks issue operations in the same order is the contract."""
+        """Run an operation: at once, even with `async_op`. The contract is that ranks issue operations in one order."""
         self.perform(name, algorithm, arguments)
         return Handle() if async_op else None
 
@@ -125,10 +128,10 @@ class Link:
     def close(self):
         """Called before the group is destroyed."""
 
-    # What other hardware does in other ways. Chunks are N flat tensors, of which no later one is longer; chunk r is this rank's.
+    # What other hardware does in other ways. chunks: N flat tensors, none longer than the one before; chunk r is mine.
 
     def reduce_scatter(self, chunks, result, op):
-        """Combine chunk r of all ranks into `result`, which may be chunk r itself; the other chunks stay as they are."""
+        """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
         chunks = [chunk.clone() for chunk in chunks]  # partial sums go through them
         ring_reduce_scatter(self, chunks, op)
         result.copy_(chunks[self.rank])
@@ -159,13 +162,13 @@ class Library(Link):
 
 
 LINKS = {}     # backend -> what makes the Link of a group, given the group; where there is none, Link itself
-PREPARE = []   # what `initialize` calls first: f(device, timeout), which may return arguments for init_process_group
+PREPARE = []   # what `initialize` calls first: f(device_type, timeout); may return arguments for init_process_group
 _serving = {}  # group -> the Link that serves it
 _made = {}     # (what made it, group) -> Link
 
 
 def use(group, comm):
-    """Choose what serves this group from now on: "ours" what LINKS names, "ring" the textbook's ways, "torch" the library's own."""
+    """Let a group be served by "ours", what LINKS names, by "ring", the textbook's ways, or by "torch", the library."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
@@ -184,7 +187,7 @@ def link_of(group):
     return _serving[group]
 
 
-# -------------------------------------------------------------------------------------------------------- reduction and cuts
+# --------------------------------------------------------------------------------------------------- reduction and cuts
 
 COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum,
            ReduceOp.PRODUCT: torch.mul}
@@ -193,13 +196,13 @@ COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch
 def _average(op, tensor, size):
     """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does)."""
     if op == ReduceOp.AVG:
-        tensor.div_(size) if tensor.is_floating_point() or tensor.is_complex() else tensor.div_(size, rounding_mode="trunc")
+        tensor.div_(size, rounding_mode=None if tensor.is_floating_point() or tensor.is_complex() else "trunc")
 
 
 def _flat(tensor):
-    """(K,) view of the tensor, or of a contiguous copy where its strides leave no choice (then `_unflatten` copies back)."""
+    """(K,) view of the tensor, or of a contiguous copy where its strides leave no choice: `_unflatten` copies back."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat.as_strided((1,), (1,)) if len(flat) == 1 else flat  # a lone element counts as contiguous whatever its stride
+    return flat.as_strided((1,), (1,)) if len(flat) == 1 else flat  # a lone element is contiguous whatever its stride
 
 
 def _unflatten(flat, tensor):
@@ -207,14 +210,14 @@ def _unflatten(flat, tensor):
         tensor.copy_(flat.view(tensor.shape))
 
 
-# ------------------------------------------------------------------------------------------------------------ ring algorithms
+# ------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks, and step s, from 0 to N-2, moves one a rank:
+# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks. In step s, 0 to N-2, each moves one:
 #
 #     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is
 #
-# Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either, 2(N-1)/N x K for the two in a row, however many ranks.
+# Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either half, 2(N-1)/N x K for the two in a row.
 
 def ring_reduce_scatter(link, chunks, op):
     """Combine chunk c of all ranks into chunk c of rank c, in place; the other chunks are left with partial sums."""
@@ -235,13 +238,13 @@ def ring_all_gather(link, chunks):
         link.exchange([(chunks[(link.rank - s) % link.size], right)], [(chunks[(link.rank - 1 - s) % link.size], left)])
 
 
-# ------------------------------------------------------------------------------- recursive doubling, pairwise, dissemination
+# -------------------------------------------------------------------------- recursive doubling, pairwise, dissemination
 
 def recursive_doubling(link, flat, op):
     """All-reduce in log2(N) rounds: in round i the ranks that differ in bit i swap the whole tensor and both add.
 
-    Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a swap add
-    the same two numbers, so every rank ends with the same bits.
+    Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a
+    swap add the same two numbers, so every rank ends with the same bits.
     """
     core = 1 << (link.size.bit_length() - 1)
     theirs = link.scratch(flat, len(flat))
@@ -263,27 +266,27 @@ def recursive_doubling(link, flat, op):
 
 
 def pairwise_exchange(link, outgoing, incoming):
-    """All-to-all. In step s everybody sends to the rank s+1 places to the right, so no rank has two senders at a time."""
+    """All-to-all. In step s everybody sends s+1 places to the right, so no rank has two senders at a time."""
     for s in range(link.size - 1):
         to, source = (link.rank + 1 + s) % link.size, (link.rank - 1 - s) % link.size
         link.exchange([(outgoing[to], to)], [(incoming[source], source)])
 
 
 def _barrier(link):
-    """Round i: tell rank r + 2^i, hear from rank r - 2^i. After log2(N) rounds everybody has heard, indirectly, from all."""
-    token = torch.zeros(2, dtype=torch.uint8, device=DEVICE[link.backend])
+    """Round i: tell rank r + 2^i, hear from rank r - 2^i. After log2(N) rounds all have heard, indirectly, of all."""
+    mine, theirs = torch.zeros(2, 1, dtype=torch.uint8, device=DEVICE[link.backend])
     distance = 1
     while distance < link.size:
-        link.exchange([(token[:1], (link.rank + distance) % link.size)], [(token[1:], (link.rank - distance) % link.size)])
+        link.exchange([(mine, (link.rank + distance) % link.size)], [(theirs, (link.rank - distance) % link.size)])
         distance *= 2
-    if token.is_cuda:
-        torch.cuda.current_stream().synchronize()  # on NCCL only the stream has waited so far; a barrier holds up the CPU, too
+    if mine.is_cuda:
+        torch.cuda.current_stream().synchronize()  # so far only the stream has waited, but a barrier holds up the CPU
 
 
-# ------------------------------------------------------------------------------------------------------------ tree algorithms
+# ------------------------------------------------------------------------------------------------------ tree algorithms
 #
-# A binomial tree over v = (r - root) mod N. v's parent is v with its lowest set bit cleared; its children are v + 1, v + 2,
-# v + 4, ... below that bit, and child v + m heads the m ranks v+m .. v+2m-1:
+# A binomial tree over v = (r - root) mod N. v's parent is v with its lowest set bit cleared; its children are v + 1,
+# v + 2, v + 4, ... below that bit, and child v + m heads the m ranks v+m .. v+2m-1:
 #
 #     0 ─┬─ 1                 log2(N) rounds instead of N-1: in each one, all who have the data pass it on.
 #        ├─ 2 ─── 3
@@ -291,7 +294,7 @@ def _barrier(link):
 #              └─ 6 ─── 7
 
 def _tree(link, root):
-    """(v, parent, [(child, v of child, ranks under child)], nearest child first); parent and child as ranks of the group."""
+    """(v, parent, [(child, v of child, ranks under child)], nearest child first); parent, child: ranks of the group."""
     v, children, m = (link.rank - root) % link.size, [], 1
     while m < link.size and not v & m:
         if v + m < link.size:
@@ -306,7 +309,7 @@ def _broadcast(link, tensor, group_src):
     if parent is not None:
         link.exchange(receives=[(flat, parent)])
         _unflatten(flat, tensor)
-    link.exchange(sends=[(flat, child) for child, _, _ in reversed(children)])  # the largest subtree first: it takes longest
+    link.exchange(sends=[(flat, child) for child, _, _ in reversed(children)])  # the largest subtree takes longest
 
 
 def _reduce(link, tensor, group_dst, op):
@@ -354,27 +357,30 @@ def _scatter(link, tensor, scatter_list, group_src):
 
 
 def _check_list(name, tensors, is_root, size, tensor):
-    if not is_root:
-        if tensors:
-            raise ValueError(f"{name} belongs to the root alone: leave it out on the other ranks")
-    elif not tensors or len(tensors) != size or any(t.shape != tensor.shape or t.dtype != tensor.dtype for t in tensors):
-        raise ValueError(f"{name} on the root must hold {size} tensors of shape {tuple(tensor.shape)} and {tensor.dtype}")
+    if tensors and not is_root:
+        raise ValueError(f"{name} belongs to the root alone: leave it out on the other ranks")
+    if is_root and [(t.shape, t.dtype) for t in tensors or ()] != [(tensor.shape, tensor.dtype)] * size:
+        raise ValueError(f"{name} on the root must hold {size} tensors of {tuple(tensor.shape)} and {tensor.dtype}")
 
 
-# ------------------------------------------------------------------------- from tensors of any shape to the link's flat chunks
+# ------------------------------------------------------------------ from tensors of any shape to the link's flat chunks
+
+def _check_sizes(whole_name, whole, n, part_name, part):
+    if whole.numel() != part.numel() * n or whole.dtype != part.dtype:
+        raise ValueError(f"{whole_name} {tuple(whole.shape)} {whole.dtype} must hold {n} times the elements of "
+                         f"{part_name} {tuple(part.shape)} {part.dtype}")
+
 
 def _reduce_scatter_tensor(link, output, input, op):
     flat, result = _flat(input), _flat(output)
-    if flat.numel() != result.numel() * link.size or flat.dtype != result.dtype:
-        raise ValueError(f"input {(*input.shape, input.dtype)} must hold {link.size} times output {(*output.shape, output.dtype)}")
+    _check_sizes("reduce_scatter_tensor: input", input, link.size, "output", output)
     link.reduce_scatter(flat.view(link.size, -1).unbind(), result, op)
     _unflatten(result, output)
 
 
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
     flat, own = _flat(output_tensor), _flat(input_tensor)
-    if flat.numel() != own.numel() * link.size or flat.dtype != own.dtype:
-        raise ValueError(f"output {(*output_tensor.shape, flat.dtype)} must hold {link.size} times input {(*input_tensor.shape, own.dtype)}")
+    _check_sizes("all_gather_into_tensor: output", output_tensor, link.size, "input", input_tensor)
     chunks = flat.view(link.size, -1).unbind()
     _unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
     link.all_gather(chunks)
@@ -401,12 +407,12 @@ def _blocks(tensor, flat, sizes, n, name):
     rows = tensor.shape[0] if tensor.dim() else 0
     sizes = sizes or [rows // n] * n
     if len(sizes) != n or sum(sizes) != rows:
-        raise ValueError(f"all_to_all_single: {name} has {rows} rows, {name}_split_sizes must be {n} numbers that add up to that")
+        raise ValueError(f"all_to_all_single: {name}_split_sizes must be {n} numbers, in all {name}'s {rows} rows")
     row = tensor.numel() // rows if rows else 0
     return flat.split([row * size for size in sizes])
 
 
-# ------------------------------------------------------------------------------------------------------------ public functions
+# ----------------------------------------------------------------------------------------------------- public functions
 
 def _start(name, algorithm, group, async_op, **arguments):
     """Run algorithm(link, **arguments) under the operation's name on the group's link."""
@@ -418,12 +424,10 @@ def _start(name, algorithm, group, async_op, **arguments):
 
 
 def _root(group, rank, group_rank):
-    """The root as a rank of the group; callers may name it by global rank (`src`, `dst`) or by `group_src`, `group_dst`."""
+    """The root as a rank of the group. Callers name it by global rank (`src`, `dst`) or by `group_src`, `group_dst`."""
     if rank is not None and group_rank is not None:
         raise ValueError("give the root once: by global rank or by rank in the group")
-    if group_rank is None:
-        group_rank = torch_dist.get_group_rank(group or torch_dist.group.WORLD, rank or 0)
-    return group_rank
+    return torch_dist.get_group_rank(group or torch_dist.group.WORLD, rank or 0) if group_rank is None else group_rank
 
 
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
@@ -432,48 +436,50 @@ def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """Copy `tensor` of global rank `src` into `tensor` of every rank, of any shape and dtype. Binomial tree: the root sends up to
-    log2(N) copies, all ranks together N-1. With `async_op`, here as everywhere, returns a handle."""
+    """Copy `tensor` of global rank `src` into `tensor` of every rank, of any shape and dtype. Binomial tree: the root
+    sends up to log2(N) copies, all ranks together N-1. With `async_op`, here as everywhere, returns a handle."""
     return _start("broadcast", _broadcast, group, async_op, tensor=tensor, group_src=_root(group, src, group_src))
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
-    """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree, N-1 messages."""
+    """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
     return _start("reduce", _reduce, group, async_op, tensor=tensor, group_dst=_root(group, dst, group_dst), op=op)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
     """Collect `tensor` of every rank into `gather_list` (N tensors of its shape) on rank `dst`. Binomial tree."""
-    return _start("gather", _gather, group, async_op, tensor=tensor, gather_list=gather_list, group_dst=_root(group, dst, group_dst))
+    root = _root(group, dst, group_dst)
+    return _start("gather", _gather, group, async_op, tensor=tensor, gather_list=gather_list, group_dst=root)
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
     """Hand `scatter_list[i]` of rank `src` to `tensor` of rank i: gather backwards. Binomial tree."""
-    return _start("scatter", _scatter, group, async_op, tensor=tensor, scatter_list=scatter_list, group_src=_root(group, src, group_src))
+    root = _root(group, src, group_src)
+    return _start("scatter", _scatter, group, async_op, tensor=tensor, scatter_list=scatter_list, group_src=root)
 
 
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
-    """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank. Ring: each rank
-    sends (N-1)/N x K elements. `input_tensor` may be this rank's slice of `output_tensor`."""
+    """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank.
+    Ring: (N-1)/N x K elements sent. `input_tensor` may be this rank's slice of `output_tensor`."""
     tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
     return _start("all_gather_into_tensor", _all_gather_into_tensor, group, async_op, **tensors)
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r. Ring: each rank sends
-    (N-1)/N x K elements. `output` may be this rank's slice of `input`."""
+    """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r.
+    Ring: (N-1)/N x K elements sent. `output` may be this rank's slice of `input`."""
     return _start("reduce_scatter_tensor", _reduce_scatter_tensor, group, async_op, output=output, input=input, op=op)
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
-    """Combine `tensor` of all ranks in place; every rank ends with the same bits. Ring reduce-scatter, then ring all-gather: each rank
-    sends 2(N-1)/N x K elements, nearly independent of N. Fewer than N take recursive doubling: log2(N) messages of K."""
+    """Combine `tensor` of all ranks in place; every rank ends with the same bits. Ring reduce-scatter, then ring
+    all-gather: 2(N-1)/N x K elements sent. Fewer than N elements take recursive doubling: log2(N) x K."""
     return _start("all_reduce", _all_reduce, group, async_op, tensor=tensor, op=op)
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    """Send block i of `input`'s rows to rank i, and put what rank i sent into block i of `output`: a transpose over ranks. Blocks are
-    equal unless the split sizes (rows per rank) say otherwise. Each rank sends all but its own block, once."""
+    """Send block i of `input`'s rows to rank i, put what rank i sent into block i of `output`: a transpose over ranks.
+    Blocks are equal unless the split sizes (rows per rank) say otherwise. A rank sends all but its own block, once."""
     sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
     return _start("all_to_all_single", _all_to_all_single, group, async_op, output=output, input=input, **sizes)
 
@@ -483,21 +489,19 @@ def barrier(group=None, async_op=False):
     return _start("barrier", _barrier, group, async_op)
 
 
-# ------------------------------------------------------------------------------------------------------------ start and end
+# -------------------------------------------------------------------------------------------------------- start and end
 
 def initialize(device_type, timeout=600):
-    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device. device_type "cpu" takes
-    gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error."""
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
+    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error."""
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
     world = {} if "RANK" in os.environ else {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
     for prepare in PREPARE:
-        world |= prepare(device, timeout) or {}
-    init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout),
-                       device_id=device if device_type == "cuda" else None, **world)
-    return device
+        world |= prepare(device_type, timeout) or {}
+    init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu, **world)
+    return gpu or torch.device("cpu")
 
 
 def destroy_process_group(group=None):
@@ -556,7 +560,7 @@ WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
 OPEN_FROM, OPEN_BYTES = 1 << 12, 3 << 23
 
 
-# ------------------------------------------------------------------------------------------------ the log, progress, lost peers
+# ---------------------------------------------------------------------------------------- the log, progress, lost peers
 
 def traffic_since(before):
     """What has been added to the log since `before = traffic()`."""
@@ -647,7 +651,7 @@ class Pending(Handle):
         self.wait, self.is_completed = wait, is_completed
 
 
-# ------------------------------------------------------------------------------------------------------------ rings in pieces
+# ------------------------------------------------------------------------------------------------------ rings in pieces
 
 class PiecewiseLink(Watched):
     """Rings that send a piece while they sum the one before, and recursive doubling up to DOUBLING_BYTES."""
@@ -729,7 +733,7 @@ class PiecewiseLink(Watched):
                 handles[s] += self.post(sends=send)
 
 
-# ------------------------------------------------------------------------------------------------------------------- gloo
+# ----------------------------------------------------------------------------------------------------------------- gloo
 
 class GlooLink(PiecewiseLink):
     """Processes on CPUs. Operations with async_op run in a thread beside the caller, first in, first out."""
@@ -793,7 +797,7 @@ def scratches():
     return [link.room for link in _made.values() if isinstance(link, GlooLink)]
 
 
-# ------------------------------------------------------------------------------------------------------------ recorded graphs
+# ------------------------------------------------------------------------------------------------------ recorded graphs
 
 @functools.cache
 def _recording_stream(device):
@@ -866,7 +870,7 @@ class Replays:
         self.graphs[key].memory = memory_given_back() if self.copies else None
 
 
-# ------------------------------------------------------------------------------------------------------------------- NCCL
+# ----------------------------------------------------------------------------------------------------------------- NCCL
 
 REPLAYED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"  # what training does step after step
 
@@ -907,7 +911,7 @@ class NcclLink(PiecewiseLink):
         super().close()
 
 
-# ------------------------------------------------------------------------------------------------------- GPUs of one node
+# ----------------------------------------------------------------------------------------------------- GPUs of one node
 
 class Window:
     """Memory of each GPU of a group that all of them can write to and read from: a message is then a copy, or a kernel's access.
@@ -1107,7 +1111,7 @@ def nccl_link(group):
 LINKS.update(gloo=GlooLink, nccl=nccl_link, ring=Watched, torch=WatchedLibrary)
 
 
-# ------------------------------------------------------------------------------------------------------ starting processes
+# --------------------------------------------------------------------------------------------------- starting processes
 
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place; exits with it.
@@ -1136,32 +1140,32 @@ def start_again(processes, saved=lambda: True):
     sys.exit(0)
 
 
-def end_with_launcher(device=None, timeout=None):
+def end_with_launcher(device_type=None, timeout=None):
     """Whoever started this rank may die without a word, by SIGKILL: then go too, and leave no orphan behind."""
     if sys.platform == "linux" and "RANK" in os.environ:
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; by SIGTERM it would save and end as if all were well
 
 
-def end_at_once(device, timeout):
+def end_at_once(device_type, timeout):
     """Ctrl-C ends a rank, even inside a receive, and without a page of traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def settle_nccl(device, timeout):
+def settle_nccl(device_type, timeout):
     Window.timeout = timeout
-    if device.type == "cuda":
+    if device_type == "cuda":
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
 
 
-def settle_gloo(device, timeout):
+def settle_gloo(device_type, timeout):
     """Ranks of one node meet on the loopback interface: else gloo looks up this machine's name, which may not resolve."""
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def own_store(device, timeout):
+def own_store(device_type, timeout):
     """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in it (pytorch
     #135712): then a store for this start alone."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
@@ -1190,7 +1194,7 @@ def _new_store(timeout):
 PREPARE.extend([end_with_launcher, end_at_once, settle_nccl, settle_gloo, own_store])
 
 
-# ------------------------------------------------------------------------------------------------- no silence, pictures, a demo
+# ----------------------------------------------------------------------------------------- no silence, pictures, a demo
 
 class Watch:
     """A run must not hang in silence. A thread gives signs of life, and ends the process when nothing moves for `timeout` seconds.
