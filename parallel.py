@@ -1845,6 +1845,12 @@ class Totals:
         if came:
             self.reducer.came(param)
 
+    def forget(self):
+        """Drop what recording has left in .grad: views of flat vectors, which would be added to themselves."""
+        for bucket in self.flats:
+            for param in stepped(bucket):
+                param.grad = None
+
     def averages(self):
         """What the reducer has left for the optimizer."""
         return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
@@ -1968,6 +1974,7 @@ class GraphPipeline(PatientPipeline):
             for stage in self.stages:
                 self.record(stage, actions, kinds, alone, overwrite, syncs[stage].reducer)
             for totals in self.totals.values():
+                totals.forget()
                 totals.begin(overwrite)
 
     def record(self, stage, actions, kinds, alone, overwrite, reducer):

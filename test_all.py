@@ -1162,7 +1162,8 @@ def in_layout_on_tape(*args, **options):
 
 
 @pytest.mark.parametrize("layout, m, schedule, options", [
-    ({"dp": 1}, 1, "1f1b", {}), ({"dp": 2}, 1, "1f1b", {}), ({"dp": 2}, 4, "1f1b", {"zero": 1}), ({"dp": 2}, 4, "gpipe", {}),
+    ({"dp": 1}, 1, "1f1b", {}), ({"dp": 2}, 1, "1f1b", {}), ({"dp": 2}, 4, "1f1b", {"zero": 1}), ({"dp": 2}, 4, "1f1b", {}),
+    ({"dp": 2}, 4, "gpipe", {}),
     ({"dp": 2, "tp": 2}, 1, "zb-h1", {}), ({"pp": 4}, 4, "1f1b", {}), ({"pp": 4}, 4, "gpipe", {}),
     ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}), ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}),
     ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"})], ids=str)
