@@ -831,6 +831,14 @@ class RecordedGraph:
         count_traffic(self.sends)
 
 
+def make_room():
+    """Before recordings that need much memory: no kernel runs, and PyTorch's unused memory goes back to the driver,
+    because graphs have memory of their own, and while one is recorded nothing can be given back."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 def memory_given_back():
     """How often PyTorch has given memory back to the driver. A graph replays raw addresses: if the memory that its
     copies between GPUs were recorded on was freed and reused, they crash."""
@@ -853,7 +861,7 @@ class Replays:
             body()
             return
         graph = self.graphs.get(key)
-        if graph and graph.memory is not None and graph.memory != memory_given_back():  # which takes a while to find out
+        if graph and graph.memory is not None and graph.memory != memory_given_back():  # slow to find out
             del self.graphs[key]
         if self.calls.get(key) == 2:
             del self.calls[key]
@@ -1172,7 +1180,7 @@ def settle_nccl(device_type, timeout):
 
 
 def settle_gloo(device_type, timeout):
-    """Ranks of one node meet on the loopback interface: gloo would look up this machine's name, which may not resolve."""
+    """Ranks of one node meet on the loopback interface: gloo would look up this machine's name: it may not resolve."""
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -1353,7 +1361,7 @@ def _demo(device):
     whose, steps = "abcdefghijklmnopqrstuvwxyz", ring_states(device)
     for s, state in enumerate(steps):
         if rank == 0:
-            print("\nring all-reduce, a row a rank, a column a chunk, a letter a rank whose data the chunk holds:\n  start"
+            print("\nring all-reduce, a row a rank, a column a chunk, a letter a rank whose data it holds:\n  start"
                   if s == 0 else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added"
                   if s < size else f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
         cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
