@@ -76,7 +76,7 @@ class Link:
     """One process group as the algorithms see it: `rank`, `size`, and messages to the other ranks of the group.
 
     A message is a flat tensor. It travels as bytes, so every dtype does. Receivers know the sizes, so empty messages
-    are not sent at all. Algorithms rely on one thing: messages from one rank to another arrive in the order they were sent.
+    are not sent at all. Algorithms rely on one thing: messages from one rank to another arrive in the order of sending.
     """
 
     def __init__(self, group):
@@ -212,7 +212,7 @@ def _unflatten(flat, tensor):
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks. In step s, 0 to N-2, each moves one:
+# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks. Step s, 0 to N-2, moves one each:
 #
 #     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is
@@ -516,8 +516,8 @@ def destroy_process_group(group=None):
 
 # ============================================================ machinery: the same results, faster or safer ============
 #
-# Links that do what `Link` does, sooner: `PiecewiseLink` (rings in pieces) over gloo and NCCL, `NodeLink` for the GPUs of one node.
-# Then what keeps a run from hanging in silence, and what starts processes. At the end the demo.
+# Links that do what `Link` does, sooner: `PiecewiseLink` (rings in pieces) over gloo and NCCL, `NodeLink` for the GPUs
+# of one node. Then what keeps a run from hanging in silence, and what starts processes. At the end the demo.
 
 import contextlib  # noqa: E402
 import functools  # noqa: E402
@@ -534,29 +534,29 @@ from concurrent.futures import Future  # noqa: E402
 
 import kernels  # noqa: E402
 
-# A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is on the
-# wire; but every message costs a wake-up or a kernel launch, so pieces are large.
+# A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is
+# on the wire; but every message costs a wake-up or a kernel launch, so pieces are large.
 PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
-# Gloo sends nothing before the receiver has said that its receive is posted, so receives are posted this many messages early:
-# 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
+# Gloo sends nothing before the receiver has said that its receive is posted, so receives are posted this many messages
+# early: 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
 RECEIVES_AHEAD = 4
-# Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) steps with an Nth.
-# Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB.
-# NCCL between nodes: not measured; with 8 us a message and 45 GB/s a GPU, 16 ranks are level at 4 MiB.
-# Where a switch joins all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79
-# against 60).
+# Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) steps with an
+# Nth. Gloo, 4 processes on 2 cores: 256 KiB 0.9 ms against the ring's 3.7, 1 MiB 2.2 against 4.0, level at 4 MiB. NCCL
+# between nodes: not measured; with 8 us a message and 45 GB/s a GPU, 16 ranks are level at 4 MiB. Where a switch joins
+# all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79 against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
-# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25. So an operation called again on the same
-# memory is replayed: up to REPLAY_BYTES, because a graph keeps its receive buffers, and up to REPLAYS different ones a group.
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25. So an operation called again
+# on the same memory is replayed: up to REPLAY_BYTES, because a graph keeps its receive buffers, and up to REPLAYS
+# different ones a group.
 REPLAY_BYTES, REPLAYS = 1 << 28, 512
-# Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's into the
-# receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels, and take
-# multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB were exchanged by copies,
-# in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
+# Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's
+# into the receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels,
+# and take multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB
+# were exchanged by copies, in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
-# An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES one kernel that reads and writes
-# all windows beats messages and copies, which start late (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2 MiB 28 us against 46, 8 MiB
-# 63 against 99, 16 MiB 112 against 132, level at 24 MiB; NCCL's own 28, 59, 95).
+# An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES one kernel that
+# reads and writes all windows beats messages and copies, which start late (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2
+# MiB 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, level at 24 MiB; NCCL's own 28, 59, 95).
 OPEN_FROM, OPEN_BYTES = 1 << 12, 3 << 23
 
 
@@ -570,17 +570,19 @@ def traffic_since(before):
 
 
 def count_traffic(more, times=1):
-    """Add `more` to the log, `times` times. A recorded graph uses it: no Python runs in a replay that could count messages."""
+    """Add `more` to the log, `times` times. For recorded graphs: in a replay no Python runs that could count."""
     for name, t in more.items():
         log = _traffic[name]
-        log.calls, log.messages, log.bytes = log.calls + times * t.calls, log.messages + times * t.messages, log.bytes + times * t.bytes
+        log.calls += times * t.calls
+        log.messages += times * t.messages
+        log.bytes += times * t.bytes
 
 
 _progress = [0, "starting", 0]
 
 
 def progress(what=None, step=None):
-    """[step, what this process does or did last, how many such things it has done]: for whoever asks why nothing moves."""
+    """[step, what this process does or did last, how many such things it has done]."""
     if step is not None:
         _progress[0] = step
     if what is not None:
@@ -608,7 +610,7 @@ def tensors_of(arguments):
 
 
 class Watched(Link):
-    """A Link that reports progress, refuses tensors of another device, and names the operation whose message does not come."""
+    """A Link that reports progress, refuses tensors of another device, and says which operation lost its peer."""
     name = None  # of the operation under way
 
     def run(self, name, algorithm, arguments, async_op):
@@ -619,7 +621,7 @@ class Watched(Link):
         progress(name)
         for argument, t in tensors_of(arguments):
             if t.device.type != DEVICE[self.backend]:
-                raise ValueError(f"{name}: a {self.backend} group takes {'CPU' if self.backend == 'gloo' else 'CUDA'} tensors, "
+                raise ValueError(f"{name}: a {self.backend} group takes {DEVICE[self.backend].upper()} tensors, "
                                  f"but {argument} is on {t.device}")
 
     def perform(self, name, algorithm, arguments):
@@ -685,12 +687,13 @@ class PiecewiseLink(Watched):
             return
         chunks = flat.tensor_split(self.size)
         if self.size > 1:
-            self._ring_reduce_scatter(chunks, [chunks[(self.rank - 2 - s) % self.size] for s in range(self.size - 1)], op)
+            sums = [chunks[(self.rank - 2 - s) % self.size] for s in range(self.size - 1)]
+            self._ring_reduce_scatter(chunks, sums, op)
         _average(op, chunks[self.rank], self.size)
         self.all_gather(chunks)
 
     def _ring_reduce_scatter(self, chunks, results, op):
-        """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves what it summed; the last one is the answer."""
+        """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves its sums; the last is the answer."""
         pieces, in_flight, ahead = self._pieces(chunks)
         results = [result.tensor_split(len(pieces[0])) for result in results]
         outgoing, own, sums = list(pieces[(self.rank - 1) % self.size]), [], []
@@ -707,13 +710,14 @@ class PiecewiseLink(Watched):
         """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
         count = max(1, -(-max(chunk.nbytes for chunk in chunks) // PIECE_BYTES[self.backend]))
         in_flight = min(2, count)
-        return [chunk.tensor_split(count) for chunk in chunks], in_flight, in_flight if self.backend == "nccl" else RECEIVES_AHEAD
+        ahead = in_flight if self.backend == "nccl" else RECEIVES_AHEAD
+        return [chunk.tensor_split(count) for chunk in chunks], in_flight, ahead
 
     def _ring(self, outgoing, incoming, in_flight, ahead, arrived=lambda t: None):
-        """Send outgoing[t] right and receive incoming[t] from the left, for every t; call arrived(t) when t is through both ways.
+        """Send outgoing[t] right and receive incoming[t] from the left, for every t; then call arrived(t).
 
-        Send t + in_flight is posted after arrived(t), so it may send what arrived(t) computed; with two in flight, one piece is
-        summed while the next is on the wire. Receives are posted `ahead` messages early.
+        Send t + in_flight is posted after arrived(t), so it may send what arrived(t) computed; with two in flight, one
+        piece is summed while the next is on the wire. Receives are posted `ahead` messages early.
         """
         right, left, total = (self.rank + 1) % self.size, (self.rank - 1) % self.size, len(outgoing)
         handles = [[] for _ in range(total)]
@@ -767,14 +771,15 @@ class GlooLink(PiecewiseLink):
     def close(self):
         if self._jobs:
             self._jobs.put((None, None))
-            self._worker.join(2)  # a daemon thread that the interpreter ends inside of C++ would take the process with it
+            self._worker.join(2)  # because a daemon thread that the interpreter ends inside of C++ ends the process
         super().close()
 
     def _enqueue(self, body):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            self._worker = threading.Thread(target=self._work, daemon=True, name=f"collectives of group {self.group.group_name}")
+            name = f"collectives of group {self.group.group_name}"
+            self._worker = threading.Thread(target=self._work, daemon=True, name=name)
             self._worker.start()
         future = Future()
         self._jobs.put((future, body))
@@ -801,14 +806,14 @@ def scratches():
 
 @functools.cache
 def _recording_stream(device):
-    """One for all recordings, because memory that a graph of a pool has freed serves the next one only on the same stream."""
+    """One for all recordings, because graphs that share a pool can reuse its memory only on one stream."""
     return torch.cuda.Stream(device)
 
 
 class RecordedGraph:
     """What `body()` does on the GPU, recorded as a CUDA graph, and what it sends. Recording runs nothing.
 
-    result: what body() returned, tensors that each replay fills. pool: graphs that never run at the same time may share one memory.
+    result: what body() returned, tensors that each replay fills. pool: that of graphs which never run at the same time.
     """
 
     def __init__(self, body, pool=None):
@@ -826,16 +831,24 @@ class RecordedGraph:
         count_traffic(self.sends)
 
 
+def make_room():
+    """Before recordings that need much memory: no kernel runs, and PyTorch's unused memory goes back to the driver,
+    because graphs have memory of their own, and while one is recorded nothing can be given back."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 def memory_given_back():
-    """How often PyTorch has given memory back to the driver. A graph replays raw addresses: if the memory that its copies between
-    GPUs were recorded on was freed and reused, they crash."""
+    """How often PyTorch has given memory back to the driver. A graph replays raw addresses: if the memory that its
+    copies between GPUs were recorded on was freed and reused, they crash."""
     return torch.cuda.memory_stats_as_nested_dict()["num_device_free"]
 
 
 class Replays:
-    """The recorded graphs of one group: an operation's third call on the same memory records it, and later ones replay it.
+    """Graphs of one group's operations. The third call on the same memory records one and replays it.
 
-    The first two calls connect the ranks, and show that the same addresses recur: buckets' do, and activations', step after step.
+    The first two calls connect the ranks, and show that the same addresses recur, as those of buckets do.
     """
 
     def __init__(self):
@@ -847,7 +860,8 @@ class Replays:
         if torch.cuda.is_current_stream_capturing():  # somebody records what this is part of
             body()
             return
-        if key in self.graphs and self.graphs[key].memory not in (None, memory_given_back()):
+        graph = self.graphs.get(key)
+        if graph and graph.memory is not None and graph.memory != memory_given_back():  # slow to find out
             del self.graphs[key]
         if self.calls.get(key) == 2:
             del self.calls[key]
@@ -862,8 +876,8 @@ class Replays:
             self.calls[key] = self.calls.get(key, 0) + 1
 
     def _record(self, key, body):
-        # What a graph allocates is free again at its end, so all those of a stream, which run one after the other, share it. (A pool
-        # that has lost its last graph takes no other.)
+        # What a graph allocates is free again at its end, so all graphs of a stream share a pool, as they run one after
+        # the other. A pool that has lost its last graph takes no other.
         pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
         self.copies = False
         self.graphs[key] = RecordedGraph(body, pool)
@@ -876,7 +890,7 @@ REPLAYED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"  # wh
 
 
 class NcclLink(PiecewiseLink):
-    """GPUs of several nodes. Operations with async_op run on a stream beside the caller's; those that recur are replayed."""
+    """GPUs of several nodes. With async_op operations run on a side stream; REPLAYED ones are recorded."""
     aside = False  # the operation under way runs beside the caller
 
     def __init__(self, group):
@@ -894,13 +908,14 @@ class NcclLink(PiecewiseLink):
             super().run(name, algorithm, arguments, async_op)
             done = self._stream.record_event()
         for _, t in tensors_of(arguments):
-            t.record_stream(self._stream)  # the allocator may not hand out their memory before the side stream is through
+            t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done
         return Pending(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
     def perform(self, name, algorithm, arguments):
         tensors = [t for _, t in tensors_of(arguments)]
         if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
-            key = name, self.aside, arguments.get("op"), *[(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+            memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+            key = name, self.aside, arguments.get("op"), *memory
             body = functools.partial(algorithm, self, **arguments)
             super().perform(name, lambda link: self.replays.run(key, body), {})
         else:
@@ -914,10 +929,10 @@ class NcclLink(PiecewiseLink):
 # ----------------------------------------------------------------------------------------------------- GPUs of one node
 
 class Window:
-    """Memory of each GPU of a group that all of them can write to and read from: a message is then a copy, or a kernel's access.
+    """Memory of each GPU of a group that all of them write to and read from: a message is a copy or a kernel's access.
 
-    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every rank. At the
-    end of each operation nobody touches another's window any more.
+    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every
+    rank. At the end of each operation nobody touches another's window any more.
     """
     made = 0  # by this process
     timeout = 600
@@ -934,7 +949,7 @@ class Window:
         self.handle.barrier(timeout_ms=1000 * (self.timeout + 60))
 
     def open(self, flat):
-        """Lay `flat` where everybody can read and write it, up to the next barrier; returns what each rank has laid there."""
+        """Lay `flat` where all can read and write it, until the next barrier; returns what each rank has laid there."""
         self.mine[:flat.nbytes].copy_(flat.view(torch.uint8))
         self.barrier()
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
@@ -962,11 +977,11 @@ class Window:
 
 
 def make_window(link, nbytes):
-    """A Window for this group. Call it on all ranks; all of them get None if any GPU cannot reach another or has no room.
+    """A Window for this group. Call it on all ranks; all get None if any GPU cannot reach another or has no room.
 
-    They also get None where ranks have made different numbers of windows, as those of a pipeline's first and last stage have with one
-    of their own for the tied embedding. Ranks meet under a number that each process counts for itself (PyTorch up to 2.13 at least),
-    so they would wait for each other for ever.
+    They also get None where ranks have made different numbers of windows, as those of a pipeline's first and last stage
+    have with one of their own for the tied embedding. Ranks meet under a number that each process counts for itself
+    (PyTorch up to 2.13 at least), so they would wait for each other for ever.
     """
     def agreed(*numbers):
         numbers = torch.tensor(numbers, dtype=torch.int64, device="cuda")
@@ -989,7 +1004,7 @@ def make_window(link, nbytes):
 
 
 def _in_step(chunks, nbytes):
-    """Chunks, of which the first is the longest, cut into parts of at most `nbytes`: as many on every rank, though some are empty."""
+    """Chunks, the first the longest, cut into parts of at most `nbytes`; every rank gets as many, some are empty."""
     n = nbytes // chunks[0].itemsize
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, len(chunks[0]), n))
 
@@ -1010,10 +1025,11 @@ def _sum_rows(rows, results, op):
 class Direct:
     """Algorithms for ranks that a switch joins at full speed, every two of them. No rank needs to pass chunks on.
 
-    Rank r hands chunk c straight to rank c, for all c at once, and sums what it is handed. The ring's bytes in one round instead of
-    N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks. Between nodes the ring is
-    better, because only two ranks of a node then talk outside. Large chunks go through windows: summed where others wrote them,
-    gathered from where their owners keep them. An all-reduce that the caller waits for is one kernel over everybody's window.
+    Rank r hands chunk c straight to rank c, for all c at once, and sums what it is handed. The ring's bytes in one
+    round instead of N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks.
+    Between nodes the ring is better, because only two ranks of a node then talk outside. Large chunks go through
+    windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
+    waits for is one kernel over everybody's window.
     """
     aside = False  # the operation under way runs beside the caller
 
@@ -1026,14 +1042,15 @@ class Direct:
         return None
 
     def open_from(self):
-        """All-reduces of so many bytes, up to OPEN_BYTES, go through the window when they are waited for. Call on all ranks."""
+        """From so many bytes on, up to OPEN_BYTES, waited all-reduces go through the window. Call on all ranks."""
+        self.aside = False
         return OPEN_FROM if self.window(OPEN_BYTES) else 1 << 62
 
     def all_reduce(self, flat, op):
         chunks = flat.tensor_split(self.size)
         if OPEN_FROM <= flat.nbytes <= OPEN_BYTES and not self.aside and (window := self.window(OPEN_BYTES)):
             self._open_all_reduce(window, flat, chunks, op)
-        elif flat.nbytes <= self.doubling_bytes:  # one round: everybody has all of everybody's, and sums the same rows in the same order
+        elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
@@ -1081,13 +1098,13 @@ class NodeLink(Direct, NcclLink):
         self._windows = {}
 
     def window(self, nbytes):
-        """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the caller have
-        their own, because two that run at a time would write over each other."""
+        """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the
+        caller have their own, because two that run at a time would write over each other."""
         key = nbytes, self.aside
         if self.size == 1:
             return None
-        if key not in self._windows and not torch.cuda.is_current_stream_capturing():  # making one needs the CPU of every rank
-            self._windows[key] = make_window(self, nbytes)
+        if key not in self._windows and not torch.cuda.is_current_stream_capturing():
+            self._windows[key] = make_window(self, nbytes)  # all ranks do it together, which cannot be recorded
         window = self._windows.get(key)
         self.replays.copies |= window is not None
         return window
@@ -1114,7 +1131,7 @@ LINKS.update(gloo=GlooLink, nccl=nccl_link, ring=Watched, torch=WatchedLibrary)
 # --------------------------------------------------------------------------------------------------- starting processes
 
 def start_again(processes, saved=lambda: True):
-    """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place; exits with it.
+    """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
     SIGTERM goes on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says so.
     """
@@ -1124,12 +1141,13 @@ def start_again(processes, saved=lambda: True):
 
     end_with_launcher()
     for name in list(os.environ):  # what an outer torchrun said of a world of one
-        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
-                ("GROUP_", "ROLE_", "TORCHELASTIC_")):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
+                name.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))):
             del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    try:  # --local-addr: the ranks would meet under this machine's name
-        run.run(run.parse_args(["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes), *sys.argv]))
+    here = ["--standalone", "--local-addr", "127.0.0.1"]  # else ranks look up this machine's name: it may not resolve
+    try:
+        run.run(run.parse_args([*here, "--nproc_per_node", str(processes), *sys.argv]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
@@ -1144,7 +1162,7 @@ def end_with_launcher(device_type=None, timeout=None):
     """Whoever started this rank may die without a word, by SIGKILL: then go too, and leave no orphan behind."""
     if sys.platform == "linux" and "RANK" in os.environ:
         import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; by SIGTERM it would save and end as if all were well
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; at SIGTERM it would save, as if all were well
 
 
 def end_at_once(device_type, timeout):
@@ -1155,36 +1173,39 @@ def end_at_once(device_type, timeout):
 def settle_nccl(device_type, timeout):
     Window.timeout = timeout
     if device_type == "cuda":
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")  # pipelines send to one peer a group
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # graphs outlive the memory they were recorded on: NCCL must not map it
+        # Pipelines send to one peer a group, so this warning means nothing.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        # Graphs outlive the memory they were recorded on, so NCCL must not map it.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def settle_gloo(device_type, timeout):
-    """Ranks of one node meet on the loopback interface: else gloo looks up this machine's name, which may not resolve."""
+    """Ranks of one node meet on the loopback interface: gloo would look up this machine's name: it may not resolve."""
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def own_store(device_type, timeout):
-    """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in it (pytorch
-    #135712): then a store for this start alone."""
+    """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in
+    it (pytorch #135712): then a store for this start alone."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        return {"store": _new_store(timeout), "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return {"store": _new_store(timeout), "rank": rank, "world_size": size}
 
 
 def _new_store(timeout):
     """Rank 0 opens a new store, and the old one only says where."""
-    host, deadline = os.environ["MASTER_ADDR"], time.monotonic() + timeout
+    host, deadline, limit = os.environ["MASTER_ADDR"], time.monotonic() + timeout, timedelta(seconds=timeout)
     old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     if os.environ["RANK"] == "0":
-        store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         old.set("new store", str(store.port))
         return store
     while True:
         port = int(old.get("new store"))
         try:  # where nobody listens, rank 0 of an earlier start had its store; this one will say soon where it is
             socket.create_connection((host, port), 2).close()
-            return torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+            return torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         except OSError:
             if time.monotonic() > deadline:
                 raise PeerError(f"rank 0 opened no store on {host} within {timeout} s") from None
@@ -1197,13 +1218,14 @@ PREPARE.extend([end_with_launcher, end_at_once, settle_nccl, settle_gloo, own_st
 # ----------------------------------------------------------------------------------------- no silence, pictures, a demo
 
 class Watch:
-    """A run must not hang in silence. A thread gives signs of life, and ends the process when nothing moves for `timeout` seconds.
+    """A run must not hang in silence. A thread gives signs of life, and ends the process when nothing moves for
+    `timeout` seconds.
 
         watch = Watch("train.py", timeout); initialize(...); watch.start()
         except Exception as error: watch.give_up(error)
 
-    A sign is `progress()`, put into the store that torchrun keeps. Whoever gives up reads what the others said last, and names those
-    who are silent (killed, stopped, cut off); where all are alive, what each of them is doing.
+    A sign is `progress()`, put into the store that torchrun keeps. Whoever gives up reads what the others said last,
+    and names those who are silent (killed, stopped, cut off); where all are alive, what each of them is doing.
     """
 
     def __init__(self, name, timeout):
@@ -1213,8 +1235,9 @@ class Watch:
     def start(self):
         """Call when the process group stands."""
         if get_world_size() > 1:
-            self.store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                             wait_for_workers=False)  # a connection of its own: the group's may be blocked
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # A connection of its own, because the group's may be blocked.
+            self.store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
             threading.Thread(target=self._live, daemon=True).start()
 
     def stop(self):
@@ -1227,7 +1250,7 @@ class Watch:
     def _live(self):
         seen, since = None, 0.0
         while not self.done:
-            with contextlib.suppress(torch_dist.DistError):  # the store has gone with its node: the rest shows elsewhere
+            with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
                 if not self.ended:
                     self._sign()
             now = progress()
@@ -1266,7 +1289,8 @@ class Watch:
                     self.ended = True
                     self._sign(f"{type(error).__name__}: {error}")
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")  # in one piece: all ranks write at once
+        # In one piece, because all ranks write at once.
+        sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -1280,8 +1304,8 @@ def print_in_order(text):
 
 
 def ring_states(device="cpu"):
-    """What this rank's tensor holds before and after each step of a ring all-reduce, a number a chunk: rank r starts from 1 << r, so a
-    sum has a bit for each rank whose data is in it. Call on all ranks."""
+    """What this rank's tensor holds before and after each step of a ring all-reduce, a number a chunk: rank r starts
+    from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
     size, states = get_world_size(), []
     t = torch.full((size,), 1 << get_rank(), device=device)
 
@@ -1337,9 +1361,9 @@ def _demo(device):
     whose, steps = "abcdefghijklmnopqrstuvwxyz", ring_states(device)
     for s, state in enumerate(steps):
         if rank == 0:
-            print("\nring all-reduce, a row a rank, a column a chunk, a letter for each rank whose data the chunk holds:\n  start"
-                  if s == 0 else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added" if s < size else
-                  f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
+            print("\nring all-reduce, a row a rank, a column a chunk, a letter a rank whose data it holds:\n  start"
+                  if s == 0 else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added"
+                  if s < size else f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
         cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
         print_in_order(f"    rank {rank}   " + "  ".join(cell.ljust(size, "·") for cell in cells))
 
@@ -1362,6 +1386,6 @@ def _demo(device):
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         start_again(4)
-    _demo(initialize("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-                     else "cpu"))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    _demo(initialize("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu"))
     destroy_process_group()

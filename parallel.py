@@ -1883,6 +1883,7 @@ class Recording(Passage):
         self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.input, self.target, later.into = x.detach().clone(), target.clone(), self.add
+        dist.make_room()
         self.graphs = {kind: dist.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
         self.edge, self.queue = None, []  # autograd's nodes would tie later eager steps to this recording's stream
 

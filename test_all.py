@@ -2268,11 +2268,14 @@ def processes_with(mark):
     return found
 
 
+TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"  # whatever this machine's name resolves to
+
+
 def run_and_end(how, text, out):
     """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is left)."""
     flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2", "--sample", "4"]
     if how == "torchrun":
-        process = command(sys.executable, "-m", "torch.distributed.run", *flags, "--steps", "2")
+        process = command(*TORCHRUN, *flags, "--steps", "2")
         return *process.communicate(timeout=120), process.returncode, []
     process = command(sys.executable, *flags, "--steps", "1000000")
     for line in process.stdout:
@@ -2307,6 +2310,18 @@ def test_all_processes_start_and_end_together(text, tmp_path):
         assert not left, (how, left)
         assert how != "killed rank" or code == 1 and "ended with exit code -9; all others were stopped" in errors, (code, errors)
         assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
+
+
+def test_starts_on_a_machine_whose_name_does_not_resolve(text, tmp_path):
+    """Two processes meet where there is no network but the loopback interface."""
+    alone = ["unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs root on Linux, and ip")
+    process = command(*alone, sys.executable, "train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--steps", "1",
+                      "--eval-every", "0", "--sample", "0", "--out", str(tmp_path))
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "step 1/1" in printed, errors
+    assert "resolve hostname" not in errors and "(made-up, " not in errors, errors
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
@@ -2946,7 +2961,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     out = str(tmp_path / "run")
-    nodes = [command(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2",
+    nodes = [command(*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2",
                      "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "train.py", *flags, "--out", out)
              for _ in range(2)]
     try:
