@@ -720,8 +720,8 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
     b += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                      # (BK, BN)
     tile = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        inside_a, inside_b = ks[None] < K - k, ks[:, None] < K - k
-        tile = tl.dot(tl.load(a, inside_a, 0), tl.load(b, inside_b, 0), tile, input_precision="tf32x3")
+        tile = tl.dot(tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0), tile,
+                      input_precision="tf32x3")
         a += BK * a_column
         b += BK * b_row
     inside = (rows[:, None] < M) & (columns[None] < N)
