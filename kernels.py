@@ -1,23 +1,21 @@
 """What a training step spends its time on beside cuBLAS, as Triton kernels. In lecture order:
 
-    activations      ELU and GELU, with the bias before them and its gradient
-    linear           cuBLAS's product; its bias's gradient; widths that 8 does not divide
-    layer norm       with the residual sum before it, and the residual's gradient after it
+    activations      ELU and GELU
+    linear           cuBLAS's product, with a backward that can be cut in two
+    layer norm       of the residual stream
     attention        flash attention
-    cross-entropy    that never writes a probability, and puts the gradient where the logits were
-    AdamW            clipping, update and the 16-bit copy in one pass
-    sum of rows      what the ranks of a node hand each other, from wherever it lies
+    cross-entropy    never writes a probability, puts the gradient where the logits were
     matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
-Each section is a page to learn one kernel from: the math, the kernel, the autograd function, the bytes and FLOPs it should cost;
-activations, layer norm, attention and cross-entropy also have a reference in plain PyTorch whose backward is derived by hand. All but
-attention and the product are bound by memory: best is to read every element once and write it once, at the speed of a copy.
+Each section is a page to learn one kernel from: the math, a reference whose backward is derived by hand, the kernel
+with one tile size, the autograd function, and the bytes and FLOPs it should cost. All but attention and the product are
+bound by memory: best is to read every element once and write it once, at the speed of a copy.
 
-    python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times, as `python bench.py kernels`
+    python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times
 
-`use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, PyTorch's own operations
-for all others; `use("triton")` takes it on any.
-Without Triton (macOS) this file imports and those run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
+`use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, and PyTorch's
+own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS) PyTorch's operations run;
+with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
 Letters: n elements, rows of a given width, V vocabulary, T, H, D as in model.py; dy stands for dloss/dy.
 Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
@@ -41,8 +39,14 @@ try:
 except ImportError:  # the kernels below stay unused, and decorating them does nothing
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
 
+FASTER = {}  # function: another one, from below the bar, of the same arguments and results; read at every call
 
-# ------------------------------------------------------------------------------------------------------------------ choice
+
+def faster(function):
+    return FASTER.get(function, function)
+
+
+# ------------------------------------------------------------------------------------------------------------- choice
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAVE_TRITON, INTERPRETED = hasattr(triton, "cdiv"), os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,8 +54,8 @@ _choice = "auto"
 
 
 def use(choice):
-    """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own; "auto": ours from Hopper on, except float64.
-    ValueError for another word, or where Triton cannot run."""
+    """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own operations; "auto": our kernels
+    from Hopper on, except in float64. ValueError for another word, or where Triton cannot run."""
     global _choice
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
@@ -72,7 +76,7 @@ def on_triton(x):
 
 @functools.cache
 def _generation(device):
-    """9 for Hopper: the tiles below were chosen on an H200, and earlier GPUs may not have the shared memory for them."""
+    """9 for Hopper. The tuned kernels need its shared memory."""
     return torch.cuda.get_device_capability(device)[0]
 
 
@@ -81,7 +85,7 @@ def programs_at_once(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-# -------------------------------------------------------------------------------------------------------------- activations
+# -------------------------------------------------------------------------------------------------------- activations
 #
 #     ELU    y = x where x > 0, exp(x) - 1 elsewhere        dx = dy where x > 0, dy exp(x) elsewhere
 #     GELU   y = x s,  s = 1 / (1 + exp(-u)),  u = 2 sqrt(2/pi) (x + 0.044715 x^3)
@@ -141,100 +145,36 @@ def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + at, FUNCTION(v) * d, at < n)
 
 
-@triton.jit
-def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    wide = tl.cdiv(width, N)
-    row = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)[:, None]
-    column = tl.program_id(0) % wide * N + tl.arange(0, N)[None]
-    at, inside = row * width + column, (row < rows) & (column < width)
-    v = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + column, column < width).to(tl.float32)
-    tl.store(y + at, FUNCTION(v), inside)
-
-
-@triton.jit
-def _bias_backward(x, bias, dy, dx, partial, rows, width,
-                   SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
-    """dx, and the sums of its columns: a program strides down N columns, M rows at a time, and keeps their sums in registers.
-
-    partial (programs, width) takes the sums. SLOPE None: only the sums, of dy.
-    """
-    column = tl.program_id(0) * N + tl.arange(0, N)[None]
-    total = tl.zeros((M, N), tl.float32)
-    b = tl.load(bias + column, column < width, 0).to(tl.float32) if SLOPE is not None else 0.0
-    for start in tl.range(tl.program_id(1) * M, rows, tl.num_programs(1) * M, num_stages=STAGES):
-        row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
-        at, inside = row * width + column, (row < rows) & (column < width)
-        d = tl.load(dy + at, inside, 0).to(tl.float32)
-        if SLOPE is not None:
-            d *= SLOPE(tl.load(x + at, inside, 0).to(tl.float32) + b)
-            tl.store(dx + at, d, inside)
-        total += d
-    tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
-
-
-@triton.jit
-def _sum_parts(partial, out, parts, width, M: tl.constexpr, N: tl.constexpr):
-    column = tl.program_id(0) * N + tl.arange(0, N)[None]
-    partial += tl.program_id(1).to(tl.int64) * parts * width
-    total = tl.zeros((M, N), tl.float32)
-    for start in tl.range(0, parts, M):
-        row = start + tl.arange(0, M)[:, None]
-        total += tl.load(partial + row * width + column, (row < parts) & (column < width), 0)
-    tl.store(out + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
-
-
-def sum_parts(partial, dtype):
-    """(k, parts, width) float32 -> (k, width): what programs have summed up each for itself, always in the same order."""
-    k, parts, width = partial.shape
-    out = torch.empty(k, width, dtype=dtype, device=partial.device)
-    _sum_parts[(triton.cdiv(width, 32), k)](partial, out, parts, width, 128, 32, num_warps=4)
-    return out
-
-
 class Map(torch.autograd.Function):
     """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x."""
 
     @staticmethod
     def forward(ctx, x, bias, function, slope):
-        if bias is not None and bias.shape != x.shape[-1:]:
-            raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of {tuple(x.shape[-1:])}")
         x = x.contiguous()
         ctx.save_for_backward(x, bias)
         ctx.slope = slope
-        if bias is None:
-            return launch_map(x, None, function)
-        y, width = torch.empty_like(x), x.shape[-1]
-        rows = x.numel() // width
-        _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
-                                                                     num_warps=4)
-        return y
+        return faster(map_forward)(x, bias, function)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, bias = ctx.saved_tensors
-        if bias is None:
-            return launch_map(x, dy.contiguous(), ctx.slope), None, None, None
-        dx = torch.empty_like(x)
-        return dx, column_sums(dy.contiguous(), x, bias.contiguous(), dx, ctx.slope), None, None
+        return *faster(map_backward)(*ctx.saved_tensors, dy.contiguous(), ctx.slope), None, None
+
+
+def map_forward(x, bias, function):
+    return launch_map(x if bias is None else x + bias, None, function)
+
+
+def map_backward(x, bias, dy, slope):
+    """(dx, dbias)."""
+    dx = launch_map(x if bias is None else x + bias, dy, slope)
+    return dx, None if bias is None else bias_gradient(dx.reshape(-1, dx.shape[-1]))
 
 
 def launch_map(x, dy, function):
-    # 4 KiB a program, 4 warps: 32 bytes a thread. Of 1024 .. 16384 elements the fastest in either dtype, within 1 % of a copy.
-    y, n, block = torch.empty_like(x), x.numel(), 4096 // x.element_size()
+    y, n, block = torch.empty_like(x), x.numel(), 4096 // x.element_size()  # 4 KiB a program, 32 bytes a thread
     _map[(triton.cdiv(n, block),)](x, dy, y, n, function, block, num_warps=4)
     return y
-
-
-def column_sums(dy, x=None, bias=None, dx=None, slope=None):
-    """Sums over all rows of dy (..., width), or of dx = dy slope(x + bias), which is then written: a bias's gradient."""
-    width = dy.shape[-1]
-    rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
-    partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
-    # Measured at 32768 x 768 .. 3072 and 8192 x 1600 .. 6400. GELU's at 32768 x 3072: 168 us; with 3 stages 237, with 1 179.
-    n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
-    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages, num_warps=warps)
-    return sum_parts(partial, dy.dtype)[0]
 
 
 def elu(x, bias=None):
@@ -251,71 +191,63 @@ def gelu(x, bias=None):
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-# ------------------------------------------------------------------------------------------------------------------ linear
+# ------------------------------------------------------------------------------------------------------------- linear
 #
-# y = x A^T + b is left to cuBLAS, forward and dx = dy A, dA = dy^T x. But db, the sum over the rows of dy, costs another pass over
-# dy, and PyTorch's reduction takes 46 us for (32768, 768) where reading it takes 12. Ours takes 25; and where an activation
-# follows, its backward has dy in registers already: ask the layer for its product alone, and give the bias to the activation.
+#     y = x A^T + b        dx = dy A        dA = dy^T x        db = sum over rows of dy
+#
+# cuBLAS computes the products. Another pipeline stage waits for dx, but none for dA and db: a zero-bubble pipeline
+# takes over what they are computed from, and computes them later.
 
 class Linear(torch.autograd.Function):
     """x A^T + b. take: None, or take(dy, x), of rows, which computes dA and db in autograd's place, now or later."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, take=None):
-        padded = pad_outputs(x, weight) if bias is None else weight
-        y = F.linear(x, padded, bias)                                                 # (..., padded)
-        # y only where it is padded: cross-entropy leaves its gradient there. As .data: autograd would take that for an error
-        ctx.save_for_backward(x, padded, None if padded is weight else y.data)
-        ctx.take, ctx.width = take, len(weight)
-        return y if padded is weight else y[..., :len(weight)]
+        ctx.take = take
+        return faster(linear_forward)(ctx, x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, padded, y = ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1]).contiguous() if y is None else pad_columns(dy, y)
-        dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-        rows, x = rows[:, :ctx.width], x.reshape(-1, x.shape[-1])
-        if ctx.take:
-            ctx.take(rows, x)
-            return dx, None, None, None
-        return dx, rows.T @ x if ctx.needs_input_grad[1] else None, bias_gradient(rows) if ctx.needs_input_grad[2] else None, None
+        return *faster(linear_backward)(ctx, dy), None
+
+
+def linear_forward(ctx, x, weight, bias):
+    ctx.save_for_backward(x, weight)
+    return F.linear(x, weight, bias)
+
+
+def linear_backward(ctx, dy):
+    """(dx, dA, db)."""
+    x, weight = ctx.saved_tensors
+    dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                            # (rows, out)
+    dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    return dx, *weight_gradients(ctx, dy, x.reshape(-1, x.shape[-1]))
+
+
+def weight_gradients(ctx, dy, x):
+    """(dA, db) of rows; both None where `take` computes them."""
+    if ctx.take:
+        ctx.take(dy, x)
+        return None, None
+    return dy.T @ x if ctx.needs_input_grad[1] else None, bias_gradient(dy) if ctx.needs_input_grad[2] else None
 
 
 def bias_gradient(dy):
     """Sums over the rows of dy (rows, out): (out)."""
-    return column_sums(dy) if on_triton(dy) else dy.sum(0)
+    return faster(sum_columns)(dy)
 
 
-def pad_outputs(x, weight):
-    """The weight (out, in) with rows of zeros added, where x is 16-bit and 8 does not divide `out`, such as GPT-2's 50257 logits.
-
-    cuBLAS's fast kernels want rows that begin at multiples of 16 bytes: the three products of 8192 x 1600 with 50257 columns take
-    35 ms on an H200, with 50304 they take 6.
-    """
-    if len(weight) % 8 and x.dtype.itemsize == 2 and on_triton(x):
-        return F.pad(weight, (0, 0, 0, -len(weight) % 64))
-    return weight
-
-
-def pad_columns(dy, y):
-    """dy (..., out), the gradient of y[..., :out], as (rows, y.shape[-1]) with zeros in the columns it lacks.
-
-    Cross-entropy leaves its gradient where the logits were: there the zeros are next to it, and nothing is copied.
-    """
-    width, rows = y.shape[-1], dy.reshape(-1, dy.shape[-1])
-    if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
-        return rows.as_strided((len(rows), width), rows.stride())
-    return F.pad(rows, (0, width - rows.shape[1]))
+def sum_columns(dy):
+    return dy.sum(0)
 
 
 def linear(x, weight, bias=None):
     """x A^T + b for x (..., in), weight A (out, in), bias (out)."""
-    ours = on_triton(x) and (bias is not None or len(weight) % 8)  # a product alone is as fast without us
-    return Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
+    return faster(F.linear)(x, weight, bias)
 
 
-# --------------------------------------------------------------------------------------------------------------- layer norm
+# --------------------------------------------------------------------------------------------------------- layer norm
 #
 # Over each row, m = mean(x), k = 1 / sqrt(mean((x - m)^2) + eps), xhat = (x - m) k:
 #
@@ -325,7 +257,7 @@ def linear(x, weight, bias=None):
 #
 #     dx = k (g - mean(g) - xhat mean(g xhat))
 #
-# Bytes: forward 2 passes of x, backward 3 (x, dy, dx); with the residual fused 4 and 4, where separate kernels move 5 and 6.
+# Bytes: forward 2 passes of x, backward 3 (x, dy, dx).
 
 def layer_norm_reference(x, weight, bias, eps):
     """(y, m, k), m and k (rows, 1)."""
@@ -342,16 +274,12 @@ def layer_norm_backward_reference(x, dy, weight, m, k):
 
 
 @triton.jit
-def _layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _layer_norm(x, weight, bias, y, mean, rstd, width, eps, BLOCK: tl.constexpr):
     """A row a program, all of it in registers: the mean, the squares and y come from one read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside, at = column < width, row * width + column
     v = tl.load(x + at, inside, 0).to(tl.float32)
-    if ADD:
-        v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + at, v, inside)
-        v = v.to(tl.float32)  # the norm of what was stored, which is what backward will read
     m = tl.sum(v, 0) / width
     centred = tl.where(inside, v - m, 0)
     k = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
@@ -362,35 +290,22 @@ def _layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, ADD
 
 
 @triton.jit
-def _layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, rows, width,
-                         ADD: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
-    """As many programs as run at once, each striding over the rows: its share of dw and db stays in registers to the end.
+def _layer_norm_backward(x, dy, weight, mean, rstd, dx, partial, rows, width, BLOCK: tl.constexpr):
+    """As many programs as run at once, each striding over the rows. Its share of dw and db stays in registers.
 
-    partial (2, programs, width) takes the shares; the caller sums them up in a fixed order, so no atomics and the same result
-    every time. A row whose dw and db would not fit in registers is shared by SLICES programs: each needs the sums over all of it,
-    so each reads all of it (at about the same time: from L2), and finishes its own slice of columns.
+    partial (2, programs, width) takes the shares at the end. The caller adds them up, in the same order every time.
     """
-    first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
-    column = own * BLOCK + tl.arange(0, BLOCK)
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
     inside = column < width
     w = tl.load(weight + column, inside, 0).to(tl.float32)
     dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(first, rows, programs, num_stages=STAGES):
-        start = tl.cast(row, tl.int64) * width
-        m, k = tl.load(mean + row), tl.load(rstd + row)
-        d = tl.load(dy + start + column, inside, 0).to(tl.float32)
-        xhat = tl.where(inside, (tl.load(x + start + column, inside, 0).to(tl.float32) - m) * k, 0)
+    for row in range(first, rows, programs):
+        at, m, k = tl.cast(row, tl.int64) * width + column, tl.load(mean + row), tl.load(rstd + row)
+        d = tl.load(dy + at, inside, 0).to(tl.float32)
+        xhat = tl.where(inside, (tl.load(x + at, inside, 0).to(tl.float32) - m) * k, 0)
         g = d * w
-        sum_g, sum_gx = g, g * xhat
-        for other in tl.static_range(1, SLICES):
-            c = (own + other) % SLICES * BLOCK + tl.arange(0, BLOCK)
-            gc = tl.load(dy + start + c, c < width, 0).to(tl.float32) * tl.load(weight + c, c < width, 0).to(tl.float32)
-            sum_g += gc
-            sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
-        dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
-        if ADD:  # x has another use, the residual stream: its gradient is added here instead of in a pass of its own
-            dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
-        tl.store(dx + start + column, dv, inside)
+        tl.store(dx + at, k * (g - tl.sum(g, 0) / width - xhat * (tl.sum(g * xhat, 0) / width)), inside)
         dw += d * xhat
         db += d
     at = partial + first.to(tl.int64) * width + column
@@ -403,55 +318,44 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        shape, width, x = x.shape, x.shape[-1], x.contiguous()
-        if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
-            raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: the last "
-                             f"three sizes must be the same width, 1 to 65536: a row has to fit in a multiprocessor's registers")
-        if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
-            raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} {residual.dtype}: they must be alike")
-        rows, add = x.numel() // width, residual is not None
-        residual = residual.contiguous() if add else x
-        y, total = torch.empty_like(x), torch.empty_like(x) if add else x
-        mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(width)
-        # A warp for 1024 columns, for 2048 from 8192 on: 3.93, 3.95, 3.91, 3.94, 3.77 TB/s at widths 768, 1600, 4096, 8192, 16384;
-        # half or twice as many lose up to 8 %, 32 for 16384 columns 38 %.
-        warps = max(1, block // (1024 if block < 8192 else 2048))
-        _layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add, block,
-                             num_warps=warps)
+        total, y, mean, rstd = faster(layer_norm_forward)(x, residual, weight, bias, eps)
         ctx.save_for_backward(total, weight, mean, rstd)
-        ctx.add = add
+        ctx.add = residual is not None
         ctx.set_materialize_grads(False)
-        return total if add else x.view_as(x), y
+        return total if ctx.add else total.view_as(total), y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal, dy):
-        x, weight, mean, rstd = ctx.saved_tensors
-        width = x.shape[-1]
-        rows, use_dtotal = x.numel() // width, dtotal is not None
-        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-        dtotal = dtotal.contiguous() if use_dtotal else dy
-        # Up to 8192 columns a program, dw and db a quarter of the registers; a warp for 1024 columns, 8192 columns a multiprocessor.
-        # Two rows on their way while one is computed, where shared memory has room for them (8 KiB of slack). TB/s at the
-        # widths above: 3.86, 3.73, 3.81, 3.84, 3.21; with one row on its way 3.0 at 768.
-        block = min(triton.next_power_of_2(width), 8192)
-        slices = triton.cdiv(width, block)
-        row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
-        room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
-        ahead = min(2, (room - 8192) // row_bytes)
-        programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
-        dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
-        _layer_norm_backward[(programs * slices,)](x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width,
-                                                   use_dtotal, block, slices, 1 + ahead, num_warps=max(1, block // 1024))
-        dw, db = sum_parts(partial, weight.dtype)
+        dx, dw, db = faster(layer_norm_backward)(*ctx.saved_tensors, dtotal, dy)
         return dx, dx if ctx.add else None, dw, db, None
+
+
+def layer_norm_forward(x, residual, weight, bias, eps):
+    """(x + residual, its norm, m, k)."""
+    total = (x if residual is None else x + residual).contiguous()
+    width = total.shape[-1]
+    y, (mean, rstd) = torch.empty_like(total), total.new_empty(2, total.numel() // width, dtype=torch.float32)
+    _layer_norm[(len(mean),)](total, weight.contiguous(), bias.contiguous(), y, mean, rstd, width, eps,
+                              triton.next_power_of_2(width), num_warps=8)
+    return total, y, mean, rstd
+
+
+def layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
+    """(dx, dw, db). dtotal, from the residual stream, and dy, from the norm: gradients, or None where there is none."""
+    width, programs = x.shape[-1], min(len(mean), programs_at_once(x.device))
+    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+    dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
+    _layer_norm_backward[(programs,)](x, dy, weight.contiguous(), mean, rstd, dx, partial, len(mean), width,
+                                      triton.next_power_of_2(width), num_warps=8)
+    dw, db = partial.sum(1).to(weight.dtype)
+    return dx if dtotal is None else dx + dtotal, dw, db
 
 
 def add_layer_norm(x, residual, weight, bias, eps=1e-5):
     """(x + residual, layer norm of it), x and residual (..., width) with width to 65,536. Ba et al. (2016).
 
-    The residual stream goes on as the first result. residual None: (x, norm of x): both uses of x then share one backward.
+    The residual stream goes on as the first result. residual None: (x, norm of x), whose uses share one backward.
     """
     if on_triton(x):
         return LayerNorm.apply(x, residual, weight, bias, eps)
@@ -464,34 +368,33 @@ def layer_norm(x, weight, bias, eps=1e-5):
     return add_layer_norm(x, None, weight, bias, eps)[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------------------------- attention
 #
 # One head: queries Q (Tq, D), keys K and values V (Tk, D).
 #
 #     S = Q K^T / sqrt(D)        P = softmax(S), row by row        O = P V
 #
-# S and P are (Tq, Tk): 32 heads at T = 16384 would be 16 GiB each in bf16, and a step of PyTorch operations writes and reads
-# such a matrix some five times. But row i of O needs only row i of P, and a softmax can be summed in one pass over blocks of
-# keys: keep the largest score so far m, the sum l of e^(S-m), and the unfinished output; when a block brings a larger score,
-# scale down what is there (online softmax).
+# S and P are (Tq, Tk): 32 heads at T = 16384 would be 16 GiB each in bf16. But row i of O needs only row i of P, and a
+# softmax can be summed in one pass over blocks of keys: keep the largest score so far m, the sum l of e^(S-m), and the
+# unfinished output; when a block brings a larger score, scale down what is there (online softmax).
 #
 #     m' = max(m, max_j S_j)     l' = l e^(m-m') + sum_j e^(S_j-m')     acc' = acc e^(m-m') + sum_j e^(S_j-m') V_j
 #
-# In the end O = acc / l, and L = m + ln l is all that is kept of S and P: 4 bytes a row instead of 2 Tk. With L any block of
-# P comes back at the price of one matmul, P = e^(S - L), and with O's gradient dO
+# In the end O = acc / l, and of S and P only L = m + ln l is kept: 4 bytes a row instead of 2 Tk. With L any block of P
+# comes back at the price of one matmul, P = e^(S - L), and with O's gradient dO
 #
 #     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta) / sqrt(D)     dQ = dS K     dK = dS^T Q
 #
-# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id: no second pass over the keys.
+# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id: no second pass over the
+# keys.
 #
-# Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every block of
-# rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, as blocks above the diagonal are
-# never visited. With T >> D that is hundreds of FLOPs a byte: the tensor cores are the limit, and the exponentials beside them.
-# Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV), and
-# both make S and dP. One kernel for all would have to add up dQ over programs with atomics: in another order every run.
+# Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every
+# block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
+# diagonal are never visited. With T >> D that is hundreds of FLOPs a byte: the tensor cores are the limit.
+# Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV),
+# and both make S and dP. One kernel for all would add up dQ over programs with atomics: in another order every run.
 #
 # FlashAttention 1 and 2 (Dao 2022, 2023); Milakov and Gimelshein 2018 (online softmax); CS336 lecture 6, assignment 2.
-
 
 def attention_reference(q, k, v, is_causal):
     """What the kernels compute, with S and P in memory: O like q, and L (B, H, Tq). Shapes as in FlashAttention."""
@@ -500,7 +403,7 @@ def attention_reference(q, k, v, is_causal):
     if is_causal:
         s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
-    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = 0, and so are O and the gradients
+    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = 0, O = 0
     return torch.exp(s - lse[..., None]) @ v, lse
 
 
@@ -515,245 +418,155 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
 
 
-# The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile and an engine of its own brings it
-# to shared memory, from any strides, with 64-bit addresses, zeros past the last row, and no store past it. Scores carry a factor
-# log2(e), folded into `scale`, because the hardware's exponential is 2^x; LSE is in base 2 likewise. Every loop over blocks is
-# there twice, unrolled by static_range: for blocks that all rows see whole, and with a mask for those on the diagonal or an edge.
+# The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile, and an engine of its own
+# brings it to shared memory, from any strides, with zeros past the last row. Nothing is stored past it.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
-    """The last key that each row sees, negative where it sees none: under a causal mask the last row sees all, the one above it
-    all but one, and so on."""
+    """The last key that each row sees, negative for none. Causal: the last row sees all, the one above all but one."""
     return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)
 
 
 @triton.jit
-def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t, CAUSAL: tl.constexpr, D: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
-    """O and LSE of BM rows of one head.
-
-    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, two groups of four compute, 64 rows
-    each, one's softmax under the other's matmuls. The compiler divides the work so if there is one loop, if Q's
-    descriptor is made in here, where it can be cut to 64 rows, and if O is written through pointers.
-    """
-    bh = tl.program_id(1)
-    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # last rows first: they see most keys, and
-    rows = m0 + tl.arange(0, BM)                                                  # the short ones then fill up the GPU's tail
+def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr):
+    """O and LSE of BM rows of one head. 2 matmuls a block of BN keys."""
+    bh, m0 = tl.program_id(1), tl.program_id(0) * BM
+    b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
-    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
-    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
-    if SPECIALIZE:
-        Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-        first = tl.minimum(m0, Tq)  # m0, but a value of its own: cutting q in two, the compiler adds 64 wherever this one is used
-        q = tl.make_tensor_descriptor(Q, [Tq, D], [q_t, 1], [BM, D]).load([first, 0])
-    else:
-        q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for MASK in tl.static_range(1 if SPECIALIZE else 2):
-        for n0 in tl.range(full if MASK else 0, end if MASK else full, BN, warp_specialize=SPECIALIZE):
-            k = K.load([b, h, n0, 0]).reshape(BN, D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
-            if MASK:
-                s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * scale)
-            top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key seen yet: -inf - -inf would be NaN
-            p = tl.exp2(s * scale - top[:, None])
-            alpha = tl.exp2(m - top)                                              # online: what is there was relative to the old m
-            v = V.load([b, h, n0, 0]).reshape(BN, D)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-            l = l * alpha + tl.sum(p, 1)
-            m = m_new
-    some = l > 0
+    for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
+        k = K.load([b, h, n0, 0]).reshape(BN, D)
+        v = V.load([b, h, n0, 0]).reshape(BN, D)
+        s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN)
+        s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        top = tl.where(m_new == -float("inf"), 0.0, m_new)       # no key seen yet: -inf - -inf would be NaN
+        p = tl.exp(s - top[:, None])
+        alpha = tl.exp(m - top)                                  # online: what is there was relative to the old m
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+    some = l > 0                                                 # a row that sees no key: O = 0, L = inf
     l = tl.where(some, l, 1.0)
-    o = (acc / l[:, None]).to(q.dtype)
-    if SPECIALIZE:
-        O += ((b.to(tl.int64) * Tq + m0) * H + h) * D
-        tl.store(O + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], o, rows[:, None] < Tq)
-    else:
-        O.store([b, h, m0, 0], o.reshape(1, 1, BM, D))
-    tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
+    O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
+    tl.store(LSE + bh.to(tl.int64) * Tq + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
 
 
 @triton.jit
-def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr,
-                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                                BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
-    bh = tl.program_id(1)
-    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    rows = m0 + tl.arange(0, BM)
+    bh, m0 = tl.program_id(1), tl.program_id(0) * BM
+    b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
-    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN             # all of these rows see keys [0, full),
-    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                               # none sees keys from `end` on
     q = Q.load([b, h, m0, 0]).reshape(BM, D)
     do = DO.load([b, h, m0, 0]).reshape(BM, D)
     o = O.load([b, h, m0, 0]).reshape(BM, D)
-    lse = tl.load(LSE + bh.to(tl.int64) * T_pad + rows)                           # (BM,)
+    lse = tl.load(LSE + bh.to(tl.int64) * Tq + rows, rows < Tq, float("inf"))     # (BM,)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(DELTA + bh.to(tl.int64) * T_pad + rows, delta)
+    tl.store(DELTA + bh.to(tl.int64) * Tq + rows, delta, rows < Tq)
     dq = tl.zeros([BM, D], tl.float32)
-    for MASK in tl.static_range(2):
-        for n0 in range(full if MASK else 0, end if MASK else full, BN):
-            k = K.load([b, h, n0, 0]).reshape(BN, D)
-            v = V.load([b, h, n0, 0]).reshape(BN, D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
-            dp = tl.dot(do, v.T, input_precision=PRECISION)
-            p = tl.exp2(s * scale2 - lse[:, None])
-            if MASK:
-                p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
-            ds = p * (dp - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
+    for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
+        k = K.load([b, h, n0, 0]).reshape(BN, D)
+        v = V.load([b, h, n0, 0]).reshape(BN, D)
+        s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN)
+        p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], tl.exp(s - lse[:, None]), 0.0)
+        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    DQ.store([b, h, m0, 0], (dq * scale).to(q.dtype).reshape(1, 1, BM, D))
 
 
 @triton.jit
-def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
-                                 BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """dK and dV of BN keys of one head. 4 matmuls a block, all on transposes: S^T and dP^T come out as dV and dK need them."""
+def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+                                 D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
     bh, n0 = tl.program_id(1), tl.program_id(0) * BN
-    b, h = bh // H, bh % H
-    cols = n0 + tl.arange(0, BN)
-    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys,
-    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # rows from here on see all of them,
-    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # unless some are past the last key
+    b, h, keys = bh // H, bh % H, n0 + tl.arange(0, BN)
     k = K.load([b, h, n0, 0]).reshape(BN, D)
     v = V.load([b, h, n0, 0]).reshape(BN, D)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
-    for FREE in tl.static_range(2):
-        for m0 in range(full if FREE else start, Tq if FREE else full, BM):
-            q = Q.load([b, h, m0, 0]).reshape(BM, D)
-            do = DO.load([b, h, m0, 0]).reshape(BM, D)
-            lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
-            delta = DELTA.load([bh, m0]).reshape(BM)
-            s = tl.dot(k, q.T, input_precision=PRECISION)                         # (BN, BM)
-            p = tl.exp2(s * scale2 - lse[None, :])
-            if not FREE:
-                last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
-                p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
-            dp = tl.dot(v, do.T, input_precision=PRECISION)
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
-    DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys
+    for m0 in range(start, Tq, BM):
+        rows = m0 + tl.arange(0, BM)
+        q = Q.load([b, h, m0, 0]).reshape(BM, D)
+        do = DO.load([b, h, m0, 0]).reshape(BM, D)
+        lse = tl.load(LSE + bh.to(tl.int64) * Tq + rows, rows < Tq, float("inf"))  # inf past the last row: P is 0 there
+        delta = tl.load(DELTA + bh.to(tl.int64) * Tq + rows, rows < Tq, 0)
+        s = tl.dot(k, q.T, input_precision="ieee") * scale                        # (BN, BM)
+        p = tl.where(keys[:, None] <= last_key(rows, Tq, Tk, CAUSAL)[None, :], tl.exp(s - lse[None, :]), 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    DK.store([b, h, n0, 0], (dk * scale).to(k.dtype).reshape(1, 1, BN, D))
+    DV.store([b, h, n0, 0], dv.to(k.dtype).reshape(1, 1, BN, D))
 
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-# (BM, BN, warps, stages) by head dim; those up to 64 share a row. Measured on an H200, bf16, T = 4096, 2048 wide: TFLOP/s of the
-# matmuls really done, causal / not. Small programs, two or three on a multiprocessor, often beat one large one: Triton waits for
-# S before it starts on the softmax, and then another program keeps the tensor cores busy.
-ATTENTION_TILES = {
-    "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
-                128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
-                256: (64, 64, 4, 2)},    # runs, not tuned
-    # Not causal at T = 1024, 4096, 16384: 479, 618, 650, where (64, 64, 4, 3) has 455, 522, 517. A mask in the loop costs it 13 %:
-    # causal 313, 454, 520 against 358, 476, 533. At head dim 64, not causal, 323, 413, 435 against 393, 458, 449.
-    "specialized": {128: (128, 128, 4, 2)},
-    "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
-           128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
-           256: (64, 32, 4, 2)},
-    "dkv": {64: (64, 64, 4, 3),          # 533 / 582   (64, 64, 4, 2) 496 / 484   (64, 128, 8, 2) 362 / 381
-            128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
-            256: (32, 64, 8, 2)},
-}
-# float32 is for exactness: every product as three tf32 ones, which is as exact as PyTorch's own float32 attention (and at head
-# dim 64 three times as fast as multiplying in plain float32). At head dim 256 that is twice PyTorch's error: plain float32 there.
-ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 
 
-def _tiles(x, rows):
-    """The TMA descriptor of x, (B, H, T, D) or (B*H, T), cut into tiles of `rows`."""
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]  # a dimension of 1 may have any stride
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, x.shape[3]] if x.dim() == 4 else [1, rows])
+def tiled(x, rows):
+    """The TMA descriptor of x (B, H, T, D), cut into tiles of `rows`. Of a dimension of 1 the stride means nothing."""
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, x.shape[3]])
 
 
-def _settings(name, q, is_causal):
-    """Tile sizes, and the rest of a launch: constexprs and options."""
-    D, wide = q.shape[3], q.dtype == torch.float32
-    BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
-    return BM, BN, {"CAUSAL": is_causal, "D": D, "BM": BM, "BN": BN, "PRECISION": "tf32" if not wide else "tf32x3" if D <= 128 else "ieee",
-                        "num_warps": warps, "num_stages": stages}
+def tile_rows(D):
+    """As many rows for every D as keep a tile at 4096 elements: four float32 tiles are 64 KiB of shared memory."""
+    return min(64, 4096 // D)
 
 
 def attention_forward(q, k, v, is_causal):
-    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
-    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32."""
+    (B, H, Tq, D), Tk, rows = q.shape, k.shape[2], tile_rows(q.shape[3])
     o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
-    special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
-               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler divides otherwise
-    BM, BN, settings = _settings("specialized" if special else "forward", q, is_causal)
-    if special:  # memory for the descriptors that programs make
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
-    attention_forward_kernel[T_pad // BM, B * H](
-        q if special else _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), o if special else _tiles(o, BM), lse,
-        math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, *q.stride()[:3], SPECIALIZE=special, **settings)
+    lse, sizes = torch.empty(B * H, Tq, dtype=torch.float32, device=q.device), (Tq, Tk, H, is_causal, D, rows, rows)
+    q, k, v, tiled_o = (tiled(x, rows) for x in (q, k, v, o))
+    grid, scale = (triton.cdiv(Tq, rows), B * H), 1 / math.sqrt(D)
+    attention_forward_kernel[grid](q, k, v, tiled_o, lse, scale, *sizes, num_stages=1)
     return o, lse
 
 
 def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
-    """Write the gradients into dq, dk, dv, of any strides that _tileable accepts."""
-    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], lse.shape[1]
-    do, delta = _tileable(do), torch.empty_like(lse)
-    scale = 1 / math.sqrt(D)
-    BM, BN, settings = _settings("dq", q, is_causal)
-    attention_backward_q_kernel[T_pad // BM, B * H](
-        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(o, BM), _tiles(do, BM), lse, delta, _tiles(dq, BM),
-        scale * math.log2(math.e), scale, Tq, Tk, T_pad, H, **settings)
-    BM, BN, settings = _settings("dkv", q, is_causal)
-    attention_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
-        _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM), _tiles(lse, BM), _tiles(delta, BM),
-        _tiles(dk, BN), _tiles(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H, **settings)
+    """Write the gradients into dq, dk, dv."""
+    (B, H, Tq, D), Tk, rows = q.shape, k.shape[2], tile_rows(q.shape[3])
+    delta, sizes = torch.empty_like(lse), (1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows)
+    q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
+    attention_backward_q_kernel[triton.cdiv(Tq, rows), B * H](q, k, v, o, do, lse, delta, dq, *sizes, num_stages=1)
+    attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * H](q, k, v, do, lse, delta, dk, dv, *sizes, num_stages=1)
 
 
-def _tileable(x):
-    """x, or a contiguous copy where TMA cannot address it: it wants 16-byte aligned rows and the last dimension contiguous."""
-    strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
-    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
-    return x if ok else x.contiguous()
-
-
-def _check(q, k, v):
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
-    if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is a power of two wide")
-    if not q.numel() or not k.numel():
-        raise ValueError(f"attention over nothing: {shapes}")
-    if q.shape[0] * q.shape[1] > 65535:
-        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes at most 65535: split the batch")
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): all three must be "
-                         f"bfloat16, float16 or float32, on one device")
-
-
-def _heads(tensors):
+def heads(tensors):
     """[q, k, v], each (B, H, T, D): given as they are, or as one qkv (B, T, 3, H, D)."""
     if len(tensors) == 1 and (tensors[0].dim() != 5 or tensors[0].shape[2] != 3):
         raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(tensors[0].shape)}")
     return tensors if len(tensors) > 1 else tensors[0].permute(2, 0, 3, 1, 4)
 
 
-class FlashAttention(torch.autograd.Function):
-    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`, or `FlashAttention.apply(qkv, is_causal)`.
+def tileable(x):
+    """x, or a copy that a descriptor can address: rows at multiples of 16 bytes, the last dimension contiguous."""
+    return x.contiguous()
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, any strides that leave
-    the last dimension contiguous. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so the heads are joined without a copy.
-    Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero. Keeps q, k, v, O and one float32 a row.
-    qkv (B, T, 3, H, D) is how one linear layer makes them. Its gradient is one tensor too, which the kernels write into: of three,
-    autograd would make one by a copy, 12 T H D bytes more in bf16.
-    Deterministic. Raises ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1 and 2.
+
+class FlashAttention(torch.autograd.Function):
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`, or of `(qkv, is_causal)`.
+
+    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, or qkv
+    (B, T, 3, H, D), whose gradient then is one tensor, too. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so that
+    heads are joined without a copy. Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero.
+    Deterministic. Keeps q, k, v, O and one float32 a row. Raises ValueError for other shapes and dtypes.
+    FlashAttention-2, algorithms 1, 2.
     """
 
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, ctx.is_causal = arguments
-        _check(*_heads(tensors))
-        tensors = [_tileable(x) for x in tensors]
-        o, lse = attention_forward(*_heads(tensors), ctx.is_causal)
+        tensors = [faster(tileable)(x) for x in tensors]
+        o, lse = faster(attention_forward)(*heads(tensors), ctx.is_causal)
         ctx.save_for_backward(o, lse, *tensors)
         return o
 
@@ -762,7 +575,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, do):
         o, lse, *tensors = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in tensors]
-        attention_backward(*_heads(tensors), o, lse, do, ctx.is_causal, *_heads(grads))
+        faster(attention_backward)(*heads(tensors), o, lse, do, ctx.is_causal, *heads(grads))
         return *grads, None
 
 
@@ -777,17 +590,19 @@ def attention(qkv, is_causal=True):
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
 
-# ------------------------------------------------------------------------------------------------------------ cross-entropy
+# ------------------------------------------------------------------------------------------------------ cross-entropy
 #
-# Logits z (rows, V), one target t a row. With top = max(z) and total = sum exp(z - top), p = softmax(z) = exp(z - top) / total:
+# Logits z (rows, V), one target t a row. With top = max(z), total = sum exp(z - top), p = softmax(z) = exp(z - top) /
+# total:
 #
 #     loss = mean over rows of log(total) + top - z_t        dz = (p - onehot(t)) / rows
 #
-# p needs only two numbers a row, so probabilities are never written. GPT-2 at 32 x 1024 tokens has 3.3 GB of logits in bf16:
-# a float32 copy, its log-softmax and their gradients would be 20 GB more. Bytes: forward one pass, backward two.
+# p needs only two numbers a row, so probabilities are never written. GPT-2 at 32 x 1024 tokens has 3.3 GB of logits in
+# bf16: a float32 copy, its log-softmax and their gradients would be 20 GB more. Bytes: forward one pass, backward two.
 #
-# dz goes where z was. That is safe because nothing but this backward wants z: a product's backward needs its inputs, not its
-# result. Should something else have saved z, or backward run twice, the raised version number makes autograd say so.
+# dz goes where z was. That is safe because nothing but this backward wants z: a product's backward needs its inputs,
+# not its result. If something else saved z, or backward runs twice, autograd sees the raised version number and says
+# so.
 
 def cross_entropy_reference(z, targets):
     return (z.logsumexp(-1) - z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).mean()
@@ -828,10 +643,10 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
 
 
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart, targets may not. A target outside of 0 .. V-1, on
-    another rank's slice, gives z_t = 0."""
+    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart, targets may not.
+
+    A target outside of 0 .. V-1 is on another rank's slice of the vocabulary: its z_t is 0."""
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
-    # 4096 columns at a time, 4 warps: 4.05 TB/s over 50304 columns, and 3.95 backward; 2 to 4 times as many lose to 20 %
     _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
     return top, total, picked
 
@@ -844,7 +659,7 @@ def softmax_minus_onehot_(z, targets, top, total, scale):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean loss of logits (rows, V). Keeps the logits and two numbers a row; backward leaves the gradient in the logits' memory."""
+    """Mean loss of logits (rows, V). Keeps them and two numbers a row; backward writes its result over them."""
 
     @staticmethod
     def forward(ctx, z, targets):
@@ -861,110 +676,26 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits, targets):
-    """Mean cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows), 0 to V-1: the kernel does not check them, and
-    no target is left out. Backward overwrites the logits."""
+    """Mean cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows). Overwrites logits in backward.
+
+    The kernel does not check that targets lie in 0 .. V-1, and leaves none out."""
     if not on_triton(logits):
         return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: needs (rows, V) and (rows)")
+        raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: "
+                         f"needs (rows, V) and (rows)")
     return CrossEntropy.apply(logits, targets)
 
 
-# ------------------------------------------------------------------------------------------------------------------- AdamW
+# ----------------------------------------------------------------------------------------------------- matrix product
 #
-#     m <- m + (1 - beta1) (g - m)        v <- v + (1 - beta2) (g^2 - v)        at step t, with learning rate l and decay d:
-#     p <- p (1 - l d) - l (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
-#
-# g is the gradient times `scale`, the clipping coefficient. Bytes a parameter: read p, g, m, v, write p, m, v, all float32, and
-# the 16-bit copy that layers compute with: 30. Separate kernels for clipping, stepping and copying move 8 + 28 + 6.
-
-@triton.jit
-def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    d = tl.load(g + at, inside).to(tl.float32)
-    if scale is not None:
-        d *= tl.load(scale).to(tl.float32)
-    m1, v1, p1 = tl.load(m + at, inside), tl.load(v + at, inside), tl.load(p + at, inside)
-    m1 += (d - m1) * (1 - beta1)
-    v1 += (d * d - v1) * (1 - beta2)
-    p1 = p1 * (1 - lr * decay) - lr * (m1 / correction1) / (tl.sqrt(v1 / correction2) + eps)
-    tl.store(m + at, m1, inside)
-    tl.store(v + at, v1, inside)
-    tl.store(p + at, p1, inside)
-    if copy is not None:
-        tl.store(copy + at, p1, inside)
-
-
-class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW, its state and its update, in one pass over float32 parameters on which Triton runs.
-
-    scale: None, or a tensor of one element that gradients are multiplied by as they are read. copies: {parameter: tensor of
-    the same number of elements}, to be given the new values in their own dtype. step() raises ValueError for other parameters.
-    Loshchilov & Hutter (2019).
-    """
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # of its other options the kernel has none
-        super().__init__(params, lr, betas, eps, weight_decay)
-        self.scale, self.copies = None, {}
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():
-                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not {tuple(p.shape)} {p.dtype} on "
-                                     f"{p.device}")
-                state = self.state[p]
-                if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                t = state["step"].item()
-                _adamw[(triton.cdiv(p.numel(), 1024),)](
-                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(), group["lr"], beta1,
-                    beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024, num_warps=4)
-                torch.autograd.graph.increment_version(p)
-
-
-# -------------------------------------------------------------------------------------------------------------- sum of rows
-#
-# What a reduce-scatter or all-reduce between GPUs ends with: a row of every rank, wherever it lies, in another GPU's memory, too, and
-# the sum or mean of them to be put into one place or several. One pass: every row is read once, every result written once.
-
-@triton.jit
-def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64 if rows[0].dtype.element_ty == tl.float64 else tl.float32)
-    for r in tl.static_range(len(rows)):
-        total += tl.load(rows[r] + at, at < n).to(total.dtype)
-    for r in tl.static_range(len(outs)):
-        tl.store(outs[r] + at, total / len(rows) if DIVIDE else total, at < n)
-
-
-def sum_rows(rows, outs, divide):
-    """Each of outs (n) = the sum of rows, N tensors (n); divided by N if `divide`. outs may be some of the rows.
-
-    bfloat16, float16, float32 (all summed in float32) or float64, contiguous, else ValueError; summed in the order of the rows.
-    """
-    n, dtype = len(rows[0]), rows[0].dtype
-    if dtype not in (*DTYPES, torch.float64) or any(t.shape != (n,) or t.dtype != dtype or not t.is_contiguous() for t in (*rows, *outs)):
-        raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one floating dtype")
-    block = 4096 // rows[0].element_size()  # as in launch_map
-    _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
-
-
-# ----------------------------------------------------------------------------------------------------------- matrix product
-#
-# C = activation(A B), A (M, K), B (K, N). 2 M N K FLOPs; done element by element, A is read N times and B M times. A program
-# keeps a BM x BN tile of C in registers and walks once over K: every element of A is then read N / BN times, of B M / BM times.
+# C = activation(A B), A (M, K), B (K, N). 2 M N K FLOPs. Element by element, A would be read N times and B M times. A
+# program keeps a BM x BN tile of C in registers and walks once over K: A is then read N / BN times, B M / BM times.
 # The activation runs on the tile while it is in registers, which saves writing C and reading it again.
 #
-# Programs run about 132 at a time, in the order of their numbers, and what they read meets in L2. Row after row of C, they
-# would need two or three rows of A and all of B; in groups of GROUP rows, walked column by column, they need GROUP rows of A and
-# 132 / GROUP columns of B: `tiles_read` counts them.
+# About 132 programs run at a time, in the order of their numbers, and what they read meets in L2. Row after row of C,
+# they need two or three rows of A and all of B. In groups of GROUP rows, walked column by column, they need GROUP rows
+# of A and 132 / GROUP columns of B: `tiles_read` counts them.
 #
 # This is the page to learn tiling from. The model multiplies with cuBLAS, which the page does not reach (H200, bf16,
 # 32768 x 768 x 3072 with GELU: 386 us here, 340 us for cuBLAS and the GELU kernel after it).
@@ -989,41 +720,623 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
     b += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                      # (BK, BN)
     tile = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        tile = tl.dot(tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0), tile, input_precision="tf32x3")
+        tile = tl.dot(tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0), tile,
+                      input_precision="tf32x3")
         a += BK * a_column
         b += BK * b_row
     inside = (rows[:, None] < M) & (columns[None] < N)
     tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], tile if FUNCTION is None else FUNCTION(tile), inside)
 
 
-TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
+def product_tiles(a):
+    """(BM, BN, BK, GROUP) for a product with A."""
+    return 64, 64, 32, 8
 
 
-def matmul(a, b, function=None, tiles=TILES):
-    """a @ b, or function(a @ b), (M, N), for a (M, K), b (K, N) of any strides, in one dtype of DTYPES; others raise ValueError.
+def matmul(a, b, function=None, tiles=None):
+    """a @ b, or function(a @ b), (M, N), for a (M, K), b (K, N) of any strides, in one of DTYPES. Else ValueError.
+
     function: _gelu, _elu. tiles: (BM, BN, BK, GROUP)."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
-        raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and (K, N) of one dtype, "
-                         f"bfloat16, float16 or float32")
-    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles
+        raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and "
+                         f"(K, N) of one dtype, bfloat16, float16 or float32")
+    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles or faster(product_tiles)(a)
     c = a.new_empty(M, N)
-    if a.dtype == torch.float32:  # twice the bytes, and three products of tf32 numbers for one: as exact as float32 gets
-        BM, BN, BK = min(BM, 64), min(BN, 64), min(BK, 32)
-    _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP,
-                                                        num_warps=8, num_stages=3)
+    _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](
+        a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP, num_warps=8, num_stages=3)
     return c
 
 
-def tiles_read(tall, wide, group, at_once=132):
-    """How many rows of A tiles and columns of B tiles the programs that run at once read together, on average."""
-    tiles = [tile_of(program, tall, wide, group) for program in range(tall * wide)]
-    waves = [tiles[start:start + at_once] for start in range(0, len(tiles), at_once)]
-    return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
-
-
 # ============================================================ machinery: the same results, faster or safer ============
+#
+# The kernels that training runs. Tiles, warps and stages were chosen on an H200.
 
-# ------------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------ activations, linear
+#
+# A bias is added in the pass that the activation makes anyway. Its gradient, the sum over the rows of dx, would cost
+# another pass over dx: here the backward of the activation adds it up while dx is in registers.
+#
+# Alone, that sum takes PyTorch 46 us for (32768, 768) where reading it takes 12. Ours takes 25.
+
+@triton.jit
+def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    wide = tl.cdiv(width, N)
+    row = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)[:, None]
+    column = tl.program_id(0) % wide * N + tl.arange(0, N)[None]
+    at, inside = row * width + column, (row < rows) & (column < width)
+    v = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + column, column < width).to(tl.float32)
+    tl.store(y + at, FUNCTION(v), inside)
+
+
+@triton.jit
+def _bias_backward(x, bias, dy, dx, partial, rows, width,
+                   SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
+    """dx, and the sums of its columns: a program strides down N columns, M rows at a time, and keeps their sums.
+
+    partial (programs, width) takes the sums. SLOPE None: only the sums, of dy.
+    """
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    total = tl.zeros((M, N), tl.float32)
+    b = tl.load(bias + column, column < width, 0).to(tl.float32) if SLOPE is not None else 0.0
+    for start in tl.range(tl.program_id(1) * M, rows, tl.num_programs(1) * M, num_stages=STAGES):
+        row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
+        at, inside = row * width + column, (row < rows) & (column < width)
+        d = tl.load(dy + at, inside, 0).to(tl.float32)
+        if SLOPE is not None:
+            d *= SLOPE(tl.load(x + at, inside, 0).to(tl.float32) + b)
+            tl.store(dx + at, d, inside)
+        total += d
+    tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+
+
+@triton.jit
+def _sum_parts(partial, out, parts, width, M: tl.constexpr, N: tl.constexpr):
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    partial += tl.program_id(1).to(tl.int64) * parts * width
+    total = tl.zeros((M, N), tl.float32)
+    for start in tl.range(0, parts, M):
+        row = start + tl.arange(0, M)[:, None]
+        total += tl.load(partial + row * width + column, (row < parts) & (column < width), 0)
+    tl.store(out + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+
+
+def sum_parts(partial, dtype):
+    """(k, parts, width) float32 -> (k, width): what each program has summed up, always in the same order."""
+    k, parts, width = partial.shape
+    out = torch.empty(k, width, dtype=dtype, device=partial.device)
+    _sum_parts[(triton.cdiv(width, 32), k)](partial, out, parts, width, 128, 32, num_warps=4)
+    return out
+
+
+def fused_map_forward(x, bias, function):
+    if bias is None:
+        return map_forward(x, None, function)
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of "
+                         f"{tuple(x.shape[-1:])}")
+    y, width = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // width
+    _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
+                                                                 num_warps=4)
+    return y
+
+
+def fused_map_backward(x, bias, dy, slope):
+    if bias is None:
+        return map_backward(x, None, dy, slope)
+    dx = torch.empty_like(x)
+    return dx, column_sums(dy, x, bias.contiguous(), dx, slope)
+
+
+def column_sums(dy, x=None, bias=None, dx=None, slope=None):
+    """Sums over the rows of dy (..., width), or of dx = dy slope(x + bias), then written, too: a bias's gradient."""
+    width = dy.shape[-1]
+    rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
+    partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
+    # Measured at 32768 x 768 .. 3072 and 8192 x 1600 .. 6400. GELU's at 32768 x 3072: 168 us; with 3 stages 237, with
+    # 1 179.
+    n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
+    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages,
+                                                   num_warps=warps)
+    return sum_parts(partial, dy.dtype)[0]
+
+
+def padded_forward(ctx, x, weight, bias):
+    """Pads outputs whose number 8 does not divide, where no bias is added."""
+    padded = pad_outputs(x, weight) if bias is None else weight
+    ctx.padded = padded is not weight
+    if not ctx.padded:
+        return linear_forward(ctx, x, weight, bias)
+    y = F.linear(x, padded)                                                                   # (..., padded)
+    # Backward wants y, because cross-entropy leaves its gradient there. As .data: autograd would take that for an
+    # error.
+    ctx.save_for_backward(x, padded, y.data)
+    return y[..., :len(weight)]
+
+
+def padded_backward(ctx, dy):
+    if not ctx.padded:
+        return linear_backward(ctx, dy)
+    x, padded, y = ctx.saved_tensors
+    rows = pad_columns(dy, y)
+    dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
+    return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1]))
+
+
+def fast_linear(x, weight, bias):
+    ours = on_triton(x) and (bias is not None or len(weight) % 8)  # a product alone is as fast without us
+    return Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
+
+
+def pad_outputs(x, weight):
+    """The weight (out, in), with rows of zeros added where x is 16-bit and 8 does not divide `out` (50257 in GPT-2).
+
+    cuBLAS's fast kernels want rows that begin at multiples of 16 bytes: the three products of 8192 x 1600 with 50257
+    columns take 35 ms on an H200, with 50304 they take 6.
+    """
+    if len(weight) % 8 and x.dtype.itemsize == 2 and on_triton(x):
+        return F.pad(weight, (0, 0, 0, -len(weight) % 64))
+    return weight
+
+
+def pad_columns(dy, y):
+    """dy (..., out), the gradient of y[..., :out], as (rows, y.shape[-1]) with zeros in the columns it lacks.
+
+    Cross-entropy leaves its gradient where the logits were: there the zeros are next to it, and nothing is copied.
+    """
+    width, rows = y.shape[-1], dy.reshape(-1, dy.shape[-1])
+    if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
+        return rows.as_strided((len(rows), width), rows.stride())
+    return F.pad(rows, (0, width - rows.shape[1]))
+
+
+def fast_sum_columns(dy):
+    return column_sums(dy) if on_triton(dy) else sum_columns(dy)
+
+
+FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward, sum_columns: fast_sum_columns,
+               F.linear: fast_linear, linear_forward: padded_forward, linear_backward: padded_backward})
+
+
+# --------------------------------------------------------------------------------------------------------- layer norm
+#
+# With the residual stream's sum before the norm, and its gradient after it, in the same pass: 4 passes of x forward
+# and 4 backward, where separate kernels move 5 and 6.
+
+@triton.jit
+def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
+                    ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """A row a program, all of it in registers: the mean, the squares and y come from one read."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside, at = column < width, row * width + column
+    v = tl.load(x + at, inside, 0).to(tl.float32)
+    if ADD:
+        v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, v, inside)
+        v = v.to(tl.float32)  # the norm of what was stored, which is what backward will read
+    m = tl.sum(v, 0) / width
+    centred = tl.where(inside, v - m, 0)
+    k = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(mean + row, m)
+    tl.store(rstd + row, k)
+    w, b = tl.load(weight + column, inside, 0).to(tl.float32), tl.load(bias + column, inside, 0).to(tl.float32)
+    tl.store(y + at, centred * k * w + b, inside)
+
+
+@triton.jit
+def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, rows, width,
+                         ADD: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
+    """As many programs as run at once, each striding over the rows. Its share of dw and db stays in registers.
+
+    partial (2, programs, width) takes the shares; the caller sums them up in a fixed order, so no atomics and the same
+    result every time. A row whose dw and db would not fit in registers is shared by SLICES programs: each needs the
+    sums over all of it, so each reads all of it (at about the same time: from L2), and finishes its own slice of
+    columns.
+    """
+    first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
+    column = own * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    w = tl.load(weight + column, inside, 0).to(tl.float32)
+    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(first, rows, programs, num_stages=STAGES):
+        start = tl.cast(row, tl.int64) * width
+        m, k = tl.load(mean + row), tl.load(rstd + row)
+        d = tl.load(dy + start + column, inside, 0).to(tl.float32)
+        xhat = tl.where(inside, (tl.load(x + start + column, inside, 0).to(tl.float32) - m) * k, 0)
+        g = d * w
+        sum_g, sum_gx = g, g * xhat
+        for other in tl.static_range(1, SLICES):
+            c = (own + other) % SLICES * BLOCK + tl.arange(0, BLOCK)
+            gc = tl.load(dy + start + c, c < width, 0).to(tl.float32) * tl.load(weight + c, c < width, 0).to(tl.float32)
+            sum_g += gc
+            sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
+        dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
+        if ADD:  # x has another use, the residual stream: its gradient is added here instead of in a pass of its own
+            dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
+        tl.store(dx + start + column, dv, inside)
+        dw += d * xhat
+        db += d
+    at = partial + first.to(tl.int64) * width + column
+    tl.store(at, dw, inside)
+    tl.store(at + programs.to(tl.int64) * width, db, inside)
+
+
+def add_layer_norm_forward(x, residual, weight, bias, eps):
+    shape, width, x = x.shape, x.shape[-1], x.contiguous()
+    if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
+        raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias "
+                         f"{tuple(bias.shape)}: the last three sizes must be the same width, 1 to 65536: a row has to "
+                         f"fit in a multiprocessor's registers")
+    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
+        raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} {residual.dtype}: "
+                         f"they must be alike")
+    rows, add = x.numel() // width, residual is not None
+    residual = residual.contiguous() if add else x
+    y, total = torch.empty_like(x), torch.empty_like(x) if add else x
+    mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    # A warp for 1024 columns, for 2048 from 8192 on: 3.93, 3.95, 3.91, 3.94, 3.77 TB/s at widths 768, 1600, 4096,
+    # 8192, 16384; half or twice as many lose up to 8 %, 32 for 16384 columns 38 %.
+    warps = max(1, block // (1024 if block < 8192 else 2048))
+    _add_layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add,
+                             block, num_warps=warps)
+    return total, y, mean, rstd
+
+
+def add_layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
+    width = x.shape[-1]
+    rows, use_dtotal = x.numel() // width, dtotal is not None
+    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+    dtotal = dtotal.contiguous() if use_dtotal else dy
+    # Up to 8192 columns a program, dw and db a quarter of the registers; a warp for 1024 columns, 8192 columns a
+    # multiprocessor. Two rows on their way while one is computed, where shared memory has room for them (8 KiB of
+    # slack). TB/s at the widths above: 3.86, 3.73, 3.81, 3.84, 3.21; with one row on its way 3.0 at 768.
+    block = min(triton.next_power_of_2(width), 8192)
+    slices = triton.cdiv(width, block)
+    row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
+    room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
+    ahead = min(2, (room - 8192) // row_bytes)
+    programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
+    dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
+    _add_layer_norm_backward[(programs * slices,)](
+        x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width, use_dtotal, block, slices, 1 + ahead,
+        num_warps=max(1, block // 1024))
+    dw, db = sum_parts(partial, weight.dtype)
+    return dx, dw, db
+
+
+FASTER.update({layer_norm_forward: add_layer_norm_forward, layer_norm_backward: add_layer_norm_backward})
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+#
+# Scores carry a factor log2(e), folded into `scale`, because the hardware's exponential is 2^x; LSE is in base 2
+# likewise. Every loop over blocks is there twice, unrolled by static_range: for blocks that all rows see whole, and
+# with a mask for those on the diagonal or an edge.
+
+@triton.jit
+def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
+    """O and LSE of BM rows of one head.
+
+    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, two groups of four
+    compute, 64 rows each, one's softmax under the other's matmuls. The compiler divides the work so if there is one
+    loop, if Q's descriptor is made in here, where it can be cut to 64 rows, and if O is written through pointers.
+    """
+    bh = tl.program_id(1)
+    # Last rows first: they see most keys, and the short ones then fill up the GPU's tail.
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    rows = m0 + tl.arange(0, BM)
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
+    if SPECIALIZE:
+        Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+        # m0, but a value of its own: cutting q in two, the compiler adds 64 wherever this one is used.
+        first = tl.minimum(m0, Tq)
+        q = tl.make_tensor_descriptor(Q, [Tq, D], [q_t, 1], [BM, D]).load([first, 0])
+    else:
+        q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(1 if SPECIALIZE else 2):
+        for n0 in tl.range(full if MASK else 0, end if MASK else full, BN, warp_specialize=SPECIALIZE):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            if MASK:
+                s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * scale)
+            top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key yet: -inf - -inf is NaN
+            p = tl.exp2(s * scale - top[:, None])
+            alpha = tl.exp2(m - top)                                  # online: what is there was relative to the old m
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            l = l * alpha + tl.sum(p, 1)
+            m = m_new
+    some = l > 0
+    l = tl.where(some, l, 1.0)
+    o = (acc / l[:, None]).to(q.dtype)
+    if SPECIALIZE:
+        O += ((b.to(tl.int64) * Tq + m0) * H + h) * D
+        tl.store(O + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], o, rows[:, None] < Tq)
+    else:
+        O.store([b, h, m0, 0], o.reshape(1, 1, BM, D))
+    tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
+
+
+@triton.jit
+def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr,
+                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
+    bh = tl.program_id(1)
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    rows = m0 + tl.arange(0, BM)
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    do = DO.load([b, h, m0, 0]).reshape(BM, D)
+    o = O.load([b, h, m0, 0]).reshape(BM, D)
+    lse = tl.load(LSE + bh.to(tl.int64) * T_pad + rows)                           # (BM,)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(DELTA + bh.to(tl.int64) * T_pad + rows, delta)
+    dq = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            p = tl.exp2(s * scale2 - lse[:, None])
+            if MASK:
+                p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
+
+
+@triton.jit
+def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+                             D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
+    bh, n0 = tl.program_id(1), tl.program_id(0) * BN
+    b, h = bh // H, bh % H
+    cols = n0 + tl.arange(0, BN)
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys,
+    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # rows from here on see all of them,
+    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # unless some are past the last key
+    k = K.load([b, h, n0, 0]).reshape(BN, D)
+    v = V.load([b, h, n0, 0]).reshape(BN, D)
+    dk = tl.zeros([BN, D], tl.float32)
+    dv = tl.zeros([BN, D], tl.float32)
+    for FREE in tl.static_range(2):
+        for m0 in range(full if FREE else start, Tq if FREE else full, BM):
+            q = Q.load([b, h, m0, 0]).reshape(BM, D)
+            do = DO.load([b, h, m0, 0]).reshape(BM, D)
+            lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
+            delta = DELTA.load([bh, m0]).reshape(BM)
+            s = tl.dot(k, q.T, input_precision=PRECISION)                         # (BN, BM)
+            p = tl.exp2(s * scale2 - lse[None, :])
+            if not FREE:
+                last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
+                p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
+            dp = tl.dot(v, do.T, input_precision=PRECISION)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
+    DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
+
+
+# (BM, BN, warps, stages) by head dim; those up to 64 share a row. Measured on an H200, bf16, T = 4096, 2048 wide:
+# TFLOP/s of the matmuls really done, causal / not. Small programs, two or three on a multiprocessor, often beat one
+# large one: Triton waits for S before it starts on the softmax, and then another program keeps the tensor cores busy.
+ATTENTION_TILES = {
+    "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
+                128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
+                256: (64, 64, 4, 2)},    # runs, not tuned
+    # Not causal at T = 1024, 4096, 16384: 479, 618, 650, where (64, 64, 4, 3) has 455, 522, 517. A mask in the loop
+    # costs it 13 %: causal 313, 454, 520 against 358, 476, 533. At head dim 64, not causal, 323, 413, 435 against 393,
+    # 458, 449.
+    "specialized": {128: (128, 128, 4, 2)},
+    "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
+           128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
+           256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 3),          # 533 / 582   (64, 64, 4, 2) 496 / 484   (64, 128, 8, 2) 362 / 381
+            128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
+            256: (32, 64, 8, 2)},
+}
+# float32 is for exactness: every product as three tf32 ones, which is as exact as PyTorch's own float32 attention (and
+# at head dim 64 three times as fast as multiplying in plain float32). At head dim 256 that is twice PyTorch's error:
+# plain float32 there.
+ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
+
+
+def descriptor(x, rows):
+    """The TMA descriptor of x, (B, H, T, D) or (B*H, T), cut into tiles of `rows`."""
+    if x.dim() == 4:
+        return tiled(x, rows)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0) if len(x) > 1 else 16, 1], [1, rows])
+
+
+def attention_settings(name, q, is_causal):
+    """Tile sizes, and the rest of a launch: constexprs and options."""
+    D, wide = q.shape[3], q.dtype == torch.float32
+    BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
+    precision = "tf32" if not wide else "tf32x3" if D <= 128 else "ieee"
+    return BM, BN, {"CAUSAL": is_causal, "D": D, "BM": BM, "BN": BN, "PRECISION": precision, "num_warps": warps,
+                    "num_stages": stages}
+
+
+def tuned_attention_forward(q, k, v, is_causal):
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
+    check_attention(q, k, v)
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
+    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
+    special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
+               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler divides otherwise
+    BM, BN, settings = attention_settings("specialized" if special else "forward", q, is_causal)
+    if special:  # memory for the descriptors that programs make
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    tuned_forward_kernel[T_pad // BM, B * H](
+        q if special else descriptor(q, BM), descriptor(k, BN), descriptor(v, BN),
+        o if special else descriptor(o, BM), lse, math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, *q.stride()[:3],
+        SPECIALIZE=special, **settings)
+    return o, lse
+
+
+def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
+    """Write the gradients into dq, dk, dv, of any strides that aligned accepts."""
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], lse.shape[1]
+    do, delta = aligned(do), torch.empty_like(lse)
+    scale = 1 / math.sqrt(D)
+    BM, BN, settings = attention_settings("dq", q, is_causal)
+    tuned_backward_q_kernel[T_pad // BM, B * H](
+        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), descriptor(do, BM), lse, delta,
+        descriptor(dq, BM), scale * math.log2(math.e), scale, Tq, Tk, T_pad, H, **settings)
+    BM, BN, settings = attention_settings("dkv", q, is_causal)
+    tuned_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
+        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(do, BM), descriptor(lse, BM),
+        descriptor(delta, BM), descriptor(dk, BN), descriptor(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H,
+        **settings)
+
+
+def aligned(x):
+    """x, or a contiguous copy where TMA cannot address it: rows start at multiples of 16 bytes, without gaps."""
+    strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
+    return x if ok else x.contiguous()
+
+
+def check_attention(q, k, v):
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
+    if q.shape[3] not in HEAD_DIMS:
+        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is 2^i wide")
+    if not q.numel() or not k.numel():
+        raise ValueError(f"attention over nothing: {shapes}")
+    if q.shape[0] * q.shape[1] > 65535:
+        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes 65535: split the batch")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): "
+                         f"all three must be bfloat16, float16 or float32, on one device")
+
+
+FASTER.update({tileable: aligned, attention_forward: tuned_attention_forward,
+               attention_backward: tuned_attention_backward})
+
+
+# ----------------------------------------------------------------------------------------------------- matrix product
+
+TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
+
+
+def measured_tiles(a):
+    # float32 has twice the bytes, and takes three products of tf32 numbers for one
+    return (64, 64, 32, 8) if a.dtype == torch.float32 else TILES
+
+
+FASTER[product_tiles] = measured_tiles
+
+
+# -------------------------------------------------------------------------------------------------------------- AdamW
+#
+#     m <- m + (1 - beta1) (g - m)      v <- v + (1 - beta2) (g^2 - v)      at step t, with learning rate l and decay d:
+#     p <- p (1 - l d) - l (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+#
+# g is the gradient times `scale`, the clipping coefficient. Bytes a parameter: read p, g, m, v, write p, m, v, all
+# float32, and the 16-bit copy that layers compute with: 30. Separate kernels for clipping, stepping and copying move 8
+# + 28 + 6.
+
+@triton.jit
+def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    d = tl.load(g + at, inside).to(tl.float32)
+    if scale is not None:
+        d *= tl.load(scale).to(tl.float32)
+    m1, v1, p1 = tl.load(m + at, inside), tl.load(v + at, inside), tl.load(p + at, inside)
+    m1 += (d - m1) * (1 - beta1)
+    v1 += (d * d - v1) * (1 - beta2)
+    p1 = p1 * (1 - lr * decay) - lr * (m1 / correction1) / (tl.sqrt(v1 / correction2) + eps)
+    tl.store(m + at, m1, inside)
+    tl.store(v + at, v1, inside)
+    tl.store(p + at, p1, inside)
+    if copy is not None:
+        tl.store(copy + at, p1, inside)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, its state and its update, in one pass over float32 parameters on which Triton runs.
+
+    scale: None, or a tensor of one element that the next step multiplies gradients by as it reads them. copies:
+    {parameter: tensor of the same number of elements}, to be given the new values in their own dtype. step() raises
+    ValueError for other parameters. Loshchilov & Hutter (2019).
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # the kernel has no more
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.scale, self.copies = None, {}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():
+                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
+                                     f"{tuple(p.shape)} {p.dtype} on {p.device}")
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                t = state["step"].item()
+                _adamw[(triton.cdiv(p.numel(), 1024),)](
+                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(),
+                    group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024,
+                    num_warps=4)
+                torch.autograd.graph.increment_version(p)
+        self.scale = None  # it was this step's
+
+
+# -------------------------------------------------------------------------------------------------------- sum of rows
+#
+# What a reduce-scatter or all-reduce between GPUs ends with: a row of every rank, wherever it lies, in another GPU's
+# memory, too, and the sum or mean of them to be put into one place or several. One pass: every row is read once, every
+# result written once.
+
+@triton.jit
+def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64 if rows[0].dtype.element_ty == tl.float64 else tl.float32)
+    for r in tl.static_range(len(rows)):
+        total += tl.load(rows[r] + at, at < n).to(total.dtype)
+    for r in tl.static_range(len(outs)):
+        tl.store(outs[r] + at, total / len(rows) if DIVIDE else total, at < n)
+
+
+def sum_rows(rows, outs, divide):
+    """Each of outs (n) = the sum of rows, N tensors (n); divided by N if `divide`. outs may be some of the rows.
+
+    bfloat16, float16, float32 (all summed in float32) or float64, contiguous, else ValueError; summed in the order of
+    the rows.
+    """
+    n, dtype = len(rows[0]), rows[0].dtype
+    alike = all(t.shape == (n,) and t.dtype == dtype and t.is_contiguous() for t in (*rows, *outs))
+    if dtype not in (*DTYPES, torch.float64) or not alike:
+        raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one "
+                         f"floating dtype")
+    block = 4096 // rows[0].element_size()  # as in launch_map
+    _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
 
 def operations(dtype, device):
     """(name, ours, PyTorch's, inputs)."""
@@ -1035,10 +1348,12 @@ def operations(dtype, device):
     for width in (24, 1600, 20000):
         x, r, w, b = random(3, width), random(3, width), 1 + random(width), random(width)
         yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
-        yield f"add + norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b]
+        yield (f"add + norm {width}", add_layer_norm, lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
+               [x, r, w, b])
     for D, causal in (16, True), (16, False), (64, True), (64, False):
         yield (f"attention {D}{' causal' * causal}", lambda *qkv, causal=causal: FlashAttention.apply(*qkv, causal),
-               lambda *qkv, causal=causal: F.scaled_dot_product_attention(*qkv, is_causal=causal), [random(1, 2, 80, D) for _ in "qkv"])
+               lambda *qkv, causal=causal: F.scaled_dot_product_attention(*qkv, is_causal=causal),
+               [random(1, 2, 80, D) for _ in "qkv"])
     targets = torch.randint(5000, (8,), device=device)
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
@@ -1047,7 +1362,7 @@ def operations(dtype, device):
 
 
 def errors(function, exact, inputs):
-    """Relative errors (forward, and of the worst gradient where there are any) of `function`; `exact` in float64 is the truth."""
+    """Relative errors of `function`, forward and of the worst gradient; `exact` in float64 is the truth."""
     values = []
     for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
@@ -1056,7 +1371,15 @@ def errors(function, exact, inputs):
         torch.manual_seed(0)
         grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
         values.append([outputs, torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()])
-    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts)) for parts in zip(*values) if parts[0]]
+    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts))
+            for parts in zip(*values) if parts[0]]
+
+
+def tiles_read(tall, wide, group, at_once=132):
+    """How many rows of A tiles and columns of B tiles the programs that run at once read together, on average."""
+    tiles = [tile_of(program, tall, wide, group) for program in range(tall * wide)]
+    waves = [tiles[start:start + at_once] for start in range(0, len(tiles), at_once)]
+    return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
 
 
 def main():
@@ -1074,8 +1397,8 @@ def main():
         columns = ("  ".join(f"{e:.2e}" for e in errors(f, theirs, inputs)) for f in (ours, theirs))
         print(f"  {name:22} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     tall, wide = 8192 // TILES[0], 8192 // TILES[1]
-    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B {tall}; 132 "
-          f"programs at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, "
+    print(f"product 8192 x 8192 x 8192 in tiles of {TILES[0]} x {TILES[1]}: an element of A is read {wide} times, of B "
+          f"{tall}; 132 programs at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, "
           f"{tiles_read(tall, wide, TILES[3]):.1f} in groups")
     if not gpu:
         print("times need a GPU")

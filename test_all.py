@@ -3314,6 +3314,53 @@ def test_matmul(dtype, triton_kernels):
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
 
 
+@pytest.fixture
+def plain_kernels(triton_kernels, monkeypatch):
+    """Only what stands above the bar of kernels.py: one tile size, nothing fused or padded."""
+    monkeypatch.setattr(kernels, "FASTER", {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_activations_and_layer_norm_plain(dtype, plain_kernels):
+    for name, theirs in (("elu", F.elu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
+        no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(5, 50, 7, dtype=dtype).transpose(0, 2)])
+        no_worse_than_pytorch(getattr(kernels, name), lambda x, b: theirs(x + b), [random(2, 30, 130, dtype=dtype), random(130, dtype=dtype)])
+    for rows, width in [(1, 1), (7, 127)]:
+        w, b = (1 + random(width)).to(dtype), random(width, dtype=dtype)
+        x, r = 1 + 2 * random(2, rows, width, dtype=dtype), random(2, rows, width, dtype=dtype)
+        norm = lambda x, w, b: F.layer_norm(x, w.shape, w, b)
+        no_worse_than_pytorch(kernels.layer_norm, norm, [x, w, b])
+        no_worse_than_pytorch(kernels.add_layer_norm, lambda x, r, w, b: (x + r, norm(x + r, w, b)), [x, r, w, b])
+        no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b), lambda x, w, b: (x, norm(x, w, b)), [x, w, b])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
+@pytest.mark.parametrize("Tq,Tk,D", [(17, 100, 16), (130, 130, 64), (33, 70, 128), (20, 5, 256)])
+def test_flash_attention_plain(Tq, Tk, D, dtype, plain_kernels):
+    q, k, v = random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3), random(2, 3, Tk, D, dtype=dtype)
+    for is_causal in (True, False) if Tq <= Tk else (False,):
+        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal), functools.partial(plain_attention, is_causal=is_causal),
+                              [q, k, v], 2 if GPUS else 4)
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    y = kernels.FlashAttention.apply(q, k, v, True)
+    y.sum().backward()  # of 20 rows the first 15 see none of 5 keys
+    assert not y[:, :, :max(0, Tq - Tk)].any() and not q.grad[:, :, :max(0, Tq - Tk)].any() and q.grad.isfinite().all() and v.grad.isfinite().all()
+    no_worse_than_pytorch(kernels.attention, lambda qkv: plain_attention(*qkv.permute(2, 0, 3, 1, 4), True).transpose(1, 2),
+                          [random(2, 9, 3, 3, D, dtype=dtype)], 2 if GPUS else 4)
+
+
+def test_product_plain(plain_kernels):
+    a, b = random(70, 40), random(40, 130)
+    assert close(kernels.matmul(a, b, kernels._elu).double(), F.elu(a.double() @ b.double()), 1e-6)
+    x, w, bias, taken = random(2, 3, 16).requires_grad_(), random(37, 16).requires_grad_(), random(37).requires_grad_(), []
+    y = kernels.Linear.apply(x, w, bias, None)
+    assert y.equal(kernels.linear(x, w, bias))
+    dx, dw, db = torch.autograd.grad(y.square().sum(), (x, w, bias))
+    assert all(close(a, b, 1e-5) for a, b in zip((dx, dw, db), torch.autograd.grad(F.linear(x, w, bias).square().sum(), (x, w, bias))))
+    kernels.Linear.apply(x, w.detach(), bias.detach(), lambda dy, x: taken.extend((dy.T @ x, kernels.bias_gradient(dy)))).square().sum().backward()
+    assert x.grad.equal(dx) and taken[0].equal(dw) and taken[1].equal(db)
+
+
 def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
     x, w = random(3, 4), random(4)
     for call, words in [(lambda: kernels.gelu(x.double()), r"\(3, 4\) of torch.float64"), (lambda: kernels.elu(x.int()), "torch.int32"),
@@ -3329,7 +3376,11 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             call()
 
 
-def test_training_with_kernels_follows_pytorch(triton_kernels):
+@pytest.mark.parametrize("half", ["whole", "plain"])
+def test_training_with_kernels_follows_pytorch(half, triton_kernels, monkeypatch):
+    if half == "plain":
+        monkeypatch.setattr(kernels, "FASTER", {})
+        monkeypatch.setattr(model, "FASTER", {})
     config, losses = GPTConfig(61, 16, 2, 2, 32), {}
     for choice in ("triton", "torch"):
         kernels.use(choice)
@@ -3372,6 +3423,7 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
         ours.scale = torch.tensor([0.25 + i], device=mine.device)
         mine.grad, theirs.grad = grad, (0.25 + i) * grad.double()
         ours.step(), exact.step()
+        assert ours.scale is None  # a scale is one step's
     assert close(mine, theirs, 1e-6) and torch.equal(copy, mine.detach().half())
     exact.load_state_dict(ours.state_dict())  # the state is torch's
     for a, b in zip(ours.state[mine].values(), exact.state[theirs].values()):
