@@ -11,6 +11,8 @@ Each starts as many processes as it needs (or runs under torchrun), prints a tab
 hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both see the same machine; a
 time is the median over repeats of the slowest rank's. `--quick` is for seeing that it works.
 
+It is tested with PyTorch 2.11 to 2.13 (requirements.txt names the one of the CPU tests; measurements say their own).
+
 Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches, p pipeline ranks.
 Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training configuration" and its formulas.
 """
@@ -53,7 +55,7 @@ import train
 from model import GPT, PRESETS, FusedBlock, GPTConfig, materialize, shapes
 from train import BadInput
 
-# PyTorch renames some collectives in 2.13; what this file compares with is there under the old names in every version it runs on.
+# Tested with PyTorch 2.11 to 2.13. PyTorch 2.13 renames some collectives, and still has them under the old names, used here.
 warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
 
 
@@ -207,19 +209,20 @@ def contents(config, stages):
 def messages(config, s, stages, buckets, tp_rank=0):
     """Everything one rank sends in a training step of train.py in layout s, as Messages.
 
-    stages: this rank's (number, pieces). buckets: (elements, whether ZeRO-3 shards them) of each bucket of its parameters.
+    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters;
+    under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
     """
     count, m = s.pp * s.virtual_stages, s.micro_batches
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     tokens = s.batch_size // s.dp // m * config.seq_len
-    cut, whole = [n for n, sharded in buckets if sharded], [n for n, sharded in buckets if not sharded]
+    whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     yield from {  # the table in front of ShardedOptimizer, in code
         0: [Message("gradients", "all_reduce", "dp", whole, wide)],
         1: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide), Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
         2: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide, m), Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
-        3: [Message("weights", "all_gather_into_tensor", "dp", cut, narrow, 2 * m),
-            Message("gradients", "reduce_scatter_tensor", "dp", cut, wide, m), Message("1-D gradients", "all_reduce", "dp", whole, wide)],
+        3: [Message("weights", "all_gather_into_tensor", "dp", once + 2 * twice, narrow, m),
+            Message("gradients", "reduce_scatter_tensor", "dp", once + twice, wide, m), Message("1-D gradients", "all_reduce", "dp", whole, wide)],
     }[s.zero]
     blocks, first, last = contents(config, stages)
     activation = [tokens * config.n_embd]
@@ -237,7 +240,7 @@ def messages(config, s, stages, buckets, tp_rank=0):
             yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (s.dp if s.zero else 1))], wide,
                           first + last)
     for axis in ("dp", "tp", "pp"):
-        yield Message("gradient norm: 4 partial sums", "all_reduce", axis, [4], 8)
+        yield Message("gradient norm", "all_reduce", axis, [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
 
@@ -318,8 +321,11 @@ def passes(config, tp=1):
 
 
 def stage_seconds(config, s, machine, stages):
-    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own rate, and
-    without CUDA graphs no block faster than the CPU issues it."""
+    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own rate.
+
+    Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU works at the head, the CPU already
+    issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), both summed over all blocks and the head.
+    """
     c, inner, v = config.n_embd, config.inner, config.vocab_size
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
@@ -334,13 +340,25 @@ def stage_seconds(config, s, machine, stages):
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
     replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.tp * s.pp > 1
     issue = machine.units if s.zero == 3 and machine.units else machine.launch
-    launch = 0.0 if replayed else issue * (1 if s.recompute == "none" else 4 / 3)
-    slow = max(1.0, launch / (f + i + w))
-    f, i, w = (blocks * slow * x for x in (f, i, w))
+    launch = 0.0 if replayed else blocks * issue * (1 if s.recompute == "none" else 4 / 3)
+    f, i, w = blocks * f, blocks * i, blocks * w
     if head:
         product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
-    return f, i, w
+    slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
+    return slow * f, slow * i, slow * w
+
+
+@functools.cache
+def few_of(schedule, p, m, v):
+    """The schedule's lists for the fewest micro-batches that divide as m do and fill the pipeline; None where it refuses."""
+    with contextlib.suppress(ValueError):
+        return parallel.SCHEDULES[schedule](p, p + m % p, v)
+
+
+def splits_backward(lists):
+    """Whether weight gradients are actions of their own."""
+    return any(action.kind == "W" for actions in lists for action in actions)
 
 
 def predict(config, s, machine):
@@ -358,7 +376,8 @@ def predict(config, s, machine):
     # Seconds of what is sent, by axis and purpose. Ranks are counted tp innermost, then dp, then pp: {axis: (how many, their span)}.
     each, every = s.dp * s.tp, s.dp * s.tp * s.pp
     groups = {"tp": (s.tp, s.tp), "dp": (s.dp, each), "pp": (min(s.pp, 2), 2 * each), "ends": (min(s.pp, 2), every), "all": (every, every)}
-    buckets = [(matrices // count, s.zero == 3)] * count + [(vectors, False)]
+    unit = matrices // count
+    buckets = [(unit, 2)] * (count - 1) + [(unit, 1), (vectors, 0)] if s.zero == 3 else [(unit, 0)] * count + [(vectors, 0)]
     mine = [item for item in messages(config, s, stages, buckets) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait for them, whoever is the busiest
     spent = Counter()
@@ -369,14 +388,16 @@ def predict(config, s, machine):
     f, i = f + tp / m / 2, i + tp / m / 2
 
     # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's gradient at the end.
-    bubble = (s.pp - 1) * (f + i - w if s.schedule == "zb-h1" else (f + i + w) / s.virtual_stages)
+    splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
+    bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
     transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left to do; ZeRO-3
-    # gathers under the unit before, all but the first.
+    # gathers each unit of forward under the unit before, all but the first, and in backward all but the last, which is there.
     gather, reduce = spent["dp", "weights"], spent["dp", "gradients"]
     if s.zero == 3:
-        dp = m * (max(gather / 2 / m / count, gather / 2 / m - f) + max((gather / 2 + reduce) / m / count, (gather / 2 + reduce) / m - i - w))
+        one, send = gather / m / (2 * count - 1), reduce / m
+        dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         sends = m if s.zero == 2 else 1
         dp = max(reduce / count, reduce - sends * (i + w)) + gather
@@ -392,7 +413,7 @@ def predict(config, s, machine):
 
 # -------------------------------------------------------------------------------------------------------------- the machine
 
-def measure_machine(device, dtype, config, comms=("ring",)):
+def measure_machine(device, dtype, config, comms):
     """{comm: Machine} of what these processes run on, at this model's sizes. All ranks at once: in training they share power, too."""
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
@@ -436,7 +457,7 @@ def measure_machine(device, dtype, config, comms=("ring",)):
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
     for comm in comms if n > 1 else ():
-        dist.use(group, "torch" if comm == "torch" else "ours")
+        dist.use(group, comm)
         seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group), "large": lambda: dist.all_reduce(large, group=group)},
                               device, 5, calls=5)
         switched = isinstance(dist.link_of(group), dist.Direct)
@@ -563,7 +584,7 @@ BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "reduce_scatter_tensor": lambda 
 
 
 def calls_of(op, size, device):
-    """{comm: function} of one collective over a tensor of `size` bytes, for both libraries; and the number of its elements."""
+    """{who: function} of one collective over a tensor of `size` bytes, ours and torch's; and the number of its elements."""
     n, rank = dist.get_world_size(), dist.get_rank()
     count = max(1, size // 4 // n) * n if size else 0
     whole, other, part = torch.zeros(count, device=device), torch.zeros(count, device=device), torch.zeros(count // n, device=device)
@@ -573,8 +594,8 @@ def calls_of(op, size, device):
                  "scatter": (part, parts, 0), "barrier": ()}
     if op == "send right":  # no collective: what the link gives to one message
         link = dist.link_of(None)
-        return {"ring": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
-    return {"ring": lambda: getattr(dist, op)(*arguments[op]), "torch": lambda: getattr(torch_dist, op)(*arguments[op])}, count
+        return {"ours": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
+    return {"ours": lambda: getattr(dist, op)(*arguments[op]), "torch": lambda: getattr(torch_dist, op)(*arguments[op])}, count
 
 
 def fit(messages, sizes, seconds):
@@ -589,10 +610,11 @@ def fit(messages, sizes, seconds):
 
 def collectives(a):
     device, n = dist.initialize(a.device), a.gpus
+    dist.use(None, a.comm)
     backend, law = torch_dist.get_backend(), law_of(None)
     machines = measure_machine(device, *((torch.bfloat16, PRESETS["gpt2-xl"]) if device.type == "cuda" else (torch.float32, PRESETS["tiny"])),
-                               comms=("ring", "torch"))
-    say(f"{n} processes, {backend}\n{describe_machine(machines['ring'])}")
+                               comms=(a.comm, "torch"))
+    say(f"{n} processes, {backend}\n{describe_machine(machines[a.comm])}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f", "ratio": "torch / ours:>12.2f",
         "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
@@ -603,17 +625,17 @@ def collectives(a):
             calls, count = calls_of(op, size, device)
             seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
             dist.reset_traffic()
-            calls["ring"]()
+            calls["ours"]()
             logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
-            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ring"]}
+            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ours"]}
             if count:
-                row |= {"alg": gb / seconds["ring"], "bus": gb / seconds["ring"] * BUS[op](n)}
+                row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
             if "torch" in seconds:  # a collective
-                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ring"],
+                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
                             "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                             "counted": sum(log.bytes for log in logs),
                             "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ring"], seconds["torch"]))
+                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ours"], seconds["torch"]))
             table.row(**row)
             del calls
         if len(points) > 1:
@@ -623,7 +645,7 @@ def collectives(a):
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f", "torch_b": "torch b, GB/s:>13.2f"})
     for op, ours_a, ours_b, torch_a, torch_b in fits:
         lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
-    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines["ring"]),
+    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines[a.comm]),
                machine_torch=dataclasses.asdict(machines["torch"]))
 
 
@@ -662,9 +684,11 @@ def predicted_traffic(trainer):
     s, (pp_rank, dp_rank, tp_rank) = trainer.s, trainer.mesh.get_coordinate()
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count)) if i % s.pp == pp_rank]
     where = {"dp": (trainer.dp, s.dp, dp_rank), "tp": (trainer.tp, s.tp, tp_rank), "pp": (trainer.pp, s.pp, pp_rank),
-             "ends": (trainer.net.pipeline.ends, 2, int(pp_rank > 0)),
+             "ends": (trainer.net.ends, 2, int(pp_rank > 0)),
              "all": (trainer.control, dist.get_world_size(), dist.get_rank())}
-    total, buckets = Counter(), [(b.numel, getattr(b, "sharded", False)) for b in trainer.buckets()]
+    kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]  # from forward to backward
+    total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
+                                 for reducer in trainer.net.reducers for b in reducer.buckets]
     for item in messages(trainer.config, s, stages, buckets, tp_rank):
         group, *place = where[item.axis]
         total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place, *law_of(group, item.axis != "dp"))
@@ -716,10 +740,10 @@ def stage_costs(gradients, trainer, repeats):
     Backward is halved where the schedule does not split it. gradients(): one step's."""
     pipe, samples = trainer.net.pipeline, []
     for _ in range(repeats):
-        pipe.record()
+        parallel.record_times(pipe)
         gradients()
         took = Counter()
-        for action, start, end in pipe.recorded():
+        for action, start, end in parallel.recorded_times(pipe):
             took[action.kind] += (end - start) / trainer.s.micro_batches
         samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
     return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
@@ -861,7 +885,7 @@ def peak_gib(device, build):
 
 def strategies(a):
     device = dist.initialize(a.device)
-    comms = ("ring", "torch") if a.comm == "both" else (a.comm,)
+    comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {a.config.parameters():,} parameters, {a.dtype}; {a.batch_size} "
         f"sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}")
@@ -908,18 +932,18 @@ def measure_strategy(name, s, a, device, machines):
         return in_pytorch, "torch " + title
 
     def ours(comm):
-        for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.pipeline.ends] * (s.pp > 1):
-            dist.use(group, "torch" if comm == "torch" else "ours")
+        for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.ends] * (trainer.net.ends is not None):
+            dist.use(group, comm)
         trainer.net.pipeline.graphs = graphs[comm]  # they send by what they were recorded with
         trainer.step(2)
 
-    (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in ("ring", "torch")}
+    (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
     memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
     formula = predicted_traffic(trainer)
-    ours("ring")
+    ours("ours")
     dist.reset_traffic()
-    ours("ring")
+    ours("ours")
     counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
 
     steps = {comm: functools.partial(ours, comm) for comm in comms}
@@ -952,7 +976,7 @@ def measure_strategy(name, s, a, device, machines):
                     settings=dataclasses.asdict(s), **more)
 
     for comm in comms:
-        yield row(comm, f"ours, {'ring' if comm == 'ring' else torch_dist.get_backend()}", peak,
+        yield row(comm, {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}[comm], peak,
                   plan=1e3 * predict(config, s, machines[comm]).step, ratio=seconds["peer"] / seconds[comm] if peer else None,
                   **(first if comm == comms[0] else {}))
     if peer:
@@ -982,6 +1006,9 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
+WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # schedules and stages a rank; GPipe only keeps more
+
+
 def all_layouts(config, gpus, batch_size, dtype, node):
     """Every layout that train.py takes and that is worth a look: tensor parallelism within a node, micro-batches of powers of two."""
     for tp in divisors(math.gcd(config.n_head, gpus)):
@@ -993,14 +1020,13 @@ def all_layouts(config, gpus, batch_size, dtype, node):
                 m, rest = divmod(batch_size // dp, 1 << log)
                 if rest:
                     continue
-                schedules = [("1f1b", 1)]
-                if pp > 1:
-                    schedules += [("zb-h1", 1)] * (m >= pp)
-                    schedules += [("interleaved", v) for v in (2, 4) if m % pp == 0 and v * pp <= config.n_layer + 2]
-                for (schedule, v) in schedules:
+                for schedule, v in WORTH if pp > 1 else WORTH[:1]:
+                    lists = few_of(schedule, pp, m, v)
+                    if lists is None or v * pp > config.n_layer + 2 or (splits := splits_backward(lists)) and m < pp:
+                        continue
                     for zero in range(4) if dp > 1 else [0]:
                         for recompute in ("none", "attention", "block"):
-                            if not (schedule == "zb-h1" and recompute != "none"):
+                            if not splits or recompute == "none":
                                 yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule, virtual_stages=v, dtype=dtype,
                                                      batch_size=batch_size, micro_batches=m, recompute=recompute)
 
@@ -1227,7 +1253,8 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"}) for name in train.SIZES),
     (OF_A_MODEL, "--batch-size", {"type": parallel.positive, "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
     (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"], "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
-    (TRAINED, "--comm", {"choices": ["ring", "torch", "both"], "default": "ring", "help": "collectives under our strategies"}),
+    (("collectives",), "--comm", {"choices": ["ours", "ring"], "default": "ours", "help": "what is held against torch's: ring, the textbook's"}),
+    (TRAINED, "--comm", {"choices": ["ours", "ring", "torch", "both"], "default": "ours", "help": "collectives under our strategies"}),
     (("strategies",), "--accumulate", {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
     (("strategies",), "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
     (("strategies",), "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
