@@ -395,8 +395,8 @@ def predict(config, s, machine):
     groups = {"tp": (s.tp, s.tp), "dp": (s.dp, each), "pp": (min(s.pp, 2), 2 * each), "ends": (min(s.pp, 2), every),
               "all": (every, every)}
     unit = matrices // count
-    buckets = [(unit, 2)] * (count - 1) + [(unit, 1),
-                                           (vectors, 0)] if s.zero == 3 else [(unit, 0)] * count + [(vectors, 0)]
+    buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
+    buckets.append((vectors, 0))
     mine = [item for item in messages(config, s, stages, buckets) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
     spent = Counter()
