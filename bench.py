@@ -1,17 +1,19 @@
 """What the lecture predicts | what we measure | what PyTorch's own does, side by side:
 
-    python bench.py kernels                        every kernel against eager, compiled, SDPA's backends, and the roofline
-    python bench.py collectives                    time and bandwidth by size, bytes sent against the formula, latency and bandwidth
-    python bench.py strategies                     one GPT step under every strategy: speed, memory, traffic, overlap, bubble
-    python bench.py plan --gpus 64                 no GPU needed: layouts that fit, their predicted step time, what limits each
-    python bench.py scaling                        1, 2, 4, ... GPUs, weak and strong
-    python bench.py pictures FILE...               SVG of what these, and train.py --trace, have left in files
+    python bench.py kernels               every kernel against eager, compiled, SDPA's backends, and the roofline
+    python bench.py collectives           time and bandwidth by size; bytes sent against the formula
+    python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
+    python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
+    python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
+    python bench.py pictures FILE...      SVG of what these, and train.py --trace, have left in files
 
-Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its rows there with
-hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both see the same machine; a
-time is the median over repeats of the slowest rank's. `--quick` is for seeing that it works.
+Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its
+rows there with hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both
+see the same machine. A time is the median over repeats of the slowest rank's. `--quick` only shows that it works.
+Tested with PyTorch 2.11 to 2.13; requirements.txt names the newest of them.
 
-Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches, p pipeline ranks.
+Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches,
+p pipeline ranks.
 Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training configuration" and its formulas.
 """
 
@@ -23,6 +25,7 @@ import functools
 import gc
 import html
 import inspect
+import itertools
 import json
 import math
 import os
@@ -53,11 +56,11 @@ import train
 from model import GPT, PRESETS, FusedBlock, GPTConfig, materialize, shapes
 from train import BadInput
 
-# PyTorch renames some collectives in 2.13; what this file compares with is there under the old names in every version it runs on.
+# PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
 warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
 
 
-# --------------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------------------ measuring
 
 def synchronize(device):
     if device.type == "cuda":
@@ -67,8 +70,9 @@ def synchronize(device):
 def interleaved(steps, device, repeats, calls=1):
     """{name: seconds a call} of {name: function}, the median of `repeats`.
 
-    They take turns, so that a slow moment of the machine hits all alike. Each starts together on all ranks, behind a barrier, and
-    lasts until the slowest rank's device is idle: the maximum over ranks is taken of every repeat, then the median.
+    They take turns, so that a slow moment of the machine hits all alike. Each starts together on all ranks, behind a
+    barrier, and lasts until the slowest rank's device is idle: the maximum over ranks is taken of every repeat, then
+    the median.
     """
     seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
     for i in range(-3, repeats):  # the first three warm up
@@ -106,7 +110,7 @@ def of_all_ranks(value):
 
 
 class Table:
-    """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}; a row lacks what it lacks."""
+    """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
         self.columns, self.rows, self.title = {key: text.rsplit(":", 1) for key, text in columns.items()}, [], title
@@ -114,7 +118,8 @@ class Table:
     def row(self, **values):
         if not self.rows:
             say("\n" + self.title + "\n")
-            say("  ".join(title.replace("_", " ").rjust(self._width(form)) if "<" not in form else title.ljust(self._width(form))
+            say("  ".join(title.replace("_", " ").rjust(self._width(form)) if "<" not in form
+                          else title.ljust(self._width(form))
                           for title, form in self.columns.values()))
         self.rows.append(values)
         say("  ".join("-".rjust(self._width(form)) if values.get(key) is None else format(values[key], form)
@@ -132,44 +137,45 @@ def say(text):
 
 def environment(device):
     """What a figure is worth nothing without."""
-    try:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True,
-                                cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
+    here, commit = os.path.dirname(os.path.abspath(__file__)), "unknown"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
+                                         stderr=subprocess.DEVNULL).strip()
     cuda = device.type == "cuda"
-    return {"hardware": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-                "processes": int(os.environ.get("WORLD_SIZE", "1")), "torch": torch.__version__, "commit": commit,
-                "command": " ".join(sys.argv),
-                "triton": getattr(kernels.triton, "__version__", None), "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
+    hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return {"hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "torch": torch.__version__,
+            "commit": commit, "command": " ".join(sys.argv), "triton": getattr(kernels.triton, "__version__", None),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
 
 
 def write_json(path, what, device, tables, **more):
     if path and int(os.environ.get("RANK", "0")) == 0:
         with open(path, "w") as file:
-            json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]), file, indent=1)
+            json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]),
+                      file, indent=1)
 
 
-# ----------------------------------------------------------------------------------------------------------------- formulas
+# ------------------------------------------------------------------------------------------------------------- formulas
 #
-# What a step costs, before anything runs. `messages` says what every rank sends, in which collective and how often. `sent` makes bytes
-# of that, by the collective's law, which `strategies` holds against the bytes counted; `message_seconds` makes seconds of it, which
-# `predict` puts together with those of the computation.
+# What a step costs, before anything runs. `messages` says what every rank sends, in which collective and how often.
+# `sent` makes bytes of that, by the collective's law, which `strategies` holds against the bytes counted;
+# `message_seconds` makes seconds of it, which `predict` puts together with those of the computation.
 
 def law_of(group, waited=True):
-    """(small, switched) for `sent`, as collectives.py decides in this group, of all-reduces that are waited for or not. Call on all ranks."""
+    """(small, switched) for `sent`, as collectives.py decides in this group. waited: all-reduces that the caller waits
+    for. Call on all ranks."""
     link = dist.link_of(group)
     switched, small = isinstance(link, dist.Direct), getattr(link, "doubling_bytes", 0)
     return min(small, link.open_from() - 1) if waited and switched else small, switched
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
-    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or scattered ones: all
-    of them; the root is rank 0).
+    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or
+    scattered ones: all of them; the root is rank 0).
 
-    The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
-    all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of them. A binomial tree has
-    each rank pass on what its own subtree needs.
+    The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small`
+    bytes an all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of
+    them. A binomial tree has each rank pass on what its own subtree needs.
     """
     k = elements * width
     if op == "isend":
@@ -207,72 +213,80 @@ def contents(config, stages):
 def messages(config, s, stages, buckets, tp_rank=0):
     """Everything one rank sends in a training step of train.py in layout s, as Messages.
 
-    stages: this rank's (number, pieces). buckets: (elements, whether ZeRO-3 shards them) of each bucket of its parameters.
+    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
+    its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
+    and 0 for 1-D parameters.
     """
     count, m = s.pp * s.virtual_stages, s.micro_batches
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     tokens = s.batch_size // s.dp // m * config.seq_len
-    cut, whole = [n for n, sharded in buckets if sharded], [n for n, sharded in buckets if not sharded]
+    whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     yield from {  # the table in front of ShardedOptimizer, in code
         0: [Message("gradients", "all_reduce", "dp", whole, wide)],
-        1: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide), Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
-        2: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide, m), Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
-        3: [Message("weights", "all_gather_into_tensor", "dp", cut, narrow, 2 * m),
-            Message("gradients", "reduce_scatter_tensor", "dp", cut, wide, m), Message("1-D gradients", "all_reduce", "dp", whole, wide)],
+        1: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide),
+            Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
+        2: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide, m),
+            Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
+        3: [Message("weights", "all_gather_into_tensor", "dp", once + 2 * twice, narrow, m),
+            Message("gradients", "reduce_scatter_tensor", "dp", once + twice, wide, m),
+            Message("1-D gradients", "all_reduce", "dp", whole, wide)],
     }[s.zero]
     blocks, first, last = contents(config, stages)
     activation = [tokens * config.n_embd]
     if s.tp > 1:
-        # A block: g twice forward, f twice backward. Recomputing it runs g again, but for the last: what follows it is not needed.
-        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, m * blocks * (4 + (s.recompute == "block")))
+        # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
+                      m * blocks * (4 + (s.recompute == "block")))
         yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
         yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     if s.pp > 1:
-        neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left; all of them are other ranks
+        neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
         yield Message("activations", "isend", "pp", activation, narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-            yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (s.dp if s.zero else 1))], wide,
-                          first + last)
+            yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (s.dp if s.zero else 1))],
+                          wide, first + last)
     for axis in ("dp", "tp", "pp"):
-        yield Message("gradient norm: 4 partial sums", "all_reduce", axis, [4], 8)
+        yield Message("gradient norm", "all_reduce", axis, [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the time of a step follows from. Rates as they are reached, all but `peak`, which MFU is always a share of."""
+    """What the time of a step follows from. Rates are those reached, but `peak`: MFU is a share of it."""
     name: str
     peak: float           # FLOP/s by the datasheet, dense, 16-bit; None: not known, no MFU
     memory: float         # bytes
     matmul: float         # FLOP/s of a block's matrix products with 8192 tokens
-    attention: float      # FLOP/s between q, k, v and their heads' outputs, both ways; what the mask skips is not counted
-    elementwise: float    # bytes/s of a block's other operations, as `passes` counts them: fused ones come out faster than hbm
+    attention: float      # FLOP/s from q, k, v to the heads' outputs, both ways, without what the mask skips
+    elementwise: float    # bytes/s of a block's other operations, as `passes` counts; fused, faster than hbm
     loss: float           # logits/s through cross-entropy, both ways
     hbm: float            # bytes/s of a copy, read plus written
-    launch: float         # s the CPU takes to issue one block's operations, both ways; nothing where CUDA graphs are replayed
+    launch: float         # s the CPU takes to issue one block's kernels, both ways; 0 by CUDA graphs
     link: float = None         # bytes/s from one GPU to another of its node
     hop: float = None          # s that a message takes however short it is
     network: float = None      # bytes/s from one GPU to another node; None: not known
     network_hop: float = None
     node: int = 8              # GPUs of a node
     switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
-    units: float = None        # s the CPU takes to issue one block under ZeRO-3, its hooks included, its collectives not
+    units: float = None        # the same under ZeRO-3, with its hooks, without its collectives
     fused: bool = True         # --kernels auto takes ours there, for the loss and AdamW, too: Hopper and later
 
 
-MACHINES = {  # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
+# `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
+MACHINES = {
     # networks, of the order that is reached. So measure your own: --machine FILE
     "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
     "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
-    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6, fused=False),
+    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6,
+                    fused=False),
 }
 
 
 def rounds(op, elements, width, n, direct, small=False):
-    """(rounds one after the other, bytes sent) of a collective; direct: every rank reaches every other at full speed."""
+    """(rounds one after the other, bytes sent) of a collective; direct: all ranks reach each other at full speed."""
     if op == "all_reduce" and small:
         count = 1 if direct else math.log2(n)
         return count, elements * width * (n - 1 if direct else count)
@@ -280,12 +294,15 @@ def rounds(op, elements, width, n, direct, small=False):
 
 
 def message_seconds(item, n, machine, near):
-    """Seconds of a Message in a group of n ranks, `near` where they share a node: rounds x hop + bytes / bandwidth, call by call.
+    """Seconds of a Message in a group of n ranks, `near` where they share a node: rounds x hop + bytes / bandwidth,
+    call by call.
 
-    A ring that leaves the node is as fast as one network card, for one rank of a node sends all that leaves it. (NCCL's own, --comm
-    torch, shares that out over all cards.) An all-reduce goes the faster of its two ways here; collectives.py decides by DOUBLING_BYTES.
+    A ring that leaves the node is as fast as one network card, for one rank of a node sends all that leaves it. (NCCL's
+    own, --comm torch, shares that out over all cards.) An all-reduce goes the faster of its two ways here;
+    collectives.py decides by DOUBLING_BYTES.
     """
-    total, hop, rate = 0.0, *((machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network)))
+    total, hop, rate = 0.0, *((machine.hop, machine.link) if near
+                              else (machine.network_hop, min(machine.link, machine.network)))
     for elements in item.elements if n > 1 else ():
         ways = [rounds(item.op, elements, item.width, n, machine.switched and near, small) for small in (False, True)]
         total += min(count * hop + k / rate for count, k in ways)
@@ -310,16 +327,21 @@ class Costs(NamedTuple):
 def passes(config, tp=1):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
-    F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C + inner). Of
-    what is cut over tp a rank has its part.
+    F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
+    inner). Of what is cut over tp a rank has its part.
     """
     c, inner = config.n_embd, config.inner
     return 10 * c + 2 * inner / tp, 16 * c + 3 * inner / tp, 2 * c + (3 * c + inner) / tp
 
 
 def stage_seconds(config, s, machine, stages):
-    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own rate, and
-    without CUDA graphs no block faster than the CPU issues it."""
+    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own
+    rate.
+
+    Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU works at the head, the
+    CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), both summed
+    over all blocks and the head.
+    """
     c, inner, v = config.n_embd, config.inner, config.vocab_size
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
@@ -328,19 +350,31 @@ def stage_seconds(config, s, machine, stages):
 
     matrices = (4 * c * c + 2 * c * inner) / s.tp
     product = 2 * matrices * tokens / machine.matmul                            # I and W take as many products as F
-    scores = 2 * config.seq_len * c / s.tp * tokens / machine.attention         # Q K^T and P V, half masked; backward has 5 products
+    scores = 2 * config.seq_len * c / s.tp * tokens / machine.attention   # Q K^T and P V, half masked; backward: 5
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp))
-    f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm   # gradients into their buckets
+    f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm  # into buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
     replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.tp * s.pp > 1
     issue = machine.units if s.zero == 3 and machine.units else machine.launch
-    launch = 0.0 if replayed else issue * (1 if s.recompute == "none" else 4 / 3)
-    slow = max(1.0, launch / (f + i + w))
-    f, i, w = (blocks * slow * x for x in (f, i, w))
+    launch = 0.0 if replayed else blocks * issue * (1 if s.recompute == "none" else 4 / 3)
+    f, i, w = blocks * f, blocks * i, blocks * w
     if head:
         product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
-    return f, i, w
+    slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
+    return slow * f, slow * i, slow * w
+
+
+@functools.cache
+def few_of(schedule, p, m, v):
+    """A schedule's lists, for the fewest micro-batches that fill it and divide by p as m does. None: it refuses."""
+    with contextlib.suppress(ValueError):
+        return parallel.SCHEDULES[schedule](p, p + m % p, v)
+
+
+def splits_backward(lists):
+    """Whether weight gradients are actions of their own."""
+    return any(action.kind == "W" for actions in lists for action in actions)
 
 
 def predict(config, s, machine):
@@ -348,19 +382,23 @@ def predict(config, s, machine):
     c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
-    stages = max((cuts[rank::s.pp] for rank in range(s.pp)), key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
+    stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
+                 key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, first, last = contents(config, stages)
     vectors = blocks * (9 * c + config.inner)
     matrices = (blocks * (4 * c * c + 2 * c * config.inner) + max(first, last) * c * config.vocab_size) // s.tp
     count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
 
-    # Seconds of what is sent, by axis and purpose. Ranks are counted tp innermost, then dp, then pp: {axis: (how many, their span)}.
+    # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the span from first to last)}, tp innermost.
     each, every = s.dp * s.tp, s.dp * s.tp * s.pp
-    groups = {"tp": (s.tp, s.tp), "dp": (s.dp, each), "pp": (min(s.pp, 2), 2 * each), "ends": (min(s.pp, 2), every), "all": (every, every)}
-    buckets = [(matrices // count, s.zero == 3)] * count + [(vectors, False)]
+    groups = {"tp": (s.tp, s.tp), "dp": (s.dp, each), "pp": (min(s.pp, 2), 2 * each), "ends": (min(s.pp, 2), every),
+              "all": (every, every)}
+    unit = matrices // count
+    buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
+    buckets.append((vectors, 0))
     mine = [item for item in messages(config, s, stages, buckets) if item.axis != "ends"]
-    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait for them, whoever is the busiest
+    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
     spent = Counter()
     for item in mine + ends:
         n, span = groups[item.axis]
@@ -368,32 +406,36 @@ def predict(config, s, machine):
     tp = sum(seconds for (axis, _), seconds in spent.items() if axis == "tp")
     f, i = f + tp / m / 2, i + tp / m / 2
 
-    # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's gradient at the end.
-    bubble = (s.pp - 1) * (f + i - w if s.schedule == "zb-h1" else (f + i + w) / s.virtual_stages)
+    # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
+    # gradient at the end.
+    splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
+    bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
     transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
 
-    # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left to do; ZeRO-3
-    # gathers under the unit before, all but the first.
+    # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
+    # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
+    # last, which is there.
     gather, reduce = spent["dp", "weights"], spent["dp", "gradients"]
     if s.zero == 3:
-        dp = m * (max(gather / 2 / m / count, gather / 2 / m - f) + max((gather / 2 + reduce) / m / count, (gather / 2 + reduce) / m - i - w))
+        one, send = gather / m / (2 * count - 1), reduce / m
+        dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         sends = m if s.zero == 2 else 1
         dp = max(reduce / count, reduce - sends * (i + w)) + gather
-    # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks. DDP of GPT-2 XL on
-    # four H200s saved 64 % of its traffic's time.
+    # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks.
+    # DDP of GPT-2 XL on four H200s saved 64 % of its traffic's time.
     dp += (gather + reduce - dp) / 3
-    # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours does all but the
-    # first in one pass.
+    # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
+    # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
     optimizer = matrices / (s.dp if s.zero else 1) * moved / machine.hbm
     return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce)
 
 
-# -------------------------------------------------------------------------------------------------------------- the machine
+# ---------------------------------------------------------------------------------------------------------- the machine
 
-def measure_machine(device, dtype, config, comms=("ring",)):
-    """{comm: Machine} of what these processes run on, at this model's sizes. All ranks at once: in training they share power, too."""
+def measure_machine(device, dtype, config, comms):
+    """{comm: Machine} of these processes, at this model's sizes. All ranks at once, as they share power in training."""
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
 
@@ -419,25 +461,29 @@ def measure_machine(device, dtype, config, comms=("ring",)):
     k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
     steps = {
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
-        "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])), "copy": lambda: target.copy_(source),
-        "block": both_ways(block, x, torch.randn_like(x)), "attention": both_ways(attention.attn, qkv, torch.randn_like(x)),
-        "loss": both_ways(loss, logits), "launch": both_ways(tiny, row, torch.randn_like(row))}
+        "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])),
+        "copy": lambda: target.copy_(source), "block": both_ways(block, x, torch.randn_like(x)),
+        "attention": both_ways(attention.attn, qkv, torch.randn_like(x)), "loss": both_ways(loss, logits),
+        "launch": both_ways(tiny, row, torch.randn_like(row))}
     if cuda:
         steps["units"] = replaced(left_out)(both_ways(parallel.FSDP(copy.deepcopy(tiny)), row, torch.randn_like(row)))
     seconds = interleaved(steps, device, 5, calls=3)
-    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # of the block's products
+    # Without the block's products.
+    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)
     counted = sum(passes(config)) * b * t * dtype.itemsize
     machine = Machine(
         torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
-        torch.cuda.get_device_properties(device).total_memory if cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n,
-        6 * k * c * config.inner / seconds["fewer"], 7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
+        torch.cuda.get_device_properties(device).total_memory if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n, 6 * k * c * config.inner / seconds["fewer"],
+        7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
         logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny),
         units=seconds["units"] / len(tiny) if cuda else None, fused=kernels.on_triton(torch.empty(0, device=device)))
     machines, group = {}, dist.new_group()
     small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
     for comm in comms if n > 1 else ():
-        dist.use(group, "torch" if comm == "torch" else "ours")
-        seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group), "large": lambda: dist.all_reduce(large, group=group)},
+        dist.use(group, comm)
+        seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group),
+                               "large": lambda: dist.all_reduce(large, group=group)},
                               device, 5, calls=5)
         switched = isinstance(dist.link_of(group), dist.Direct)
         ways = [rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)]
@@ -449,15 +495,17 @@ def measure_machine(device, dtype, config, comms=("ring",)):
 
 def describe_machine(machine):
     unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
-    return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention {machine.attention / scale:.0f}; memory "
-            f"{machine.hbm / 1e9:,.0f} GB/s, a block's other operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} "
-            f"GiB; {1e3 * machine.launch:.2f} ms to launch a block"
+    return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
+            f"{machine.attention / scale:.0f}; memory {machine.hbm / 1e9:,.0f} GB/s, a block's other operations "
+            f"{machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB; "
+            f"{1e3 * machine.launch:.2f} ms to launch a block"
             + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")
             + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message" if machine.link else "")
-            + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network else ""))
+            + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network
+               else ""))
 
 
-# ------------------------------------------------------------------------------------------------------------------ kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 class Operation(NamedTuple):
     name: str
@@ -482,35 +530,39 @@ def operations(device, dtype, n, only):
         yield against("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [random(n)], (2, 3))
     for c in (768, 1600, 4096, 16384) if "layer_norm" in only else ():
         x, w, b = random(max(2, n // 2 // c), c), random(c), random(c)
-        yield against(f"layer norm {c}", lambda x, w, b: F.layer_norm(x, w.shape, w, b), kernels.layer_norm, [x, w, b], (2, 3))
+        yield against(f"layer norm {c}", lambda x, w, b: F.layer_norm(x, w.shape, w, b), kernels.layer_norm, [x, w, b],
+                      (2, 3))
         if c == 1600:  # x + r, and its norm
-            yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), kernels.add_layer_norm,
-                          [x, random(*x.shape), w, b], (4, 4))
+            yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
+                          kernels.add_layer_norm, [x, random(*x.shape), w, b], (4, 4))
     if "cross_entropy" in only:
         v = 50304 if n > 1 << 20 else 300
         z, y = random(max(2, n // 2 // v), v), torch.randint(v, (max(2, n // 2 // v),), device=device)
-        yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y), [z], (1, 2))
-    for t, d in ((1024, 64), (4096, 64), (16384, 64), (1024, 128), (4096, 128), (16384, 128)) if "attention" in only else ():
+        yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
+                      [z], (1, 2))
+    for d, t in itertools.product((64, 128), (1024, 4096, 16384)) if "attention" in only else ():
         t = t if n > 1 << 20 else t // 64
         b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-        backends = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"} if device.type == "cuda" else {"math": "MATH"}
-        yield Operation(f"attention T={t} D={d} causal", {
-            **{f"SDPA {key}": (sdpa_kernel(getattr(SDPBackend, value))(functools.partial(F.scaled_dot_product_attention, is_causal=True)), [q, k, v])
-               for key, value in backends.items()},
-            "ours": (kernels.attention, [random(b, t, 3, h, d)])}, (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
+        cuda = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
+        backends = cuda if device.type == "cuda" else {"math": "MATH"}
+        causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        who = {f"SDPA {key}": (sdpa_kernel(SDPBackend[value])(causal), [q, k, v]) for key, value in backends.items()}
+        yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
+                        (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
         with torch.no_grad():
             a, b = torch.randn(2, side, side, dtype=dtype, device=device)
-        yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])}, (3 * a.nbytes, 0),
-                        (2 * side**3, 0))
+        yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])},
+                        (3 * a.nbytes, 0), (2 * side**3, 0))
 
 
 def seconds_of(operation, device, repeats):
-    """{who: (median seconds forward, backward)}, in turns. A write of 2 GiB goes first: it empties L2, and while it runs the CPU is
-    done launching what is measured."""
-    samples, flush = {who: [] for who in operation.who}, torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
+    """{who: (median seconds forward, backward)}, in turns. A write of 2 GiB goes first: it empties L2, and while it
+    runs the CPU is done launching what is measured."""
+    samples = {who: [] for who in operation.who}
+    flush = torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
     for i in range(-2, repeats):
         for who, (function, inputs) in operation.who.items():
             flush.zero_()
@@ -535,51 +587,57 @@ def measure_kernels(a):
     device = torch.device(a.device, *[0] * (a.device == "cuda"))
     kernels.use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
-    x, y, m = torch.zeros(n, device=device), torch.zeros(n, device=device), torch.randn(side, side, device=device).bfloat16()
-    ceilings = seconds_of(Operation("", {"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}, ()), device, repeats)
+    (x, y), m = torch.zeros(2, n, device=device), torch.randn(side, side, device=device).bfloat16()
+    both = {"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}
+    ceilings = seconds_of(Operation("", both, ()), device, repeats)
     hbm, peak = 2 * x.nbytes / ceilings["copy"][0], 2 * side**3 / ceilings["matmul"][0]
-    del x, y, m
-    say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the slower of bytes over "
-        f"the one and FLOPs over the other\nwhat torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
+    del x, y, m, both
+    say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the "
+        f"slower of bytes over the one and FLOPs over the other\n"
+        f"what torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
     table = Table("bytes that must move over seconds; bfloat16 but for the second ELU", {
-        "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f", "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8",
-        "share": "% of roofline:>13.0f"})
+        "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
+        "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8", "share": "% of roofline:>13.0f"})
     for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
         for operation in operations(device, dtype, n, only):
             for who, seconds in seconds_of(operation, device, repeats).items():
                 for way, t, moved, flops in zip(("forward", "backward"), seconds, operation.moved, operation.flops):
-                    table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12, tflops=flops / t / 1e12 if flops else None,
-                              bound="memory" if moved / hbm > flops / peak else "compute", share=100 * max(moved / hbm, flops / peak) / t)
+                    table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
+                              tflops=flops / t / 1e12 if flops else None,
+                              bound="memory" if moved / hbm > flops / peak else "compute",
+                              share=100 * max(moved / hbm, flops / peak) / t)
             torch._dynamo.reset()
     write_json(a.json, "kernels", device, [table], copy_bytes_per_s=hbm, matmul_flops=peak)
 
 
-# --------------------------------------------------------------------------------------------------------------- collectives
+# ---------------------------------------------------------------------------------------------------------- collectives
 
-# Bus bandwidth as nccl-tests defines it: bytes of the whole tensor / seconds x this. What a link carries, whatever N is.
+# Bus bandwidth as nccl-tests defines it: bytes of the whole tensor / seconds x this. It is what a link carries.
 BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "reduce_scatter_tensor": lambda n: (n - 1) / n,
-       "all_gather_into_tensor": lambda n: (n - 1) / n, "all_to_all_single": lambda n: (n - 1) / n, "broadcast": lambda n: 1,
-       "reduce": lambda n: 1, "gather": lambda n: (n - 1) / n, "scatter": lambda n: (n - 1) / n, "send right": lambda n: 1}
+       "all_gather_into_tensor": lambda n: (n - 1) / n, "all_to_all_single": lambda n: (n - 1) / n,
+       "broadcast": lambda n: 1, "reduce": lambda n: 1, "gather": lambda n: (n - 1) / n,
+       "scatter": lambda n: (n - 1) / n, "send right": lambda n: 1}
 
 
 def calls_of(op, size, device):
-    """{comm: function} of one collective over a tensor of `size` bytes, for both libraries; and the number of its elements."""
+    """({who: function} of one collective over a tensor of `size` bytes, ours and torch's; its elements)."""
     n, rank = dist.get_world_size(), dist.get_rank()
     count = max(1, size // 4 // n) * n if size else 0
-    whole, other, part = torch.zeros(count, device=device), torch.zeros(count, device=device), torch.zeros(count // n, device=device)
+    whole, other, part = (torch.zeros(k, device=device) for k in (count, count, count // n))
     parts = list(other.view(n, -1)) if rank == 0 else None
-    arguments = {"all_reduce": (whole,), "reduce_scatter_tensor": (part, whole), "all_gather_into_tensor": (whole, part),
-                 "all_to_all_single": (other, whole), "broadcast": (whole, 0), "reduce": (whole, 0), "gather": (part, parts, 0),
-                 "scatter": (part, parts, 0), "barrier": ()}
+    arguments = {"all_reduce": (whole,), "reduce_scatter_tensor": (part, whole),
+                 "all_gather_into_tensor": (whole, part), "all_to_all_single": (other, whole), "broadcast": (whole, 0),
+                 "reduce": (whole, 0), "gather": (part, parts, 0), "scatter": (part, parts, 0), "barrier": ()}
     if op == "send right":  # no collective: what the link gives to one message
         link = dist.link_of(None)
-        return {"ring": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
-    return {"ring": lambda: getattr(dist, op)(*arguments[op]), "torch": lambda: getattr(torch_dist, op)(*arguments[op])}, count
+        return {"ours": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
+    return {"ours": lambda: getattr(dist, op)(*arguments[op]),
+            "torch": lambda: getattr(torch_dist, op)(*arguments[op])}, count
 
 
 def fit(messages, sizes, seconds):
-    """(seconds a message, bytes a second): the line seconds = a messages + bytes / b, each point weighted by its own size, so that
-    microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
+    """(seconds a message, bytes a second): the line seconds = a messages + bytes / b, each point weighted by its own
+    size, so that microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
     m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
     a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
     if a < 0 or per_byte <= 0:  # no latency to be seen, or no bandwidth: the other alone
@@ -589,59 +647,67 @@ def fit(messages, sizes, seconds):
 
 def collectives(a):
     device, n = dist.initialize(a.device), a.gpus
+    dist.use(None, a.comm)
     backend, law = torch_dist.get_backend(), law_of(None)
-    machines = measure_machine(device, *((torch.bfloat16, PRESETS["gpt2-xl"]) if device.type == "cuda" else (torch.float32, PRESETS["tiny"])),
-                               comms=("ring", "torch"))
-    say(f"{n} processes, {backend}\n{describe_machine(machines['ring'])}")
+    dtype, name = (torch.bfloat16, "gpt2-xl") if device.type == "cuda" else (torch.float32, "tiny")
+    machines = measure_machine(device, dtype, PRESETS[name], (a.comm, "torch"))
+    say(f"{n} processes, {backend}\n{describe_machine(machines[a.comm])}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
-        "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f", "ratio": "torch / ours:>12.2f",
-        "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
-    sizes, fits = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2))], []
+        "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
+        "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f",
+        "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
+    largest, fits = 30 if device.type == "cuda" else 24, []
+    sizes = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, largest + 1, 2))]
     for op in a.only:
         points = []
         for size in sizes if op != "barrier" else [0]:
             calls, count = calls_of(op, size, device)
             seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
             dist.reset_traffic()
-            calls["ring"]()
+            calls["ours"]()
             logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
-            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ring"]}
+            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ours"]}
             if count:
-                row |= {"alg": gb / seconds["ring"], "bus": gb / seconds["ring"] * BUS[op](n)}
+                row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
             if "torch" in seconds:  # a collective
-                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ring"],
+                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
                             "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                             "counted": sum(log.bytes for log in logs),
                             "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ring"], seconds["torch"]))
+                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ours"],
+                               seconds["torch"]))
             table.row(**row)
             del calls
         if len(points) > 1:
             m, k, *times = zip(*points)
             fits.append((op, *fit(m, k, times[0]), *fit(m, k, times[1])))
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
-        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f", "torch_b": "torch b, GB/s:>13.2f"})
+        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
+        "torch_b": "torch b, GB/s:>13.2f"})
     for op, ours_a, ours_b, torch_a, torch_b in fits:
         lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
-    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines["ring"]),
+    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines[a.comm]),
                machine_torch=dataclasses.asdict(machines["torch"]))
 
 
-# --------------------------------------------------------------------------------------------------------------- strategies
+# ----------------------------------------------------------------------------------------------------------- strategies
 
 def layouts(n, m, virtual):
     """{strategy: what it sets in train.py's Settings} for n processes."""
     pipeline = {"pp": n, "micro_batches": m}
     every = {"one": {"dp": n}} if n == 1 else {}
-    every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2}, "zero3": {"dp": n, "zero": 3}}
+    every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2},
+              "zero3": {"dp": n, "zero": 3}}
     if n > 1:
         every["tp"] = {"tp": n}
     if n > 3 and n % 2 == 0:
         every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
-                  "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m}, "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
+                  "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
+                  "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
     if n > 1:  # last, for after them the ranks between the ends have made fewer windows, and get no more
         every |= {"gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
-                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual), "zb-h1": dict(pipeline, schedule="zb-h1")}
+                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual),
+                  "zb-h1": dict(pipeline, schedule="zb-h1")}
     return every
 
 
@@ -660,19 +726,23 @@ def make_trainer(config, s, device):
 def predicted_traffic(trainer):
     """{collective: bytes} that this rank sends in a step, by the formulas."""
     s, (pp_rank, dp_rank, tp_rank) = trainer.s, trainer.mesh.get_coordinate()
-    stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count)) if i % s.pp == pp_rank]
+    stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
+              if i % s.pp == pp_rank]
     where = {"dp": (trainer.dp, s.dp, dp_rank), "tp": (trainer.tp, s.tp, tp_rank), "pp": (trainer.pp, s.pp, pp_rank),
-             "ends": (trainer.net.pipeline.ends, 2, int(pp_rank > 0)),
+             "ends": (trainer.net.ends, 2, int(pp_rank > 0)),
              "all": (trainer.control, dist.get_world_size(), dist.get_rank())}
-    total, buckets = Counter(), [(b.numel, getattr(b, "sharded", False)) for b in trainer.buckets()]
+    kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
+    total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
+                                 for reducer in trainer.net.reducers for b in reducer.buckets]
     for item in messages(trainer.config, s, stages, buckets, tp_rank):
         group, *place = where[item.axis]
-        total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place, *law_of(group, item.axis != "dp"))
+        total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place,
+                                                *law_of(group, item.axis != "dp"))
                                           for elements in item.elements)
     return {op: n for op, n in total.items() if n}
 
 
-# What parallel.py calls while it trains (the pipeline's own transfers cannot be left out: a stage would wait for nothing).
+# What parallel.py calls while it trains, but for the pipeline's transfers, which its stages cannot go without.
 TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 
 
@@ -686,9 +756,10 @@ def left_out(function):
 
 
 def communication_alone(trainer, device, repeats):
-    """(seconds of a step's collectives one after the other with nothing else running, seconds of the step with none of them).
+    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them).
 
-    From them, hidden = 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong, its time is not.
+    From them, hidden = 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong,
+    its time is not.
     """
     log, scratch = [], {}
 
@@ -696,12 +767,13 @@ def communication_alone(trainer, device, repeats):
         def call(*args, **kwargs):
             bound = inspect.signature(function).bind(*args, **kwargs).arguments
             log.append(functools.partial(function, **{
-                key: scratch.setdefault((value.shape, value.dtype, key), torch.zeros_like(value, memory_format=torch.contiguous_format))
+                key: scratch.setdefault((value.shape, value.dtype, key),
+                                        torch.zeros_like(value, memory_format=torch.contiguous_format))
                 if isinstance(value, torch.Tensor) else value for key, value in bound.items() if key != "async_op"}))
             return function(*args, **kwargs)
         return call
 
-    trainer.net.pipeline.graphs = parallel.no_graphs()  # a graph sends what it was recorded with: the next step runs without
+    trainer.net.pipeline.graphs = parallel.no_graphs()  # a graph would send by what it was recorded with
     with replaced(recorded):
         trainer.step(0)
     alone = interleaved({"": lambda: [call() for call in log]}, device, repeats)[""]
@@ -712,26 +784,27 @@ def communication_alone(trainer, device, repeats):
 
 
 def stage_costs(gradients, trainer, repeats):
-    """(F, I, W): seconds of one micro-batch through this rank's stages, as the pipeline runs them, waiting apart; the slowest rank's.
-    Backward is halved where the schedule does not split it. gradients(): one step's."""
+    """(F, I, W): seconds of one micro-batch through this rank's stages, as the pipeline runs them, waiting apart; the
+    slowest rank's. Backward is halved where the schedule does not split it. gradients(): one step's."""
     pipe, samples = trainer.net.pipeline, []
     for _ in range(repeats):
-        pipe.record()
+        parallel.record_times(pipe)
         gradients()
         took = Counter()
-        for action, start, end in pipe.recorded():
+        for action, start, end in parallel.recorded_times(pipe):
             took[action.kind] += (end - start) / trainer.s.micro_batches
         samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
     return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
 
 
-# PyTorch's own, of the same kind: builder(config, s, device, x, y) -> (step, what to call it). x, y: the micro-batches ours gets.
+# PyTorch's own, of the same kind: builder(config, s, device, x, y) -> (step, its name). x, y: ours' micro-batches.
 
 def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
     for block in model.h.values():  # every layer called as a module: hooks, which DTensor needs, see nothing else
-        block.mlp.forward = functools.partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh")), block.mlp)
+        block.mlp.forward = functools.partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh")),
+                                              block.mlp)
     return model
 
 
@@ -744,7 +817,8 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
     def step():
         optimizer.zero_grad()
         for i, (tokens, targets) in enumerate(zip(x, y)):
-            with contextlib.nullcontext() if i == len(x) - 1 or not hasattr(model, "no_sync") else model.no_sync(), precision():
+            last = i == len(x) - 1 or not hasattr(model, "no_sync")
+            with contextlib.nullcontext() if last else model.no_sync(), precision():
                 ((loss or plain_loss)(tokens, targets) / len(x)).backward()
         for some in params:
             torch.nn.utils.clip_grad_norm_(some, 1.0)
@@ -757,7 +831,7 @@ def adamw(params, device):
 
 
 def torch_compiled(config, s, device, x, y):
-    """torch.compile of model and loss, on one GPU. Weights in float32, layers under autocast, which takes the loss in float32."""
+    """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
     model = plain_model(config, device)
     params = list(model.parameters())
     loss = torch.compile(lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
@@ -768,8 +842,11 @@ def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
-    options, params = {"lr": 1e-4, "fused": device.type == "cuda"}, list(model.parameters())
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options) if s.zero else torch.optim.AdamW(params, **options)
+    params = list(model.parameters())
+    if s.zero:
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
+    else:
+        optimizer = adamw(params, device)
     return torch_step(model, optimizer, [params], s, device, x, y), "ZeroRedundancyOptimizer" if s.zero else "DDP"
 
 
@@ -782,13 +859,14 @@ def torch_fsdp(config, s, device, x, y):
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    step = torch_step(model, adamw(model.parameters(), device), [list(model.parameters())], s, device, x, y, contextlib.nullcontext)
+    step = torch_step(model, adamw(model.parameters(), device), [list(model.parameters())], s, device, x, y,
+                      contextlib.nullcontext)
     return step, "fully_shard" + ", kept" * kept
 
 
 def torch_tp(config, s, device, x, y):
-    """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q, k and v, not
-    by heads: other numbers, the same work."""
+    """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q,
+    k and v, not by heads: other numbers, the same work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -798,19 +876,22 @@ def torch_tp(config, s, device, x, y):
     )
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
-        "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
-        "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(),
+        "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(),
+        "h.*.attn.c_proj": RowwiseParallel(), "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(),
         "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
     if config.tied:
         model.lm_head.weight = model.wte.weight
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-    return torch_step(model, adamw([{"params": kind} for kind in kinds], device), kinds, s, device, x, y, loss_parallel,
-                      lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())), "DTensor"
+
+    def loss(tokens, targets):
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    optimizer = adamw([{"params": kind} for kind in kinds], device)
+    return torch_step(model, optimizer, kinds, s, device, x, y, loss_parallel, loss), "DTensor"
 
 
 def torch_pipeline(schedule):
     def build(config, s, device, x, y):
-        """torch.distributed.pipelining. Weights in the compute dtype, tied ones not kept equal, the norm each rank's own: less work."""
+        """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
         from torch.distributed.pipelining import PipelineStage, schedules
         rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
         modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
@@ -823,20 +904,22 @@ def torch_pipeline(schedule):
 
         def step():
             optimizer.zero_grad()
-            runner.step(*([tokens] if rank == 0 else []), **({"target": targets, "losses": []} if rank == s.pp - 1 else {}))
+            runner.step(*([tokens] if rank == 0 else []),
+                        **({"target": targets, "losses": []} if rank == s.pp - 1 else {}))
             torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
         return step, schedule.removeprefix("Schedule")
     return build
 
 
-PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp, "tp": torch_tp,
-         "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
-         "interleaved": torch_pipeline("ScheduleInterleaved1F1B"), "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble")}
+PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
+         "tp": torch_tp, "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
+         "interleaved": torch_pipeline("ScheduleInterleaved1F1B"),
+         "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble")}
 
 
 def forget():
-    """Free what the last strategy left: cycles, cached blocks, and every group but the world's (each holds sockets or buffers)."""
+    """Free what the last strategy left: cycles, cached blocks, every group but the world's (sockets, buffers)."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -848,7 +931,7 @@ def forget():
 
 
 def peak_gib(device, build):
-    """(what build() returns, its peak on this rank in GiB as the allocator saw it, beyond what was there before); None on the CPU."""
+    """(what build() returns, GiB that it took at its peak on this rank, by the allocator; None on the CPU)."""
     if device.type != "cuda":
         return build(), None
     torch.cuda.synchronize()
@@ -861,17 +944,19 @@ def peak_gib(device, build):
 
 def strategies(a):
     device = dist.initialize(a.device)
-    comms = ("ring", "torch") if a.comm == "both" else (a.comm,)
+    comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
-    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {a.config.parameters():,} parameters, {a.dtype}; {a.batch_size} "
-        f"sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}")
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {a.config.parameters():,} parameters, {a.dtype}; "
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}")
     for reason in a.reasons:
         say(f"left out: {reason}")
-    table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: GiB of tensors on rank 0 (peak: the\n"
+    table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: "
+                  "GiB of tensors on rank 0 (peak: the\n"
                   "allocator's); MiB rank 0 sends; bubble. hidden: communication that runs under computation.", {
-        "strategy": "strategy:<11", "who": "who:<29", "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "ratio": "torch / ours:>12.2f",
-        "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f",
-        "traffic": "MiB sent:>9,.1f", "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
+        "strategy": "strategy:<11", "who": "who:<29", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
+        "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f",
+        "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
+        "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
         "bubble_measured": "measured:>8.1f"})
     for name, s in a.layouts.items():
         for row in measure_strategy(name, s, a, device, machines):
@@ -880,7 +965,8 @@ def strategies(a):
     say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
     for row in table.rows:
         if "memory_by_rank" in row:
-            predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column) for column in zip(*row["memory_by_rank"]))
+            predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
+                                   for column in zip(*row["memory_by_rank"]))
             peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
             say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
     write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machines[comms[0]]))
@@ -889,7 +975,7 @@ def strategies(a):
 def measure_strategy(name, s, a, device, machines):
     """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
     comms, config, tokens = list(machines), a.config, a.batch_size * a.config.seq_len / a.gpus
-    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # there, torch.compile wants a C++ compiler
+    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # it wants a C++ compiler
 
     def build():
         trainer = make_trainer(config, s, device)
@@ -908,18 +994,18 @@ def measure_strategy(name, s, a, device, machines):
         return in_pytorch, "torch " + title
 
     def ours(comm):
-        for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.pipeline.ends] * (s.pp > 1):
-            dist.use(group, "torch" if comm == "torch" else "ours")
+        for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.ends] * (trainer.net.ends is not None):
+            dist.use(group, comm)
         trainer.net.pipeline.graphs = graphs[comm]  # they send by what they were recorded with
         trainer.step(2)
 
-    (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in ("ring", "torch")}
+    (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
     memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
     formula = predicted_traffic(trainer)
-    ours("ring")
+    ours("ours")
     dist.reset_traffic()
-    ours("ring")
+    ours("ours")
     counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
 
     steps = {comm: functools.partial(ours, comm) for comm in comms}
@@ -929,9 +1015,10 @@ def measure_strategy(name, s, a, device, machines):
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
     seconds = interleaved(steps, device, a.repeats)
     first = {
-        "memory": sum(memory[0][0].values()) / 2**30, "memory_measured": sum(memory[0][1].values()) / 2**30, "memory_by_rank": memory,
-        "peak_by_rank": peaks, "traffic": sum(formula.values()) / 2**20, "traffic_counted": sum(counted.values()) / 2**20,
-        "traffic_by_collective": formula, "counted_by_collective": counted}
+        "memory": sum(memory[0][0].values()) / 2**30, "memory_measured": sum(memory[0][1].values()) / 2**30,
+        "memory_by_rank": memory, "peak_by_rank": peaks, "traffic": sum(formula.values()) / 2**20,
+        "traffic_counted": sum(counted.values()) / 2**20, "traffic_by_collective": formula,
+        "counted_by_collective": counted}
     ours(comms[0])
     if s.pp > 1:
         f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
@@ -952,16 +1039,17 @@ def measure_strategy(name, s, a, device, machines):
                     settings=dataclasses.asdict(s), **more)
 
     for comm in comms:
-        yield row(comm, f"ours, {'ring' if comm == 'ring' else torch_dist.get_backend()}", peak,
-                  plan=1e3 * predict(config, s, machines[comm]).step, ratio=seconds["peer"] / seconds[comm] if peer else None,
-                  **(first if comm == comms[0] else {}))
+        yield row(comm, {"ours": "ours", "ring": "ours, textbook ring",
+                         "torch": f"ours, {torch_dist.get_backend()}"}[comm], peak,
+                  plan=1e3 * predict(config, s, machines[comm]).step,
+                  ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
     if peer:
         yield row("peer", title, peer_peak)
 
 
-# --------------------------------------------------------------------------------------------------------------------- plan
+# ----------------------------------------------------------------------------------------------------------------- plan
 
-ROOM = 0.9  # share of a GPU's memory that predictions may fill: temporaries, the allocator's gaps and NCCL's buffers want the rest
+ROOM = 0.9  # of a GPU's memory may be filled by what is predicted; temporaries, gaps and NCCL's buffers take the rest
 
 
 @functools.cache
@@ -972,18 +1060,22 @@ def held(schedule, p, m, v):
 
 def needed_bytes(config, s, fused):
     """Bytes of the fullest pipeline rank. fused: as in parallel.memory_bytes."""
-    cuts, dtype, each = parallel.split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
-    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # from there on, more change nothing
-    return max(sum(parallel.memory_bytes(config, s.zero, s.dp, s.tp, dtype, s.recompute, each, cuts[rank::s.pp], math.ceil(peak[rank]),
-                                         fused).values()) for rank in range(s.pp))
+    cuts, dtype, each = parallel.split_pieces(config,
+        s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
+    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
+    return max(sum(parallel.memory_bytes(config, s.zero, s.dp, s.tp, dtype, s.recompute, each, cuts[rank::s.pp],
+                                         math.ceil(peak[rank]), fused).values()) for rank in range(s.pp))
 
 
 def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
+WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and stages a rank; GPipe keeps more
+
+
 def all_layouts(config, gpus, batch_size, dtype, node):
-    """Every layout that train.py takes and that is worth a look: tensor parallelism within a node, micro-batches of powers of two."""
+    """Every layout that train.py takes and that is worth a look: tp within a node, 2^n sequences a micro-batch."""
     for tp in divisors(math.gcd(config.n_head, gpus)):
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
@@ -993,16 +1085,16 @@ def all_layouts(config, gpus, batch_size, dtype, node):
                 m, rest = divmod(batch_size // dp, 1 << log)
                 if rest:
                     continue
-                schedules = [("1f1b", 1)]
-                if pp > 1:
-                    schedules += [("zb-h1", 1)] * (m >= pp)
-                    schedules += [("interleaved", v) for v in (2, 4) if m % pp == 0 and v * pp <= config.n_layer + 2]
-                for (schedule, v) in schedules:
+                for schedule, v in WORTH if pp > 1 else WORTH[:1]:
+                    lists = few_of(schedule, pp, m, v)
+                    if lists is None or v * pp > config.n_layer + 2 or (splits := splits_backward(lists)) and m < pp:
+                        continue
                     for zero in range(4) if dp > 1 else [0]:
                         for recompute in ("none", "attention", "block"):
-                            if not (schedule == "zb-h1" and recompute != "none"):
-                                yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule, virtual_stages=v, dtype=dtype,
-                                                     batch_size=batch_size, micro_batches=m, recompute=recompute)
+                            if not splits or recompute == "none":
+                                yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule,
+                                                     virtual_stages=v, dtype=dtype, batch_size=batch_size,
+                                                     micro_batches=m, recompute=recompute)
 
 
 def describe_layout(s):
@@ -1021,21 +1113,25 @@ def limit(costs):
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     config, machine = a.config, a.machine
-    say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of {config.seq_len} a step"
+    say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
+        f"{config.seq_len} a step"
         f"\n{describe_machine(machine)}")
-    candidates = sorted(((predict(config, s, machine), s) for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine.node)),
+    candidates = sorted(((predict(config, s, machine), s)
+                         for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine.node)),
                         key=lambda pair: pair[0].step)
     table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", {
-        "layout": "layout:<44", "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
-        "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "pp": "pp %:>6.1f", "limit": "beside computation:<28"})
+        "layout": "layout:<44", "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f",
+        "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f",
+        "pp": "pp %:>6.1f", "limit": "beside computation:<28"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
-        key = (s.dp, s.tp, s.pp, s.zero, s.schedule)  # one row each: the best micro-batches, virtual stages and recomputation
+        key = (s.dp, s.tp, s.pp, s.zero, s.schedule)  # one row each, the fastest
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)
-        table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", ms=1e3 * costs.step,
-                  tokens=tokens / costs.step, gib=need / 2**30, bubble=100 * costs.bubble / costs.step, limit=limit(costs),
+        table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}",
+                  ms=1e3 * costs.step, tokens=tokens / costs.step, gib=need / 2**30,
+                  bubble=100 * costs.bubble / costs.step, limit=limit(costs),
                   mfu=100 * tokens / costs.step * config.flops_per_token() / machine.peak if machine.peak else None,
                   dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
                   pp=100 * costs.transfers / costs.compute, settings=dataclasses.asdict(s), costs=costs._asdict())
@@ -1044,18 +1140,19 @@ def plan(a):
     if not table.rows:
         smallest = min((needed_bytes(config, s, machine.fused) for _, s in candidates), default=None)
         say("\nno layout divides batch and heads: give another --batch-size" if smallest is None else
-            f"\nnothing fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: the leanest layout needs {smallest / 2**30:.1f}; give more --gpus")
+            f"\nnothing fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: the leanest layout needs "
+            f"{smallest / 2**30:.1f}; give more --gpus")
     write_json(a.json, "plan", torch.device("cpu"), [table], machine=dataclasses.asdict(machine))
     return table
 
 
-# ------------------------------------------------------------------------------------------------------------------ scaling
+# -------------------------------------------------------------------------------------------------------------- scaling
 
 def scaling(a):
     """`strategies` with 1, 2, 4, ... processes: weak, the batch grows with them; strong, it stays."""
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
-        "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<29", "batch": "batch:>6", "ms": "ms:>8.1f",
-        "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
+        "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<29", "batch": "batch:>6",
+        "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
     worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
     one, done = {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -1064,8 +1161,9 @@ def scaling(a):
                 batch = a.batch_size * (n if kind == "weak" else worlds[-1])
                 if (n, batch) not in done:  # the largest world's two are one
                     path = os.path.join(folder, f"{n}-{batch}.json")
-                    words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size", batch, "--json", path,
-                             "--accumulate", batch // n // a.batch_size, "--only", *a.only, *["--quick"] * a.quick]
+                    words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size",
+                             batch, "--json", path, "--accumulate", batch // n // a.batch_size, "--only", *a.only,
+                             *["--quick"] * a.quick]
                     for name in ("device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES):
                         words += [f"--{name.replace('_', '-')}", getattr(a, name)] if getattr(a, name) else []
                     subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
@@ -1079,10 +1177,10 @@ def scaling(a):
     return table
 
 
-# ----------------------------------------------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------------------------------------------- pictures
 #
-# SVG text of words, boxes, and charts made of both. Colours of middle brightness on no background, so that a picture can be read on a
-# light page and on a dark one.
+# SVG text of words, boxes, and charts made of both. Colours of middle brightness on no background, so that a picture
+# can be read on a light page and on a dark one.
 
 COLOURS = "#4c8dd6", "#e0883a", "#4ba36b", "#9a6fc4", "#c2577a", "#888"
 
@@ -1098,7 +1196,7 @@ def boxes(colour, rectangles, opacity=1):
 
 
 def chart(title, groups):
-    """Bars side by side, 1000 x 280. groups: {label: {bar: {part: value}}}; a bar is a stack of parts, each part of one colour."""
+    """Bars side by side, 1000 x 280. groups: {label: {bar: {part: value}}}; a bar is a stack of parts."""
     bars = [parts for group in groups.values() for parts in group.values()]
     kinds = {part: [] for parts in bars for part in parts}
     unit, step = 180 / max(sum(parts.values()) for parts in bars), 960 / (len(bars) + len(groups) - 1)
@@ -1123,7 +1221,8 @@ def chart(title, groups):
 def write_svg(folder, name, height, parts):
     path = os.path.join(folder, name + ".svg")
     with open(path, "w") as file:
-        file.write("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {height}" font-family="sans-serif" fill="#888">',
+        file.write("\n".join(['<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
+                              f'viewBox="0 0 1000 {height}">',
                               *parts, "</svg>\n"]))
     say(path)
 
@@ -1132,7 +1231,8 @@ def draw_ring(states):
     n, width = len(states[0]), 1000 / len(states)
     out, cells, filled, cell = [], [], [[] for _ in range(n)], (width - 15) / n
     for s, state in enumerate(states):
-        out.append(words(width * s + width / 2, 14, "start" if s == 0 else f"reduce-scatter {s}" if s < n else f"all-gather {s - n + 1}"))
+        out.append(words(width * s + width / 2, 14,
+                         "start" if s == 0 else f"reduce-scatter {s}" if s < n else f"all-gather {s - n + 1}"))
         for rank, row in enumerate(state):
             for c, bits in enumerate(row):
                 x, y, w = width * s + 8 + cell * c, 22 + 30 * rank, (cell - 3) / n
@@ -1157,16 +1257,19 @@ def timeline_of(found):
 
 def comparisons(found):
     """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
-    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # ours first: the same colour everywhere
+    # Ours first: the same colour everywhere.
+    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))
 
     def groups(label, bars, keep=lambda row: True):  # bars(row): {bar: a value, or {part: value}}
         made = defaultdict(dict)
         for row in filter(keep, rows):
-            made[label(row)] |= {bar: value if isinstance(value, dict) else {bar: value} for bar, value in bars(row).items() if value}
+            made[label(row)] |= {bar: value if isinstance(value, dict) else {bar: value} for bar,
+                                 value in bars(row).items() if value}
         return {label: bars for label, bars in made.items() if bars}
 
     if found["what"] == "kernels":
-        for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")):
+        for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
+                                       ("layer-norm", "layer norm ", "tb", "TB/s")):
             for way in ("forward", "backward"):
                 yield picture, f"{op}{way}, {unit}", groups(
                     lambda row, op=op: row["op"].removeprefix(op), lambda row, key=key: {row["who"]: row[key]},
@@ -1176,7 +1279,7 @@ def comparisons(found):
             lambda row: f"{row['size']:,.0f} KiB", lambda row: {"ours": row["bus"], "torch": row["torch_bus"]},
             lambda row: row["op"] == "all_reduce" and "bus" in row)
     elif found["what"] == "strategies":
-        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors, predicted and measured; the allocator's peak", groups(
+        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", groups(
             lambda row: row["strategy"], lambda row: {
                 **{when: {kind: n / 2**30 for kind, n in kinds.items()}
                    for when, kinds in zip(("predicted", "measured"), row["memory_by_rank"][0])}, "peak": row["peak"]},
@@ -1184,8 +1287,9 @@ def comparisons(found):
         yield "strategies", f"{found['model']}, tokens/s a GPU", groups(lambda row: row["strategy"], lambda row: {
             row["who"] if row["who"].startswith("ours") else "torch": row["tokens"]})
     else:
-        yield "scaling", "tokens/s a GPU, % of one GPU's", groups(lambda row: f"{row['kind']} {row['gpus']}", lambda row: {
-            f"{row['strategy']} {row['who']}": row["efficiency"]})
+        yield "scaling", "tokens/s a GPU, % of one GPU's", groups(
+            lambda row: f"{row['kind']} {row['gpus']}",
+            lambda row: {f"{row['strategy']} {row['who']}": row["efficiency"]})
 
 
 def pictures(a):
@@ -1211,47 +1315,65 @@ def pictures(a):
             write_svg(a.into, picture, 290 * len(parts) - 10, parts)
 
 
-# -------------------------------------------------------------------------------------------------------------------- flags
+# ---------------------------------------------------------------------------------------------------------------- flags
 
-WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan, "scaling": scaling,
-        "pictures": pictures}
+WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan,
+        "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
 FLAGS = [  # which of WHAT take it, its name, the rest
-    ((*MEASURED, "plan"), "--json", {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
-    ((*MEASURED[1:], "plan"), "--gpus", {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
+    ((*MEASURED, "plan"), "--json",
+     {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
+    ((*MEASURED[1:], "plan"), "--gpus",
+     {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
     (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
     (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
-    (MEASURED, "--only", {"nargs": "+", "metavar": "NAME", "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
-    (OF_A_MODEL, "--model", {"choices": list(PRESETS), "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
-    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"}) for name in train.SIZES),
-    (OF_A_MODEL, "--batch-size", {"type": parallel.positive, "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
-    (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"], "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
-    (TRAINED, "--comm", {"choices": ["ring", "torch", "both"], "default": "ring", "help": "collectives under our strategies"}),
-    (("strategies",), "--accumulate", {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
+    (MEASURED, "--only", {"nargs": "+", "metavar": "NAME",
+                          "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
+    (OF_A_MODEL, "--model", {"choices": list(PRESETS),
+                             "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
+    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"})
+      for name in train.SIZES),
+    (OF_A_MODEL, "--batch-size", {"type": parallel.positive,
+                                  "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
+    (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"],
+                             "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
+    (("collectives",), "--comm", {"choices": ["ours", "ring"], "default": "ours",
+                                  "help": "what is held against torch's: ring, the textbook's"}),
+    (TRAINED, "--comm", {"choices": ["ours", "ring", "torch", "both"], "default": "ours",
+                         "help": "collectives under our strategies"}),
+    (("strategies",), "--accumulate",
+     {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
     (("strategies",), "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
-    (("strategies",), "--virtual-stages", {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
+    (("strategies",), "--virtual-stages",
+     {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
     (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
     (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
-    (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both", "help": "whether the batch grows with the GPUs"}),
-    (("plan",), "--machine", {"default": "h200", "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
+    (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both",
+                              "help": "whether the batch grows with the GPUs"}),
+    (("plan",), "--machine", {"default": "h200",
+                              "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
     (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
-    (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S", "help": "from a GPU to another node, instead of the machine's"}),
+    (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S",
+                              "help": "from a GPU to another node, instead of the machine's"}),
     (("plan",), "--top", {"type": parallel.positive, "default": 15, "help": "layouts to print"}),
-    (("pictures",), "files", {"nargs": "*", "metavar": "FILE", "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
+    (("pictures",), "files", {"nargs": "*", "metavar": "FILE",
+                              "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
     (("pictures",), "--into", {"default": "assets", "metavar": "DIR", "help": "where the SVG files go"}),
 ]
 
 
 def parse(words):
-    parser = train.Parser(description="What the lecture predicts, what we measure, what PyTorch's own does.", allow_abbrev=False)
+    parser = train.Parser(description="What the lecture predicts, what we measure, what PyTorch's own does.",
+                          allow_abbrev=False)
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT", help=" | ".join(WHAT))
     for what in WHAT:
         sub = whats.add_parser(what, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    return parser.parse_args(words, argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1))  # of who takes no such flag
+    without = argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1)  # of who takes no such flag
+    return parser.parse_args(words, without)
 
 
 def check(a, world):
@@ -1272,12 +1394,13 @@ def check(a, world):
         for name in set(a.only) - set(names):
             raise BadInput(f"--only {name}: there are {', '.join(names)}")
         if a.device == "cpu" and not kernels.INTERPRETED:
-            raise BadInput("--device cpu: kernels are Triton's and want a GPU; TRITON_INTERPRET=1 with --quick shows that they work")
+            raise BadInput("--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
         return 1
     if a.what == "collectives":
         a.only = a.only or [*BUS, "barrier"]
         if a.gpus == 1:
-            raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2" + " --device cpu" * (a.device == "cuda"))
+            raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2"
+                           + " --device cpu" * (a.device == "cuda"))
         for name in set(a.only) - {*BUS, "barrier"}:
             raise BadInput(f"--only {name}: there are {', '.join(BUS)}, barrier")
         return a.gpus
@@ -1301,7 +1424,8 @@ def check_processes(a, world):
         raise BadInput(f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
     a.gpus = a.gpus or (world if world > 1 else max(1, gpus) if a.device == "cuda" else 2)
     if a.device == "cuda" and world == 1 and a.gpus > gpus:
-        raise BadInput(f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
+        raise BadInput(f"--gpus {a.gpus}: this machine has {gpus}; give "
+                       + (f"--gpus {gpus}" if gpus else "--device cpu"))
 
 
 def check_strategies(a, batch_size):
@@ -1334,14 +1458,15 @@ def check_files(a):
         try:
             with open(path) as file:
                 found = json.load(file)
-            kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: nothing is in it
+            kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or `train.py --trace` "
+            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or "
+                           f"`train.py --trace` "
                            f"wrote") from None
         if kind not in ("trace", *MEASURED):
             raise BadInput(f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
         if kind in first:
-            raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give it alone, with --into another folder")
+            raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give another --into folder")
         a.found[path], first[kind] = found, path
     if int(os.environ.get("RANK", "0")) == 0:
         train.check_folder(a.into, "--into")
@@ -1354,15 +1479,16 @@ def load_machine(a):
             with open(a.machine) as file:
                 machine = Machine(**json.load(file)["machine"])
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"--machine {a.machine}: {type(error).__name__} {error}; give one of {', '.join(MACHINES)}, or a file that "
-                           f"`bench.py collectives --json` wrote") from None
-    given = {"node": a.node, "network": a.network and 1e9 * a.network, "network_hop": machine.network_hop or machine.hop}
+            raise BadInput(f"--machine {a.machine}: {type(error).__name__} {error}; give one of "
+                           f"{', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote") from None
+    given = {"node": a.node, "network": a.network and 1e9 * a.network,
+             "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
     if machine.link is None:
-        raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it again with --gpus 2 or more")
+        raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
     if a.gpus > machine.node and not machine.network:
-        raise BadInput(f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how fast the "
-                       f"network is: give e.g. --network 45")
+        raise BadInput(f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not "
+                       f"say how fast the network is: give e.g. --network 45")
     return machine
 
 
