@@ -2010,10 +2010,10 @@ def text(tmp_path_factory):
 
 
 def run_training(flags):
-    """train.py's own `train`, in this pool's processes."""
+    """train.py's own `train`, in this pool's processes and on their device, which `--device auto` need not find."""
     device = torch.get_default_device()
     with torch.device("cpu"):  # as when it is started
-        run = train.prepare(flags, dist.get_rank(), dist.get_world_size(), dist.get_world_size())
+        run = train.prepare(["--device", device.type, *flags], dist.get_rank(), dist.get_world_size(), dist.get_world_size())
         saved = train.train(run, device)
     if run.lock:
         run.lock.close()
@@ -2236,10 +2236,27 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, names, bad_files, monkeypa
 
 
 def test_more_processes_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(train.BadInput, match="4 processes on this machine need as many GPUs and it has 2: give --device cpu"):
-        train.check_layout(train.Settings(dp=2, tp=2), model.PRESETS["tiny"], 1, 1)
+    """--device auto takes CUDA where each process on this machine gets a GPU of its own; --device cuda means it."""
+    def layout(processes, world=1, local_world=1, **more):
+        s = train.Settings(dp=processes // 2, tp=2, batch_size=24, **more)
+        assert train.check_layout(s, model.PRESETS["tiny"], world, local_world) == processes
+        return s.device, s.cuda_graphs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for gpus in (0, 1, 2, 4, 8):
+        for processes in (2, 4, 8):
+            want = ("cuda", "on") if processes <= gpus else ("cpu", "off")
+            assert layout(processes) == layout(processes, processes, processes) == want  # before and after it starts itself again
+            assert layout(processes, device="cpu") == ("cpu", "off")
+            if processes > gpus:
+                with pytest.raises(train.BadInput, match=f"{processes} processes on this machine need as many GPUs and it has {gpus}: give --device cpu"):
+                    layout(processes, device="cuda")
+        s = train.Settings()
+        assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
+    gpus = 2
+    with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: give --device cpu"):
+        layout(8, 8, 4)  # the other node might choose otherwise
     with pytest.raises(train.BadInput, match="needs 6 processes, 4 were started: give --dp 2"):
         train.check_layout(train.Settings(dp=3, tp=2), model.PRESETS["tiny"], 4, 4)
     assert train.check_layout(train.Settings(tp=2), model.PRESETS["tiny"], 16, 2) == 16  # eight nodes of two
@@ -2299,7 +2316,7 @@ def test_all_processes_start_and_end_together(text, tmp_path):
         ends = dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(tmp_path / how)), hows)))
     printed, errors, code, _ = ends.pop("torchrun")
     assert code == 0, errors
-    assert "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
+    assert "device   cpu: 2 processes on this machine, " in printed and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
     assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
     assert [entry["step"] for entry in log_of(tmp_path / "torchrun")] == [1, 2]
     for how, (_, errors, code, left) in ends.items():
@@ -2750,7 +2767,7 @@ def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
     assert [entry["step"] for entry in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert train.open_checkpoint(tmp_path / "run" / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
     files = sorted(os.listdir(tmp_path / "run"))
-    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line"], 1, tmp_path / "log")
+    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line", "--device", "cpu"], 1, tmp_path / "log")
     assert sample.end() == [0]
     assert sample.printed().split("---")[-2] == longer.printed().split("---")[-2]  # the same six bytes after "line"
     assert files == sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]

@@ -99,7 +99,7 @@ class Settings:
                           choices=["none", "block", "attention"])
     cuda_graphs: str = flag("auto", "record a micro-batch's kernels once and replay them, which spares the CPU; auto: on several GPUs, "
                                     "where ZeRO is 0 or 1", choices=["auto", "off", "on"])
-    device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
+    device: str = flag("auto", "auto takes CUDA where each process on this machine gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, except in fp64",
                         choices=["auto", "torch", "triton"])
     comm: str = flag("ours", "collectives: ours, as fast as they go; the textbook's ring; torch.distributed's own", choices=["ours", "ring", "torch"])
@@ -183,6 +183,15 @@ def model_config(s, checkpoint=None):
     return config, source
 
 
+def gpus_here():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_for(asked, processes, gpus):
+    """--device, where it is auto: CUDA if each process on this machine gets a GPU of its own, else the CPU."""
+    return asked if asked != "auto" else "cuda" if gpus >= processes else "cpu"
+
+
 def check_layout(s, config, world, local_world):
     """Everything that must divide, and enough GPUs. Fills in s.dp and s.device; returns the number of processes needed."""
     if s.dp is None:
@@ -215,9 +224,10 @@ def check_layout(s, config, world, local_world):
                        f"give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
     if s.reduce_dtype != "same" and s.dtype == "fp64":
         raise BadInput(f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64: leave one of them out")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if s.device == "auto":
-        s.device = "cuda" if gpus else "cpu"
+    local, gpus = local_world if world > 1 else processes, gpus_here()
+    if world > local_world and s.device == "auto" and 0 < gpus < local:  # on another node there may be enough: both must be the same
+        raise BadInput(f"--device auto: {local} processes on this node need as many GPUs and it has {gpus}: give --device cpu")
+    s.device = device_for(s.device, local, gpus)
     able = s.device == "cuda" and s.zero < 2
     if s.cuda_graphs == "on" and not able:
         raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave it out")
@@ -229,7 +239,6 @@ def check_layout(s, config, world, local_world):
         raise BadInput(f"--kernels {s.kernels}: {problem}; give --kernels auto") from None
     if s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED):
         raise BadInput("--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
-    local = local_world if world > 1 else processes
     if s.device == "cuda" and local > gpus:
         raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "
                        f"give --device cpu" + (f", or a layout of {gpus}" if gpus else ""))
@@ -735,7 +744,8 @@ class Trainer:
 
 def describe(trainer, say, run):
     s, c, mesh, local_world = trainer.s, trainer.config, trainer.mesh, run.local_world
-    each = s.batch_size // s.dp // s.micro_batches
+    each, here, gpus = s.batch_size // s.dp // s.micro_batches, min(local_world, mesh.size()), gpus_here()
+    say(f"device   {trainer.device.type}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}")
     say(f"model    {run.checkpoint.path if run.checkpoint else s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, "
         f"width {c.n_embd}, vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}")
     say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
