@@ -2117,6 +2117,22 @@ def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
     assert all(max(same) - min(same) < 1e-10 for same in zip(*losses))
 
 
+def test_plain_is_the_upper_half(text, tmp_path):
+    """`--plain` logs the whole program's losses, knows no flag of the lower half, and its checkpoints fit another layout."""
+    flags = TINY + ["--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4", "--save-every", "2"]
+    runs = [(["--dp", "2", "--steps", "4"], "whole", 0), (["--plain", "--dp", "2", "--steps", "4"], "plain", 0),
+            (["--plain", "--zero", "3", "--steps", "4", "--resume", str(tmp_path / "plain" / "step-00000002.pt")], "again", 0),
+            (["--plain", "--keep", "2"], "none", 2)]
+    for more, out, code in runs:
+        ranks = Ranks([*flags, *more, "--out", str(tmp_path / out)], 2, tmp_path / f"{out}.txt")
+        assert ranks.end() == [code, code], ranks.printed()
+    assert "unrecognized arguments: --keep" in ranks.printed()
+    assert sorted(os.listdir(tmp_path / "plain")) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
+    whole, plain, again = ([(e["step"], e["loss"], e["grad_norm"]) for e in log_of(tmp_path / out)] for out in ("whole", "plain", "again"))
+    assert close(plain, whole) and close(again, whole[2:])
+    assert "--- sample, 4 tokens" in (tmp_path / "plain.txt").read_text()
+
+
 def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
     GPT(GPTConfig(256, 16, 1, 2, 16), seed=7).save_hf(tmp_path / "hf")
     os.mkdir(tmp_path / "out")
@@ -2928,7 +2944,8 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
 
 
 def trace_into(folder):
-    said, pipeline = [], types.SimpleNamespace(recorded=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
+    stopwatch = types.SimpleNamespace(stop=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
+    said, pipeline = [], types.SimpleNamespace(stopwatch=stopwatch)
     train.write_trace(types.SimpleNamespace(net=types.SimpleNamespace(pipeline=pipeline)), folder, said.append)
     return said
 
