@@ -720,7 +720,7 @@ def random_source(config, device):
 
 def make_trainer(config, s, device):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
-    return train.Trainer(s, config, random_source(config, device), (tokens, tokens, False), device)
+    return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
 def predicted_traffic(trainer):

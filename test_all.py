@@ -1668,7 +1668,7 @@ def activations_of(text, choice, tp, *flags):
     with torch.device("cpu"):
         train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
         kernels.use(choice)
-        trainer = train.Trainer(s, config, source, train.load_data(s), device)
+        trainer = train.WatchedTrainer(s, config, source, train.load_data(s), device)
         trainer.step(0, train.BirthLog())
         kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer)["activations"]
         kernels.use("auto")
@@ -1740,7 +1740,7 @@ def overflow_case(text, zero):
     s = train.parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device", torch.get_default_device().type])
     config, source = train.model_config(s)
     train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-    trainer = train.Trainer(s, config, source, train.load_data(s), torch.get_default_device())
+    trainer = train.WatchedTrainer(s, config, source, train.load_data(s), torch.get_default_device())
     weights = lambda: [trainer.net.whole_parameter(name).clone() for name in model.shapes(config)]
     loss, factor = trainer.net.pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     trainer.net.pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
@@ -2011,11 +2011,11 @@ def text(tmp_path_factory):
 
 
 def run_training(flags):
-    """train.py's own `train`, in this pool's processes."""
+    """train.py's own run, in this pool's processes and on their device, which `--device auto` need not find."""
     device = torch.get_default_device()
     with torch.device("cpu"):  # as when it is started
-        run = train.prepare(flags, dist.get_rank(), dist.get_world_size(), dist.get_world_size())
-        saved = train.train(run, device)
+        run = train.WatchedRun(["--device", device.type, *flags])
+        saved = run.train(device)
     if run.lock:
         run.lock.close()
     return saved
@@ -2033,7 +2033,7 @@ def plain_log(text):
                              for matrix in (1, 0)], betas=(0.9, 0.95))
 
     def loss_of(part, step):
-        x, y = train.batch(part, 0, step, 8, 16, 256, slice(None))
+        x, y = train.batch(part, 0, step, 8, 16, slice(None))
         return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
 
     for step in range(10):
@@ -2118,6 +2118,22 @@ def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
     assert all(max(same) - min(same) < 1e-10 for same in zip(*losses))
 
 
+def test_plain_is_the_upper_half(text, tmp_path):
+    """`--plain` logs the whole program's losses, knows no flag of the lower half, and its checkpoints fit another layout."""
+    flags = TINY + ["--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4", "--save-every", "2"]
+    runs = [(["--dp", "2", "--steps", "4"], "whole", 0), (["--plain", "--dp", "2", "--steps", "4"], "plain", 0),
+            (["--plain", "--zero", "3", "--steps", "4", "--resume", str(tmp_path / "plain" / "step-00000002.pt")], "again", 0),
+            (["--plain", "--keep", "2"], "none", 2)]
+    for more, out, code in runs:
+        ranks = Ranks([*flags, *more, "--out", str(tmp_path / out)], 2, tmp_path / f"{out}.txt")
+        assert ranks.end() == [code, code], ranks.printed()
+    assert "unrecognized arguments: --keep" in ranks.printed()
+    assert sorted(os.listdir(tmp_path / "plain")) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
+    whole, plain, again = ([(e["step"], e["loss"], e["grad_norm"]) for e in log_of(tmp_path / out)] for out in ("whole", "plain", "again"))
+    assert close(plain, whole) and close(again, whole[2:])
+    assert "--- sample, 4 tokens" in (tmp_path / "plain.txt").read_text()
+
+
 def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
     GPT(GPTConfig(256, 16, 1, 2, 16), seed=7).save_hf(tmp_path / "hf")
     os.mkdir(tmp_path / "out")
@@ -2126,7 +2142,7 @@ def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
     before, after = GPT.from_hf(tmp_path / "hf"), GPT.from_hf(tmp_path / "out" / "step-00000001")
     assert all(p.equal(q) for p, q in zip(before.parameters(), after.parameters()))
     tokens = np.fromfile(text, np.uint8)
-    x, y = train.batch(tokens[:len(tokens) - len(tokens) // 10], 0, 0, 4, 16, 256, slice(None))
+    x, y = train.batch(tokens[:len(tokens) - len(tokens) // 10], 0, 0, 4, 16, slice(None))
     with torch.device("cpu"):
         want = F.cross_entropy(before.double()(x).flatten(0, 1), y.flatten()).item()
     assert abs(log_of(tmp_path / "out")[0]["loss"] - want) < 1e-10
@@ -2134,11 +2150,11 @@ def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
 
 def test_batches_depend_on_seed_step_and_sample_alone():
     tokens = np.arange(1000, dtype=np.uint16)
-    whole = train.batch(tokens, 1, 2, 8, 16, 1000, slice(None))
-    part = train.batch(tokens, 1, 2, 8, 16, 1000, slice(3, 5))
+    whole = train.batch(tokens, 1, 2, 8, 16, slice(None))
+    part = train.batch(tokens, 1, 2, 8, 16, slice(3, 5))
     assert whole[0][3:5].equal(part[0]) and whole[0][:, 1:].equal(whole[1][:, :-1]) and (whole[1] - whole[0]).unique().tolist() == [1]
     for seed, step in (1, 3), (2, 2):
-        assert not train.batch(tokens, seed, step, 8, 16, 1000, slice(None))[0].equal(whole[0])
+        assert not train.batch(tokens, seed, step, 8, 16, slice(None))[0].equal(whole[0])
 
 
 def test_learning_rate_schedule():
@@ -2237,10 +2253,27 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, names, bad_files, monkeypa
 
 
 def test_more_processes_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(train.BadInput, match="4 processes on this machine need as many GPUs and it has 2: give --device cpu"):
-        train.check_layout(train.Settings(dp=2, tp=2), model.PRESETS["tiny"], 1, 1)
+    """--device auto takes CUDA where each process on this machine gets a GPU of its own; --device cuda means it."""
+    def layout(processes, world=1, local_world=1, **more):
+        s = train.Settings(dp=processes // 2, tp=2, batch_size=24, **more)
+        assert train.check_layout(s, model.PRESETS["tiny"], world, local_world) == processes
+        return s.device, s.cuda_graphs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for gpus in (0, 1, 2, 4, 8):
+        for processes in (2, 4, 8):
+            want = ("cuda", "on") if processes <= gpus else ("cpu", "off")
+            assert layout(processes) == layout(processes, processes, processes) == want  # before and after it starts itself again
+            assert layout(processes, device="cpu") == ("cpu", "off")
+            if processes > gpus:
+                with pytest.raises(train.BadInput, match=f"{processes} processes on this machine need as many GPUs and it has {gpus}: give --device cpu"):
+                    layout(processes, device="cuda")
+        s = train.Settings()
+        assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
+    gpus = 2
+    with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: give --device cpu"):
+        layout(8, 8, 4)  # the other node might choose otherwise
     with pytest.raises(train.BadInput, match="needs 6 processes, 4 were started: give --dp 2"):
         train.check_layout(train.Settings(dp=3, tp=2), model.PRESETS["tiny"], 4, 4)
     assert train.check_layout(train.Settings(tp=2), model.PRESETS["tiny"], 16, 2) == 16  # eight nodes of two
@@ -2303,7 +2336,7 @@ def test_all_processes_start_and_end_together(text, tmp_path):
         ends = dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(tmp_path / how)), hows)))
     printed, errors, code, _ = ends.pop("torchrun")
     assert code == 0, errors
-    assert "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
+    assert "device   cpu: 2 processes on this machine, " in printed and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
     assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
     assert [entry["step"] for entry in log_of(tmp_path / "torchrun")] == [1, 2]
     for how, (_, errors, code, left) in ends.items():
@@ -2672,6 +2705,7 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program, cut, lines)
     if cut:
         import_cut(cut)
         runpy.run_path(os.path.join(cut, program + ".py"), run_name="__main__")
+        return  # the whole program exits
     with upper_lines_into(f"{lines}.{rank}") if lines else contextlib.nullcontext():
         MODULES[program].main()
 
@@ -2755,15 +2789,15 @@ def test_checkpoint_fits_every_layout(pool, text, tmp_path):
     pool(1).run(run_training, flags + ["--out", str(tmp_path / "whole")])
     moves = [(4, ["--tp", "2"], 2), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4), (4, ["--zero", "3"], 5),
              (3, ["--pp", "3"], 6), (2, ["--zero", "2", "--tp", "1"], 7)]
-    last, done = [], 0
-    for i, (size, layout, stop) in enumerate(moves):
-        out = str(tmp_path / str(i))
-        assert pool(size).run(run_training, flags + layout + last + ["--out", out]) == [True] * size
+    out = str(tmp_path / "moved")
+    for size, layout, stop in moves:
+        assert pool(size).run(run_training, flags + layout + ["--out", out]) == [True] * size
         log = log_of(out)
-        assert [entry["step"] for entry in log] == list(range(done + 1, 8))
-        for a, b in zip(log, log_of(tmp_path / "whole")[done:]):
+        assert [entry["step"] for entry in log] == list(range(1, 8))
+        for a, b in zip(log, log_of(tmp_path / "whole")):
             assert all(abs(a[key] - b[key]) <= 1e-10 * abs(b[key]) for key in ("loss", "grad_norm", "lr")), (layout, a, b)
-        last, done = ["--resume", os.path.join(out, f"step-{stop:08}")], stop
+        for step in range(stop + 1, 8):  # the next layout goes on from the middle
+            shutil.rmtree(os.path.join(out, f"step-{step:08}"))
     for file in ("model", "optimizer"):
         want, got = (model.read_safetensors(f"{folder}/step-00000007/{file}.safetensors") for folder in (tmp_path / "whole", out))
         assert want.keys() == got.keys() and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items())
@@ -2779,7 +2813,7 @@ def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
     assert [entry["step"] for entry in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert train.open_checkpoint(tmp_path / "run" / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
     files = sorted(os.listdir(tmp_path / "run"))
-    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line"], 1, tmp_path / "log")
+    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line", "--device", "cpu"], 1, tmp_path / "log")
     assert sample.end() == [0]
     assert sample.printed().split("---")[-2] == longer.printed().split("---")[-2]  # the same six bytes after "line"
     assert files == sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
@@ -2889,7 +2923,7 @@ def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
 def not_finite(text, out, on_nan, zero):
     """One rank's loss is NaN in step 3; what the others do."""
     flags = TRAIN + ["--data", text, "--steps", "5", "--on-nan", on_nan, "--zero", str(zero), "--save-every", "1", "--out", out]
-    run = train.prepare(flags, dist.get_rank(), 2, 2)
+    run = train.WatchedRun(flags)
     whole, calls = parallel.cross_entropy, []
 
     def loss(*arguments):
@@ -2898,7 +2932,7 @@ def not_finite(text, out, on_nan, zero):
 
     parallel.cross_entropy = loss
     try:
-        return train.train(run, torch.device("cpu"))
+        return run.train(torch.device("cpu"))
     except train.NotFinite as error:
         return str(error)
     finally:
@@ -2939,7 +2973,8 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
 
 
 def trace_into(folder):
-    said, pipeline = [], types.SimpleNamespace(recorded=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
+    stopwatch = types.SimpleNamespace(stop=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
+    said, pipeline = [], types.SimpleNamespace(stopwatch=stopwatch)
     train.write_trace(types.SimpleNamespace(net=types.SimpleNamespace(pipeline=pipeline)), folder, said.append)
     return said
 
@@ -3006,7 +3041,7 @@ BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must sa
     ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"), ("", ["--n-layer", "2"], "--n-layer 2"),
     ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
     ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"), ("", ["--out", "LOCKED"], "process 1 on here writes there"),
-    ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
+    ("", ["--out", "NEW"], "a run goes on in its own folder"), ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
 
 
 @pytest.fixture(scope="session")
@@ -3030,7 +3065,7 @@ def damage_checkpoint(path, how):
         file.write_bytes(file.read_bytes()[:-10])
     elif what == "flipped":
         data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
+        data[data.index(b"skipped") if part == "manifest" else len(data) // 2] ^= 1  # which leaves it JSON
         file.write_bytes(data)
     elif how:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -3073,18 +3108,18 @@ def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_r
         shutil.rmtree(run / "step-00000002")
     damage_checkpoint(step, how)
     monkeypatch.chdir(tmp_path)
-    special = {"OTHER": bad_files["ASCII"], "OTHER_RUN": str(tmp_path / "other"), "LOCKED": str(tmp_path / "locked"), "IN_THE_WAY": str(run)}
+    special = {"OTHER": bad_files["ASCII"], "OTHER_RUN": str(tmp_path / "other"), "LOCKED": str(run), "IN_THE_WAY": str(run), "NEW": str(tmp_path / "new")}
     resume = run if how == "no manifest" else run / "step-00000002" if "IN_THE_WAY" in flags else step
+    resume = ["--resume", str(resume)]
     if "OTHER_RUN" in flags:
         shutil.copytree(run, tmp_path / "other")
-        flags = flags + ["--lr", "0.5"]
+        resume, flags = [], flags + ["--data", text, *TINY, "--steps", "3", "--lr", "0.5"]
     if "LOCKED" in flags:
-        os.mkdir(tmp_path / "locked")
-        lock = open(tmp_path / "locked" / ".lock", "w+")  # noqa: SIM115  locked until the test ends
+        lock = open(run / ".lock", "w+")  # noqa: SIM115  locked until the test ends
         lock.write("process 1 on here"), lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
     before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
-    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", "--resume", str(resume)] + [special.get(f, f) for f in flags])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", *resume] + [special.get(f, f) for f in flags])
     monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
     with pytest.raises(SystemExit) as exit:
         train.main()

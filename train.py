@@ -3,68 +3,50 @@
     python train.py                                          one process
     torchrun --nproc_per_node 4 train.py --dp 2 --tp 2       four: two replicas, each cut in two
     python train.py --dp 2 --tp 2                            the same: it starts itself again under torchrun
-    python train.py --out runs/1                             with checkpoints: the same command again goes on after the last
+    python train.py --out runs/1                             with checkpoints: run it again and it goes on
     python train.py --steps 0 --sample 200 --resume runs/1   text from the newest of them
+    torchrun --nproc_per_node 2 train.py --plain --dp 2      the upper halves of all files alone, to step through
 
 With no flags it trains a 0.8M-parameter model on the source of Python's standard library, in a minute or two on a CPU.
-Every layout sees the same tokens and logs the same loss: a batch is a function of (seed, step, sample), initial weights of
-(seed, name). `python train.py --help` lists the flags.
+Every layout sees the same tokens and logs the same loss, because a batch is a function of (seed, step, sample), and
+initial weights are a function of (seed, name). `python train.py --help` lists the flags.
+
+The upper half of this file is a complete program: flags, data, the training loop, checkpoints. The lower half puts
+subclasses into the table FASTER, and they check the input, survive crashes and report more.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import math
 import os
 import pathlib
-import re
-import shutil
-import signal
-import socket
 import sys
 import sysconfig
 import time
-import traceback
-import zlib
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
+import model
 import parallel
-from model import (
-    ACTIVATIONS,
-    GPT,
-    PRESETS,
-    GPTConfig,
-    crc_of_file,
-    materialize,
-    open_hf,
-    read_safetensors,
-    shapes,
-    sync_folder,
-    write_file,
-    write_hf,
-    write_safetensors,
-)
+from model import ACTIVATIONS, GPT, PRESETS, materialize, shapes
 
-# ---------------------------------------------------------------------------------------------------------------- settings
+FASTER = {}  # class of the upper half -> the subclass to take in its place
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
 
 def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
 @dataclass
-class Settings:
-    """Every flag of the command line, --with-dashes."""
+class Flags:
+    """Flags of the command line, --with-dashes."""
     data: str = flag("", "a text file, a folder of text, or a .bin of tokens (uint16, or llm.c's with its header); "
                          "left out, the source of Python's standard library as bytes. The last 10 %% are held out")
     model: str = flag("tiny", "preset", choices=list(PRESETS))
@@ -74,7 +56,6 @@ class Settings:
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
-    init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder (its sizes count, not --model's)")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
     micro_batches: int = flag(1, "parts in which each rank's share of a step is computed, gradients adding up")
@@ -88,36 +69,430 @@ class Settings:
     tp: int = flag(1, "ranks each layer is cut over")
     pp: int = flag(1, "pipeline stages, ranks the layers are spread over")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
-    trace: str = flag("", "folder for trace.json, what every rank ran in the third step, for Perfetto or chrome://tracing")
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    zero: int = flag(0, "ZeRO stage over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=[0, 1, 2, 3])
+    zero: int = flag(0, "ZeRO stage over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too",
+                     choices=[0, 1, 2, 3])
     dtype: str = flag("fp32", "what layers compute in; bf16 and fp16 keep float32 masters, fp16 scales its loss",
                       choices=["fp32", "bf16", "fp16", "fp64"])
-    reduce_dtype: str = flag("same", "what gradients travel in over dp: as they are added up (float32), or bf16, half of it",
-                             choices=["same", "bf16"])
-    recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its activations",
-                          choices=["none", "block", "attention"])
-    cuda_graphs: str = flag("auto", "record a micro-batch's kernels once and replay them, which spares the CPU; auto: on several GPUs, "
-                                    "where ZeRO is 0 or 1", choices=["auto", "off", "on"])
-    device: str = flag("auto", "auto takes CUDA where there is one", choices=["auto", "cpu", "cuda"])
-    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, except in fp64",
-                        choices=["auto", "torch", "triton"])
-    comm: str = flag("ours", "collectives: ours, as fast as they go; the textbook's ring; torch.distributed's own", choices=["ours", "ring", "torch"])
+    reduce_dtype: str = flag("same", "what gradients travel in over dp: as they are added up (float32), or bf16, "
+                                     "half of it", choices=["same", "bf16"])
+    recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its "
+                                  "activations", choices=["none", "block", "attention"])
+    device: str = flag("auto", "auto takes CUDA where each process on this machine gets a GPU of its own",
+                       choices=["auto", "cpu", "cuda"])
+    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, "
+                                "except in fp64", choices=["auto", "torch", "triton"])
+    comm: str = flag("ours", "collectives: ours as fast as they get, the textbook's ring, or torch.distributed's own",
+                     choices=["ours", "ring", "torch"])
+    plain: bool = flag(False, "run the upper halves of all files alone; several processes need torchrun then")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
     sample: int = flag(200, "tokens to generate at the end; 0: none")
     prompt: str = flag("def ", "what the sample continues (data of bytes)")
     out: str = flag("", "folder for log.jsonl and checkpoints; the same command with it again goes on where they end")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
+    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, the newest in "
+                           "--out. What decides the numbers (data, sizes, --lr and so on) comes with it where the flag "
+                           "is left out", nargs="?", const="newest", metavar="PATH")
+
+
+SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size"
+
+
+def parse(arguments):
+    kind, parser_class = (FASTER.get(one, one) for one in (Flags, argparse.ArgumentParser))
+    parser = parser_class(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
+                          description="Train a GPT on one process or many.")
+    for f in dataclasses.fields(kind):
+        how = {"action": "store_true"} if f.type is bool else {"type": f.type, "default": f.default}
+        parser.add_argument("--" + f.name.replace("_", "-"), **how, **f.metadata)
+    return kind(**vars(parser.parse_args(arguments)))
+
+
+def config_of(s):
+    """The preset's GPTConfig, with the sizes that were given in place of its own."""
+    given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
+    return dataclasses.replace(PRESETS[s.model], inner=0, **given)
+
+
+def processes_here():
+    """How many processes of this run are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+
+
+def device_for(asked, processes):
+    """--device, where it is auto: CUDA if each process on this machine gets a GPU of its own, else the CPU."""
+    return asked if asked != "auto" else "cuda" if torch.cuda.device_count() >= processes else "cpu"
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+def standard_library():
+    """The source files of Python's standard library: the one text that is on every reader's machine."""
+    root, others = pathlib.Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "dist-packages", "test", "tests"}
+    return [file for file in root.rglob("*.py") if not others & set(file.parts)]
+
+
+def read_texts(files):
+    """All files' bytes, uint8, in the order of their names; a file with a zero byte in it is no text and left out."""
+    texts = [file.read_bytes() for file in sorted(files)]
+    return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
+
+
+def split(tokens):
+    """(training tokens, held-out tokens): the last tenth is held out."""
+    return np.split(tokens, [len(tokens) - len(tokens) // 10])
+
+
+def batch(tokens, seed, step, batch_size, seq_len, samples):
+    """Inputs and targets, int64 (n, T) on the CPU, of some samples (a slice) of a step's batch. They depend on the
+    arguments alone, so in every layout a step sees the same tokens."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - seq_len, batch_size)[samples]
+    rows = torch.from_numpy(np.stack([tokens[i:i + seq_len + 1] for i in starts]).astype(np.int64))     # (n, T + 1)
+    return rows[:, :-1], rows[:, 1:]
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+def learning_rate(s, step):
+    """Linear warm-up, then half a cosine from lr to min_lr at the last step; steps count from 0."""
+    if step < s.warmup_steps:
+        return s.lr * (step + 1) / s.warmup_steps
+    progress = (step - s.warmup_steps) / max(1, s.steps - 1 - s.warmup_steps)
+    return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
+
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
+
+
+class LossScale:
+    """fp16's smallest number is 6e-8: the loss is multiplied, so that gradients stay above it, and they are divided.
+
+    A step whose gradients are not finite is skipped and the scale is halved; after 200 good steps it doubles.
+    Micikevicius et al., "Mixed Precision Training" (2018).
+    """
+
+    def __init__(self, start=2.0**16, interval=200):
+        self.scale, self.interval, self.good, self.skipped = start, interval, 0, 0
+
+    def update(self, finite):
+        self.good = self.good + 1 if finite else 0
+        self.skipped += not finite
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good % self.interval == 0:
+            self.scale = min(2.0**24, self.scale * 2)
+
+
+class Trainer:
+    """What a run holds: model, optimizer, data and its place in the mesh.
+
+    source(name) gives a parameter's initial value; None: the seed does. data: (training tokens, held-out tokens).
+    """
+
+    unit = "byte"  # what a token is
+
+    def __init__(self, s, config, source, data, device):
+        self.s, self.config, self.device = s, config, device
+        self.train_data, self.held_out = data
+        self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp)
+        self.tp, self.dp, self.pp = (self.mesh[axis].get_group() for axis in ("tp", "dp", "pp"))
+        self.control = dist.new_group(backend="gloo")  # all ranks, on the CPU: for `agree`
+        self.dtype, self.scaler, self.skipped = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None, 0
+        self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero,
+                                        DTYPES.get(s.reduce_dtype), s.recompute, s.virtual_stages)
+        for group in (self.tp, self.dp, self.pp, self.net.ends, None):
+            dist.use(group, s.comm)
+        self.optimizer = self.make_optimizer(torch.optim.AdamW)
+
+    def make_optimizer(self, adamw):
+        return self.net.make_optimizer(adamw, self.s.weight_decay, lr=self.s.lr, betas=(0.9, 0.95))
+
+    def train(self, first):
+        """Take the steps from number `first` to the last; steps count from 0."""
+        self.since, self.logged = time.perf_counter(), first
+        for step in self.steps_left(first):
+            dist.reset_traffic()
+            loss, norm = self.step(step)
+            self.report(step + 1, loss, norm)
+            if self.due("save", step + 1):
+                self.save(step + 1)
+
+    def step(self, step):
+        """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping)."""
+        s, scale = self.s, self.scaler.scale if self.scaler else 1.0
+        x, y = self.micro_batches(self.train_data, s.seed, step)
+        self.optimizer.zero_grad()
+        loss = self.forward_backward(x, y, scale)
+        norm = self.net.clip_grad_norm_(s.clip, scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(s, step)
+        if self.all_finite(loss, norm):
+            self.optimizer.step()
+        return loss, norm
+
+    def steps_left(self, first):
+        return range(first, self.s.steps)
+
+    def micro_batches(self, tokens, seed, step):
+        """This rank's share of a step: (inputs, targets), a list of micro-batches each. Only the rank in dp decides, so
+        tensor and pipeline peers get the same."""
+        mine = self.s.batch_size // self.s.dp
+        first = dist.get_rank(self.dp) * mine
+        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, slice(first, first + mine))
+        return [self.to_device(t).split(mine // self.s.micro_batches) for t in rows]
+
+    def to_device(self, rows):
+        return rows.to(self.device)
+
+    def forward_backward(self, x, y, scale):
+        return self.net.forward_backward(x, y, self.s.schedule, scale)
+
+    def all_finite(self, loss, norm):
+        """Whether this step counts. Each rank looks at its own loss, and at the norm, which is the same on all ranks.
+        If one of them finds a number that is not finite, all of them skip the step: none may step alone."""
+        bad, = self.agree(not (loss.isfinite() and norm.isfinite()))
+        self.skipped += bad
+        if self.scaler:
+            self.scaler.update(not bad)
+        return not bad
+
+    def agree(self, *numbers):
+        """The largest of each whole number over all ranks: what one rank knows, all know, and do the same thing."""
+        numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self.control)
+        return numbers.tolist()
+
+    # what is said and logged
+
+    def due(self, what, done):
+        """Whether "log", "eval" or "save" comes after `done` steps: every so many, and at the end."""
+        every, last = getattr(self.s, what + "_every"), done == self.s.steps
+        if what == "save":
+            return bool(self.s.out) and (last or every > 0 and done % every == 0)
+        also = what == "log" and (done == 1 or self.due("eval", done))
+        return every > 0 and (last or also or done % every == 0)
+
+    def say(self, text):
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+    def where(self, done):
+        return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
+
+    def describe(self):
+        s, device, here, gpus = self.s, self.device.type, processes_here(), torch.cuda.device_count()
+        pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
+        self.say(f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} "
+                 f"GPU{'s' * (gpus > 1)}\n"
+                 f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {self.mesh.size()} processes, "
+                 f"{device} ({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
+
+    def report(self, done, loss, norm):
+        """After `done` steps: a line on the screen and in log.jsonl, and the loss of held-out data, when due."""
+        entry = self.entry(done, loss, norm) if self.due("log", done) else None
+        if entry:
+            self.say(self.line(entry))
+        if self.due("eval", done):
+            loss = self.evaluate()
+            bits = loss / math.log(2)
+            self.say(f"{self.where(done)}  validation loss {loss:.4f} nats a {self.unit}, {bits:.2f} bits")
+            if entry:
+                entry["val_loss"] = loss
+        if entry:
+            self.record(entry)
+
+    def entry(self, done, loss, norm):
+        """What log.jsonl says of a step; its speed is that of all steps since the entry before."""
+        s, sent = self.s, sum(t.bytes for t in dist.traffic().values())
+        loss, norm = self.mean_over_ranks(loss), norm.item()  # waits for the device, so this does not run every step
+        now = time.perf_counter()
+        speed = (done - self.logged) * s.batch_size * self.config.seq_len / (now - self.since)
+        self.since, self.logged = now, done
+        entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, done - 1), tokens_per_s=speed,
+                     comm_bytes=sent if s.comm != "torch" else None)
+        if self.scaler:
+            entry.update(loss_scale=self.scaler.scale, skipped_steps=self.scaler.skipped)
+        return entry
+
+    def line(self, entry):
+        scale = f"scale {entry['loss_scale']:g} ({entry['skipped_steps']} skipped)  " if self.scaler else ""
+        return (f"{self.where(entry['step'])}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
+                f"lr {entry['lr']:.1e}  {scale}{entry['tokens_per_s'] / 1e3:.1f}k tokens/s  ")
+
+    def record(self, entry):
+        if self.s.out and dist.get_rank() == 0:
+            with open(os.path.join(self.s.out, "log.jsonl"), "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def mean_over_ranks(self, loss):
+        loss = loss.clone()
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.dp)
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, batches=8):
+        """Mean loss over the same held-out batches every time, in every layout."""
+        losses = [self.net.forward(*self.micro_batches(self.held_out, self.s.seed, i)) for i in range(batches)]
+        return self.mean_over_ranks(torch.stack(losses).mean())
+
+    def show_sample(self):
+        """Rank 0 says what the model goes on with; the other ranks help to gather the weights."""
+        whole, device = GPT(self.config, seed=None), self.device if dist.get_rank() == 0 else "meta"
+        materialize(whole, self.net.whole_parameter, device, parallel.master_dtype(self.dtype))
+        tokens = torch.tensor([self.encode(self.s.prompt) or [10]], device=self.device)
+        for i in range(self.s.sample):
+            tokens = self.next_token(whole, tokens, i)
+        self.say(f"--- sample, {self.s.sample} tokens ---\n{self.decode(tokens[0].tolist())}\n---")
+
+    def next_token(self, whole, tokens, i):
+        return whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i) if dist.get_rank() == 0 else tokens
+
+    def encode(self, text):
+        return list(os.fsencode(text))
+
+    def decode(self, tokens):
+        return bytes(min(t, 255) for t in tokens).decode(errors="replace")
+
+    # checkpoints: batches, samples and initial weights are functions of (seed, step), so the number of steps is the
+    # position in the data, the place in the learning-rate schedule and the state of every random generator
+
+    def whole_tensors(self):
+        """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a
+        time, on all ranks, for each gives its part. So a checkpoint knows no layout, and every layout can load it."""
+        for key in (None, *MOMENTS):
+            for name in shapes(self.config):
+                yield f"{key}.{name}" if key else name, self.net.whole_parameter(name, key)
+
+    def save(self, done):
+        """Write step-00000100.pt into --out."""
+        tensors = {}
+        for label, tensor in self.whole_tensors():
+            if dist.get_rank() == 0:
+                tensors[label] = tensor.cpu()
+        if dist.get_rank() == 0:
+            torch.save({**self.counters(done), "tensors": tensors}, os.path.join(self.s.out, f"step-{done:08}.pt"))
+
+    def counters(self, done):
+        return {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
+                "scaler": vars(self.scaler) if self.scaler else None}
+
+    def load(self, saved):
+        """Go on as if never stopped; returns how many steps are done. The weights came with the model, from `source`;
+        of whole moments each rank takes its part."""
+        if not saved:
+            return 0
+        self.skipped = saved["skipped"]
+        if self.scaler and saved["scaler"]:
+            vars(self.scaler).update(saved["scaler"])
+        if saved["updates"]:  # before the first one, an optimizer has no state
+            for name in shapes(self.config):
+                for key in MOMENTS:
+                    self.net.load_state(name, key, saved["tensors"][f"{key}.{name}"])
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    where = p.device if group.get("fused") else "cpu"
+                    self.optimizer.state[p]["step"] = torch.tensor(float(saved["updates"]), device=where)
+        return saved["step"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- start
+
+class Run:
+    """What a command line asks for: `s` (Flags), `config`, `data`, `saved` (the checkpoint to go on from, or None) and
+    `source` (of initial weights, or None). Inside `with run:` the processes have met."""
+
+    def __init__(self, arguments):
+        world, s = int(os.environ.get("WORLD_SIZE", "1")), parse(arguments)
+        s.dp = s.dp or max(1, world // (s.tp * s.pp))
+        processes = s.dp * s.tp * s.pp
+        if processes != world:
+            sys.exit(f"train.py: --dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, and there is "
+                     f"{world}: give torchrun --nproc_per_node {processes} train.py and the flags")
+        if s.batch_size % (s.dp * s.micro_batches):
+            sys.exit("train.py: --batch-size must be a multiple of --dp x --micro-batches")
+        s.device = device_for(s.device, processes_here())
+        kernels.use(s.kernels)
+        self.s, self.config, self.saved, self.source = s, config_of(s), None, None
+        self.data = split(read_texts([pathlib.Path(s.data)] if s.data else standard_library()))
+        if s.resume:
+            path = pathlib.Path(s.out if s.resume == "newest" else s.resume)
+            path = max(path.glob("step-*.pt")) if path.is_dir() else path
+            self.saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            tensors = self.saved["tensors"]
+            self.source = lambda name: tensors.get(name, tensors["wte.weight"])  # the head is the embedding
+        if s.out:
+            os.makedirs(s.out, exist_ok=True)
+
+    def __enter__(self):
+        self.device = dist.initialize(self.s.device)
+        return self
+
+    def __exit__(self, *error):
+        dist.destroy_process_group()
+
+    def make_trainer(self, device):
+        return FASTER.get(Trainer, Trainer)(self.s, self.config, self.source, self.data, device)
+
+    def train(self, device):
+        """Model and optimizer, the steps that are left, a sample."""
+        trainer = self.make_trainer(device)
+        trainer.describe()
+        trainer.train(trainer.load(self.saved))
+        if self.s.sample:
+            trainer.show_sample()
+
+
+def main():
+    """Read the command line, meet the other processes, train."""
+    if "--plain" in sys.argv:
+        for file, table in (dist, "LINKS"), (dist, "PREPARE"), (model, "FASTER"), (parallel, "FASTER"):
+            getattr(file, table, {}).clear()
+        FASTER.clear()
+    with FASTER.get(Run, Run)(sys.argv[1:]) as run:
+        run.train(run.device)
+
+
+# ============================================================ machinery: the same results, faster or safer ============
+
+import contextlib
+import errno
+import fcntl
+import re
+import shutil
+import signal
+import socket
+import traceback
+import zlib
+from functools import partial
+
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import crc_of_file, open_hf, read_safetensors, sync_folder, write_file, write_hf, write_safetensors
+
+# -------------------------------------------------------------------------------------------------- settings, bad input
+
+@dataclass
+class Settings(Flags):
+    """Every flag of the command line."""
+    init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder (its sizes count, not "
+                              "--model's)")
+    trace: str = flag("", "folder for trace.json, what every rank ran in the third step, for Perfetto or "
+                          "chrome://tracing")
+    cuda_graphs: str = flag("auto", "record a micro-batch's kernels once and replay them, which spares the CPU; auto: "
+                                    "on several GPUs, where ZeRO is 0 or 1", choices=["auto", "off", "on"])
     keep: int = flag(2, "newest checkpoints to keep; 0: all")
-    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, the newest in --out. What "
-                           "decides the numbers (data, sizes, --lr and so on) comes with it where the flag is left out",
-                       nargs="?", const="newest", metavar="PATH")
     on_nan: str = flag("stop", "what a loss or gradient that is not finite does to all ranks", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
 
 
-SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size"
+def schedule_of(s):
+    """The pipeline's actions, a list for each rank. ValueError if they cannot be made or would not run to their end."""
+    lists = parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
+    parallel.check(parallel.lower(lists))
+    return lists
 
 
 class BadInput(Exception):
@@ -125,7 +500,8 @@ class BadInput(Exception):
 
 
 def refuse(program, problem, rank):
-    """End this process with exit code 2; the first rank of each node says why, in one line: a file may be missing on one alone."""
+    """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
+    missing on one node alone."""
     if not rank or os.environ.get("LOCAL_RANK") == "0":
         print(f"{program}: {problem}", file=sys.stderr, flush=True)
     else:
@@ -138,18 +514,11 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(message.removeprefix("argument ") + "; see --help")
 
 
-def parse(arguments):
-    parser = Parser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
-                    description="Train a GPT on one process or many.")
-    for f in dataclasses.fields(Settings):
-        parser.add_argument("--" + f.name.replace("_", "-"), type=f.type, default=f.default, **f.metadata)
-    return Settings(**vars(parser.parse_args(arguments)))
-
-
 def check_numbers(s):
     """Numbers that make no sense on their own."""
+    at_least_1 = ("batch_size", "micro_batches", "dp", "tp", "pp", "virtual_stages", "timeout", *SIZES)
     for f in dataclasses.fields(s):
-        given, least = getattr(s, f.name), int(f.name in ("batch_size", "micro_batches", "dp", "tp", "pp", "virtual_stages", "timeout", *SIZES))
+        given, least = getattr(s, f.name), int(f.name in at_least_1)
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
             value = f.default or getattr(PRESETS["tiny"], f.name, 2)
             raise BadInput(f"--{f.name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
@@ -161,7 +530,8 @@ def model_config(s, checkpoint=None):
     """(GPTConfig, source of weights or None) the settings ask for."""
     where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
     if checkpoint and s.init_from:
-        raise BadInput(f"--init-from {s.init_from} beside --resume: the weights can come from one of them, leave the other out")
+        raise BadInput(f"--init-from {s.init_from} beside --resume: the weights can come from one of them, leave the "
+                       f"other out")
     if folder:
         try:
             config, source = open_hf(folder)
@@ -177,50 +547,46 @@ def model_config(s, checkpoint=None):
                                f"leave the flag out")
     n_head, n_embd = given.get("n_head", config.n_head), given.get("n_embd", config.n_embd)
     if n_embd % n_head:
-        raise BadInput(f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd {-(-n_embd // n_head) * n_head}")
-    if not source:
-        config = dataclasses.replace(config, inner=0, **given)
-    return config, source
+        raise BadInput(f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd "
+                       f"{-(-n_embd // n_head) * n_head}")
+    return config if source else config_of(s), source
 
 
 def check_layout(s, config, world, local_world):
-    """Everything that must divide, and enough GPUs. Fills in s.dp and s.device; returns the number of processes needed."""
+    """Everything that must divide, and enough GPUs. Fills in s.dp, s.device and s.cuda_graphs; returns how many
+    processes the layout needs."""
     if s.dp is None:
         s.dp = max(1, world // (s.tp * s.pp))
     processes = s.dp * s.tp * s.pp
     if world > 1 and world != processes:
         rest = s.tp * s.pp
-        raise BadInput(f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, {world} were started: give "
-                       + (f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 and leave --dp out"))
-    stages = s.pp * s.virtual_stages
-    if s.virtual_stages > 1 and (s.schedule != "interleaved" or s.pp == 1):
-        raise BadInput(f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp of at least 2: give those too")
-    if stages > config.n_layer + 2:
-        raise BadInput(f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the model's {config.n_layer} layers "
-                       f"with embedding and head: give --pp {config.n_layer + 2} or fewer in all")
-    if s.schedule == "interleaved" and s.virtual_stages > 1 and s.micro_batches % s.pp:
-        raise BadInput(f"--micro-batches {s.micro_batches} is not a multiple of --pp {s.pp}, as --schedule interleaved needs: give "
-                       f"--micro-batches {-(-s.micro_batches // s.pp) * s.pp}")
+        raise BadInput(f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, {world} were started: "
+                       f"give {f'--dp {world // rest}' if world % rest == 0 else '--tp 1 --pp 1 and leave --dp out'}")
     if world > local_world and local_world % s.tp:
-        raise BadInput(f"--tp {s.tp} would reach over the edge of a node with {local_world} processes, and it talks in every layer: "
-                       f"give --tp {math.gcd(s.tp, local_world)}, and --pp for what is left")
+        raise BadInput(f"--tp {s.tp} would reach over the edge of a node with {local_world} processes, and it talks in "
+                       f"every layer: give --tp {math.gcd(s.tp, local_world)}, and --pp for what is left")
     if config.n_head % s.tp:
-        raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp {math.gcd(s.tp, config.n_head)}")
+        raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
+                       f"{math.gcd(s.tp, config.n_head)}")
     if config.inner < s.tp or config.vocab_size < s.tp:
-        raise BadInput(f"--tp {s.tp} is more than the MLP ({config.inner}) or the vocabulary ({config.vocab_size}) is wide: "
-                       f"give a smaller --tp")
+        raise BadInput(f"--tp {s.tp} is more than the MLP ({config.inner}) or the vocabulary ({config.vocab_size}) is "
+                       f"wide: give a smaller --tp")
     if s.batch_size % (s.dp * s.micro_batches):
         unit = s.dp * s.micro_batches
-        raise BadInput(f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: "
-                       f"give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
+        raise BadInput(f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
+                       f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
+    check_schedule(s, config)
     if s.reduce_dtype != "same" and s.dtype == "fp64":
         raise BadInput(f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64: leave one of them out")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if s.device == "auto":
-        s.device = "cuda" if gpus else "cpu"
+    local, gpus = local_world if world > 1 else processes, torch.cuda.device_count()
+    if world > local_world and s.device == "auto" and 0 < gpus < local:  # another node may have enough: it would differ
+        raise BadInput(f"--device auto: {local} processes on this node need as many GPUs and it has {gpus}: give "
+                       f"--device cpu")
+    s.device = device_for(s.device, local)
     able = s.device == "cuda" and s.zero < 2
     if s.cuda_graphs == "on" and not able:
-        raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave it out")
+        raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave "
+                       f"it out")
     if s.cuda_graphs == "auto":
         s.cuda_graphs = "on" if able and processes > 1 else "off"
     try:
@@ -229,75 +595,95 @@ def check_layout(s, config, world, local_world):
         raise BadInput(f"--kernels {s.kernels}: {problem}; give --kernels auto") from None
     if s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED):
         raise BadInput("--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
-    local = local_world if world > 1 else processes
     if s.device == "cuda" and local > gpus:
         raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "
                        f"give --device cpu" + (f", or a layout of {gpus}" if gpus else ""))
     return processes
 
 
-# -------------------------------------------------------------------------------------------------------------------- data
+def check_schedule(s, config):
+    """The schedule makes lists for this many ranks, micro-batches and stages, and they can run."""
+    def stages_of(**change):
+        """How many stages the lists of changed settings have; 0: they cannot be made."""
+        with contextlib.suppress(ValueError):
+            return parallel.stages_of(schedule_of(dataclasses.replace(s, **change)))
+        return 0
+
+    stages = s.pp * s.virtual_stages
+    if stages > config.n_layer + 2:
+        raise BadInput(f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the "
+                       f"model's {config.n_layer} layers with embedding and head: give --pp {config.n_layer + 2} or "
+                       f"fewer in all")
+    if s.virtual_stages > 1 and (s.pp == 1 or stages_of(micro_batches=s.pp) < stages):
+        some = [name for name in parallel.SCHEDULES if stages_of(schedule=name, pp=2, micro_batches=2) > 2]
+        raise BadInput(f"--virtual-stages {s.virtual_stages} is for --schedule {' or '.join(some)} and --pp of at "
+                       f"least 2: give those too")
+    try:
+        schedule_of(s)
+    except parallel.ScheduleError as problem:  # several lines: whoever has added a schedule sees where it ends
+        raise BadInput(f"--schedule {s.schedule}: {problem}") from None
+    except ValueError as problem:
+        works = [m for m in range(s.micro_batches, s.micro_batches + s.pp) if stages_of(micro_batches=m)]
+        instead = f"; give --micro-batches {works[0]}" if works else ""
+        raise BadInput(f"--schedule {s.schedule}: {problem}{instead}") from None
+
 
 def load_data(s):
-    """(training tokens, held-out tokens, whether they are bytes): numpy arrays, uint8 or, mapped from a .bin, uint16. BadInput."""
-    where = f"--data {s.data}"
-    if not s.data:  # the one text that is on every reader's machine
-        where, root = "the standard library", pathlib.Path(sysconfig.get_paths()["stdlib"])
-        tokens = read_texts(f for f in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests"} & set(f.parts))
-    elif os.path.isdir(s.data):
-        whole = pathlib.Path(s.data).resolve()  # and in it what runs write: this one, and the one that it goes on from
-        written = [pathlib.Path(folder).resolve() for folder in (s.out, s.trace, s.resume, os.path.dirname(s.resume.rstrip("/"))) if folder]
-        written = [folder for folder in written if folder != whole and folder.is_relative_to(whole)]
-        tokens = read_texts(f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
-                            and not any(f.resolve().is_relative_to(folder) for folder in written))
-    elif not os.path.isfile(s.data):
-        raise BadInput(f"{where}: no such file or folder; leave the flag out for the standard library's source")
-    elif s.data.endswith(".bin"):
+    """(training tokens, held-out tokens, whether they are bytes): arrays, uint8 or, mapped from a .bin, uint16."""
+    where = f"--data {s.data}" if s.data else "the standard library"
+    if s.data.endswith(".bin") and os.path.isfile(s.data):
         tokens = read_tokens(s.data, where)
+    elif s.data and not os.path.exists(s.data):
+        raise BadInput(f"{where}: no such file or folder; leave the flag out for the standard library's source")
     else:
-        tokens = read_texts([pathlib.Path(s.data)])
+        try:
+            tokens = read_texts(files_of(s))
+        except OSError as error:
+            raise BadInput(f"--data: {error}") from None
     if not len(tokens):
         raise BadInput(f"{where} is empty: give text, or leave the flag out for the standard library's source")
-    train, held_out = np.split(tokens, [len(tokens) - len(tokens) // 10])
-    return train, held_out, tokens.dtype == np.uint8
+    return *split(tokens), tokens.dtype == np.uint8
+
+
+def files_of(s):
+    """The text files that --data stands for; of a folder, all but what runs write into it: this one, and the one that
+    it goes on from."""
+    if not os.path.isdir(s.data):
+        return [pathlib.Path(s.data)] if s.data else standard_library()
+    whole = pathlib.Path(s.data).resolve()
+    folders = s.out, s.trace, s.resume, os.path.dirname(s.resume.rstrip("/"))
+    written = [pathlib.Path(folder).resolve() for folder in folders if folder]
+    written = [folder for folder in written if folder != whole and folder.is_relative_to(whole)]
+    return [f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
+            and not any(f.resolve().is_relative_to(folder) for folder in written)]
 
 
 def check_data(s, config, train, held_out):
     shortest = min(len(train), len(held_out) if s.eval_every else len(train))
     if shortest <= config.seq_len:
-        raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one sequence needs "
-                       f"{config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
+        raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one "
+                       f"sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
     for part in (train, held_out):
-        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte at most: `batch` checks the rest as it comes
+        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte; `to_device` checks the rest
             check_tokens(part[start:start + (1 << 24)], config.vocab_size)
 
 
 def check_prompt(s, config, is_bytes):
     if s.sample and is_bytes and max(os.fsencode(s.prompt), default=0) >= config.vocab_size:
-        raise BadInput(f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text, or --sample 0")
+        raise BadInput(f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other "
+                       f"text, or --sample 0")
 
 
 def check_tokens(tokens, vocab_size):
-    largest = int(tokens.max(initial=0))
+    largest = int(tokens.max()) if len(tokens) else 0
     if largest >= vocab_size:
-        raise BadInput(f"--data holds token {largest}, the vocabulary ends at {vocab_size - 1}: give --vocab-size {largest + 1}")
-
-
-def read_texts(files):
-    """All files' bytes in the order of their names; files that are not text (with a zero byte in them) are left out."""
-    texts = []
-    for file in sorted(files):
-        try:
-            text = file.read_bytes()
-        except OSError as error:
-            raise BadInput(f"--data: {error}") from None
-        if b"\0" not in text:
-            texts.append(text)
-    return np.frombuffer(b"\n".join(texts), np.uint8)
+        raise BadInput(f"--data holds token {largest}, the vocabulary ends at {vocab_size - 1}: give --vocab-size "
+                       f"{largest + 1}")
 
 
 def read_tokens(path, where):
-    """Tokens of a .bin file: llm.c's has 256 int32 first (20240520, version, number of tokens), nanoGPT's is nothing but uint16."""
+    """Tokens of a .bin file: llm.c's has 256 int32 first (20240520, version, number of tokens), nanoGPT's is nothing
+    but uint16."""
     size = os.path.getsize(path)
     try:
         header = np.fromfile(path, np.int32, min(256, size // 4))
@@ -313,16 +699,7 @@ def read_tokens(path, where):
     return np.memmap(path, np.uint16, "r") if size else np.empty(0, np.uint16)
 
 
-def batch(tokens, seed, step, batch_size, seq_len, vocab_size, samples):
-    """Inputs and targets, int64 (n, T) on the CPU, of some samples (a slice) of a step's batch: the same whoever asks, in every layout."""
-    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - seq_len, batch_size)[samples]
-    rows = np.stack([tokens[i:i + seq_len + 1] for i in starts]).astype(np.int64)
-    check_tokens(rows, vocab_size)
-    rows = torch.from_numpy(rows)
-    return rows[:, :-1], rows[:, 1:]
-
-
-# ------------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------- checkpoints that survive
 #
 # A folder a step, whole or not there: it is written as .step-00000200.part and renamed once every byte is on the disk.
 #
@@ -331,12 +708,10 @@ def batch(tokens, seed, step, batch_size, seq_len, vocab_size, samples):
 #         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
-# 12 bytes a parameter. Nothing in it knows the layout, and nothing is pickled. Batches, samples and initial weights are functions of
-# (seed, step), so the step is the data position, the place in the learning-rate schedule and the state of every random generator.
+# 12 bytes a parameter. Nothing in it knows the layout, and nothing is pickled.
 
-NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype", "reduce_dtype",
-           "on_nan")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
+           "reduce_dtype", "on_nan")
 
 
 @dataclass
@@ -350,12 +725,13 @@ class Checkpoint:
 
 
 def run_of(s, config, data):
-    """What decides a run's numbers, whatever its layout: a folder of checkpoints goes on under the same, and no other."""
-    ends = [tokens[part] for tokens in data[:2] for part in (slice(0, 1 << 20), slice(-1 << 20, None))]  # all would take minutes
-    start = {name: os.path.abspath(given) for name in ("init_from", "resume") if (given := getattr(s, name)) and given != "newest"}
-    return {"flags": {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}, "start": start,
-                "model": dataclasses.asdict(config), "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]),
-                                                            "crc32": zlib.crc32(np.concatenate(ends).tobytes())}}
+    """What decides a run's numbers, whatever its layout: a folder of checkpoints goes on with the same."""
+    edges = slice(0, 1 << 20), slice(-1 << 20, None)  # to read all data would take minutes
+    crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in data[:2] for edge in edges]).tobytes())
+    start = {"init_from": os.path.abspath(s.init_from)} if s.init_from else {}
+    return {"flags": {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)},
+            "start": start, "model": dataclasses.asdict(config),
+            "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]), "crc32": crc}}
 
 
 def differences(there, here, parts=("flags", "start", "model", "data")):
@@ -388,32 +764,36 @@ def open_checkpoint(path, read_all):
         for name in ("config.json", "model.safetensors", "optimizer.safetensors"):
             file, entry = os.path.join(path, name), manifest["files"][name]
             if os.path.getsize(file) != entry["bytes"]:
-                raise ValueError(f"it has {os.path.getsize(file):,} bytes, by the manifest {entry['bytes']:,}: cut short, or another file")
+                raise ValueError(f"it has {os.path.getsize(file):,} bytes, by the manifest {entry['bytes']:,}: cut "
+                                 f"short, or another file")
             if read_all and crc_of_file(file) != entry["crc32"]:
                 raise ValueError("its checksum is not the manifest's: damaged, or another file")
         return Checkpoint(path, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"has no {error}" if isinstance(error, KeyError) else error
+        why = f"has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
         path = os.path.abspath(path)
-        others = [name for name in map(os.path.basename, checkpoints(os.path.dirname(path))) if name != os.path.basename(path)]
-        raise BadInput(f"--resume {path}: {os.path.basename(file)}: {why}; "
-                       + (f"move that folder away to go on from {others[-1]}" if others else "give a complete checkpoint")) from None
+        others = [os.path.basename(other) for other in checkpoints(os.path.dirname(path)) if other != path]
+        instead = f"move that folder away to go on from {others[-1]}" if others else "give a complete checkpoint"
+        raise BadInput(f"--resume {path}: {os.path.basename(file)}: {why}; {instead}") from None
 
 
 def find_checkpoint(s, read_all):
     """The Checkpoint that --resume asks for, or None."""
     if s.resume == "newest" and not s.out:
-        raise BadInput("--resume without a value takes the newest checkpoint in --out: give --out DIR too, or --resume DIR")
+        raise BadInput("--resume without a value takes the newest checkpoint in --out: give --out DIR too, or "
+                       "--resume DIR")
     if not s.resume:
         return None
     folder = s.out if s.resume == "newest" else s.resume
     if not os.path.isdir(folder):
         raise BadInput(f"--resume {folder}: no such folder; give one that a run with --out has written")
-    if os.path.exists(os.path.join(folder, "manifest.json")) or folder.rstrip("/").rpartition("/")[2].startswith("step-"):
+    is_one = os.path.basename(folder.rstrip("/")).startswith("step-")
+    if is_one or os.path.exists(os.path.join(folder, "manifest.json")):
         return open_checkpoint(folder, read_all)
     found = checkpoints(folder)
     if not found:
-        raise BadInput(f"--resume {folder}: holds no complete checkpoint, no step-00000100/; leave --resume out to begin anew")
+        raise BadInput(f"--resume {folder}: holds no complete checkpoint, no step-00000100/; leave --resume out to "
+                       f"begin anew")
     return open_checkpoint(found[-1], read_all)
 
 
@@ -429,52 +809,88 @@ def read_moments(checkpoint, config):
     have = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in moments.items()}
     for name in want | have:
         if want.get(name) != have.get(name):
-            raise BadInput(f"--resume {path}: {name} is {have.get(name, 'missing')}, the model makes it {want.get(name, 'nothing')}: "
-                           f"give a checkpoint of this model")
+            raise BadInput(f"--resume {path}: {name} is {have.get(name, 'missing')}, the model makes it "
+                           f"{want.get(name, 'nothing')}: give a checkpoint of this model")
     return moments
 
 
-def start_of(s, run, checkpoint, read_all):
-    """(the Checkpoint to go on from or None, the run): that of --out where it holds this very run, else --resume's."""
-    found = checkpoints(s.out)
-    another = f"name a new folder, e.g. --out {s.out.rstrip('/')}-2"
-    if checkpoint and os.path.realpath(os.path.join(checkpoint.path, "..")) == os.path.realpath(s.out):
-        if os.path.realpath(found[-1]) != os.path.realpath(checkpoint.path):
-            raise BadInput(f"--resume {checkpoint.path}: {found[-1]} would be in the way of what follows: {another}")
-        return checkpoint, run | {"start": checkpoint.manifest["run"]["start"]}
+def start_of(s, identity, asked, read_all):
+    """(the Checkpoint to go on from or None, the run's identity): the newest of --out, asked for by --resume or not."""
+    found, folder = checkpoints(s.out), s.out.rstrip("/")
+    another = f"name a new folder, e.g. --out {folder}-2"
+    if asked:
+        home = os.path.dirname(os.path.abspath(asked.path))
+        if os.path.realpath(home) != os.path.realpath(s.out):
+            raise BadInput(f"--resume {asked.path}: a run goes on in its own folder: give --out {home}; or begin "
+                           f"another run from its weights, with --init-from {asked.path}")
+        if os.path.realpath(found[-1]) != os.path.realpath(asked.path):
+            raise BadInput(f"--resume {asked.path}: {found[-1]} would be in the way of what follows: move it away, or "
+                           f"go on from there")
+        return asked, identity | {"start": asked.manifest["run"]["start"]}
     there = None
     with contextlib.suppress(OSError, ValueError), open(os.path.join(s.out, "run.json")) as file:
         there = json.load(file)
     if there is None and (found or os.path.exists(os.path.join(s.out, "log.jsonl"))):
         raise BadInput(f"--out {s.out} already holds files of a run, and no run.json that says which: {another}")
-    if there and (how := differences(there, run)):
-        raise BadInput(f"--out {s.out} holds another run ({'; '.join(how[:3])}): {another}" + (", or add --resume" if found else ""))
-    return open_checkpoint(found[-1], read_all) if found else checkpoint, run
+    if there and (how := differences(there, identity)):
+        raise BadInput(f"--out {s.out} holds another run ({'; '.join(how[:3])}): {another}"
+                       + (", or add --resume" if found else ""))
+    return open_checkpoint(found[-1], read_all) if found else None, identity
 
 
-def claim(folder, run):
-    """Make --out this run's own, on rank 0: locked as long as the process lives. Returns the lock, a file."""
+class Lock:
+    """--out is this run's own, as long as the process that made this lives. The file says who writes there. Rank 0
+    empties it when all there is to save is on the disk, because the process that started the ranks wants to know."""
+
+    def __init__(self, path):
+        self.file = open(path, "a+")  # noqa: SIM115  open, and locked, until the process ends
+        fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def name_owner(self):
+        self.file.truncate(0)
+        self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self.file.flush()
+
+    def mark_all_saved(self):
+        self.file.truncate(0)  # a full disk has room for that
+
+    def all_saved(self):
+        return not os.path.getsize(self.file.name)
+
+    def close(self):
+        self.file.close()
+
+
+def claim(folder, identity):
+    """Make --out this run's own, on rank 0. Returns its Lock."""
     check_folder(folder, "--out")
+    path = os.path.join(folder, ".lock")
     try:
-        lock = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = Lock(path)
     except OSError as error:
         why = error.strerror
         if error.errno == errno.EAGAIN:
-            lock.seek(0)
-            why = f"{lock.read().strip() or 'another run'} writes there"
+            why = f"{pathlib.Path(path).read_text().strip() or 'another run'} writes there"
         raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
     try:
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        write_file(os.path.join(folder, "run.json"), json.dumps(run))
+        lock.name_owner()
+        write_file(os.path.join(folder, "run.json"), json.dumps(identity))
         for name in os.listdir(folder):  # what a run that was killed had not finished, or not finished removing
             if re.fullmatch(r"\.step-\d+\.(part|old)", name):
                 shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
         raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
     return lock
+
+
+def check_folder(folder, name):
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, ".writable"), "w"):
+            pass
+        os.remove(os.path.join(folder, ".writable"))
+    except OSError as error:
+        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
 
 class Log:
@@ -490,8 +906,10 @@ class Log:
         self.file, self.waiting = os.open(path, os.O_WRONLY | os.O_APPEND), b""
 
     def write(self, entry):
-        """entry: {"step": ..., ...}, its numbers finite or made text. Returns the OSError that keeps it waiting, or None."""
-        entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
+        """entry: {"step": ..., ...}; numbers that are not finite become text. Returns the OSError that keeps it
+        waiting, or None."""
+        entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                 for key, value in entry.items()}
         self.waiting += json.dumps(entry).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
@@ -503,10 +921,11 @@ class Log:
             return error
 
 
-# ---------------------------------------------------------------------------------------------------------------- training
+# -------------------------------------------------------------------------------------------------------------- reports
 
-PEAK_TFLOPS = {"H[18]00 PCIe": 756, "H[12]00 NVL": 835, "H[128]00": 989, "A[18]00": 312, "B200": 2250, "L40S": 362, "L4": 121,
-               "RTX 4090$": 165, "RTX 3090$": 71, "V100 PCIE": 112, "V100": 125, "T4": 65}  # dense 16-bit, by the maker's datasheet
+PEAK_TFLOPS = {  # dense 16-bit, by the maker's datasheet
+    "H[18]00 PCIe": 756, "H[12]00 NVL": 835, "H[128]00": 989, "A[18]00": 312, "B200": 2250, "L40S": 362, "L4": 121,
+    "RTX 4090$": 165, "RTX 3090$": 71, "V100 PCIE": 112, "V100": 125, "T4": 65}
 
 
 def peak_flops(device):
@@ -515,38 +934,8 @@ def peak_flops(device):
     return next((1e12 * value for key, value in PEAK_TFLOPS.items() if re.search(rf"\b{key}(\b|$)", name)), None)
 
 
-def learning_rate(s, step):
-    """Linear warm-up, then half a cosine from lr to min_lr at the last step; steps count from 0."""
-    if step < s.warmup_steps:
-        return s.lr * (step + 1) / s.warmup_steps
-    progress = (step - s.warmup_steps) / max(1, s.steps - 1 - s.warmup_steps)
-    return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
-
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class LossScale:
-    """fp16's smallest number is 6e-8: the loss is multiplied so that gradients stay above it, and they are divided again.
-
-    A step whose gradients are not finite is skipped and the scale halved; after 200 good ones it doubles. Every rank decides by
-    the same number, the global norm. Micikevicius et al., "Mixed Precision Training" (2018).
-    """
-
-    def __init__(self, start=2.0**16, interval=200):
-        self.scale, self.interval, self.good, self.skipped = start, interval, 0, 0
-
-    def update(self, finite):
-        self.good = self.good + 1 if finite else 0
-        self.skipped += not finite
-        if not finite:
-            self.scale = max(1.0, self.scale / 2)
-        elif self.good % self.interval == 0:
-            self.scale = min(2.0**24, self.scale * 2)
-
-
 class BirthLog(TorchDispatchMode):
-    """Counts the bytes of every tensor made inside it, views of older ones apart: `alive()` is what of them still exists."""
+    """Counts the bytes of every tensor made inside it, but of views of older ones; `alive()`: of what still exists."""
 
     def __init__(self):
         super().__init__()
@@ -565,196 +954,26 @@ class BirthLog(TorchDispatchMode):
         return sum(size for storage, size in self.born.items() if not storage.expired() and storage not in but)
 
 
-class Trainer:
-    """What a run holds: model, optimizer, data and its place in the mesh."""
-
-    def __init__(self, s, config, source, data, device):
-        self.s, self.config, self.device = s, config, device
-        self.train_data, self.held_out, self.bytes = data
-        self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp)
-        self.tp, self.dp, self.pp = (self.mesh[axis].get_group() for axis in ("tp", "dp", "pp"))
-        self.control = dist.new_group(backend="gloo")  # for `agree`: on the CPU, whatever the GPU is doing
-        self.dtype, self.scaler = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None
-        self.skipped, self.bad, self.unread, self.terminated, self.stopping = 0, 0, None, False, False
-        self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero, DTYPES.get(s.reduce_dtype),
-                                        s.recompute, s.virtual_stages)
-        if s.cuda_graphs == "on":
-            parallel.replay_micro_batches(self.net)
-        for group in (self.tp, self.dp, self.pp, self.net.ends, None):
-            dist.use(group, s.comm)
-        flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=device))
-        adamw = kernels.AdamW if flat else partial(torch.optim.AdamW, fused=device.type == "cuda")
-        self.optimizer = self.net.make_optimizer(adamw, s.weight_decay, lr=s.lr, betas=(0.9, 0.95))
-
-    def micro_batches(self, tokens, seed, step):
-        """This rank's share of a step: (inputs, targets), a list of micro-batches each. Tensor and pipeline peers get the same."""
-        mine = self.s.batch_size // self.s.dp
-        first = dist.get_rank(self.dp) * mine
-        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.config.vocab_size, slice(first, first + mine))
-        if self.device.type == "cuda":  # from pageable memory the copy would stop the CPU, and soon the GPU
-            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
-        return [t.split(mine // self.s.micro_batches) for t in rows]
-
-    def step(self, step, births=None):
-        """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping), on the device."""
-        s, scale = self.s, self.scaler.scale if self.scaler else 1.0
-        x, y = self.micro_batches(self.train_data, s.seed, step)
-        self.optimizer.zero_grad()
-        with births or contextlib.nullcontext():
-            self.net.pipeline.on_forward = births and (lambda: self.note_activations(births))
-            loss = self.net.forward_backward(x, y, s.schedule, scale)
-            self.net.pipeline.on_forward = None
-        norm = self.net.clip_grad_norm_(s.clip, scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(s, step)
-        blame = 1 + dist.get_world_size() - dist.get_rank()  # 1: the gradients, of all; more: the loss, of the first such rank
-        alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
-        late = self.device.type == "cuda" and s.on_nan == "stop" and not self.scaler
-        self.bad, self.stopping = self.agree(self.read(alarm, late), self.terminated)
-        if not self.bad:
-            self.optimizer.step()
-        self.skipped += bool(self.bad)
-        if self.scaler:
-            hopeless = self.scaler.scale == 1
-            self.scaler.update(not self.bad)
-            self.bad = self.bad and hopeless  # fp16 overflows now and then: that is what the scale is for
-        return loss, norm
-
-    def agree(self, *numbers):
-        """The largest of each whole number over all ranks: what one knows, all know, and all do the same in the same step."""
-        numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self.control)
-        return numbers.tolist()
-
-    def read(self, alarm=None, late=False):
-        """`alarm`, a number on the device, as an int. late: the one of the step before, already here, for to wait for this step's would
-        leave the GPU idle. Without `alarm`: the one still unread."""
-        before, self.unread = self.unread, None
-        if late:
-            self.unread = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
-            self.unread[0].copy_(alarm, non_blocking=True)
-            self.unread[1].record()
-        if before:
-            before[1].synchronize()
-        return int(before[0] if before else 0 if late or alarm is None else alarm)
-
-    def save(self, step, run):
-        """Write step's checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None, as the other
-        ranks always do."""
-        whole, problem = shapes(self.config), None
-        asked = iter([(name, key) for key in (None, *MOMENTS) for name in whole])
-
-        def get(name):
-            return self.net.whole_parameter(*next(asked))
-
-        if dist.get_rank() == 0:
-            part, final = (os.path.join(self.s.out, name) for name in (f".step-{step:08}.part", f"step-{step:08}"))
-            try:
-                shutil.rmtree(part, ignore_errors=True)
-                dtype = parallel.master_dtype(self.dtype)
-                files = write_hf(part, self.config, get, dtype)
-                files["optimizer.safetensors"] = write_safetensors(
-                    os.path.join(part, "optimizer.safetensors"),
-                    {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
-                updates = max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
-                manifest = {"format": 1, "step": step, "updates": updates, "skipped": self.skipped, "files": files, "run": run,
-                                "scaler": vars(self.scaler) if self.scaler else None}
-                write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
-                sync_folder(part)
-                os.rename(part, final)
-                sync_folder(self.s.out)
-                for old in checkpoints(self.s.out)[:-self.s.keep] if self.s.keep else []:
-                    gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
-                    os.rename(old, gone)  # first out of sight: a folder half removed must not look like a checkpoint
-                    shutil.rmtree(gone)
-            except OSError as error:
-                problem = error
-                shutil.rmtree(part, ignore_errors=True)
-        for rest in asked:  # the other ranks; and rank 0 after an error, for they wait for its part
-            self.net.whole_parameter(*rest)
-        return problem
-
-    def load(self, checkpoint, moments):
-        """Go on as if never stopped; the weights have come with the model. Each rank reads its part of the file."""
-        manifest, state = checkpoint.manifest, self.optimizer.state
-        self.skipped = manifest["skipped"]
-        if self.scaler and manifest["scaler"]:
-            vars(self.scaler).update(manifest["scaler"])
-        if manifest["updates"]:  # before the first one, an optimizer has no state
-            for name in shapes(self.config):
-                for key in MOMENTS:
-                    self.net.load_state(name, key, moments[f"{key}.{name}"])
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    state[p]["step"] = torch.tensor(float(manifest["updates"]), device=p.device if group.get("fused") else "cpu")
-
-    def note_activations(self, births):  # gradients of the micro-batches before are no activations, nor is what collectives keep
-        self.activations = max(getattr(self, "activations", 0), births.alive([*self.kept_tensors()["gradients"], *dist.scratches()]))
-
-    def buckets(self):
-        return [bucket for reducer in self.net.reducers for bucket in reducer.buckets]
-
-    def kept_tensors(self):
-        return parallel.kept_tensors(self.net)
-
-    def measured_bytes(self):
-        """What the tensors of each kind take on this rank, storages counted once; to set beside parallel.memory_bytes."""
-        sizes, seen = {}, set()
-        for kind, tensors in self.kept_tensors().items():
-            storages = {t.untyped_storage() for t in tensors}
-            storages = {st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in seen}
-            seen |= set(storages)
-            sizes[kind] = sum(storages.values())
-        return dict(sizes, activations=self.activations)
-
-    def mean_over_ranks(self, loss):
-        loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.dp)
-        return loss.item()
-
-    @torch.no_grad()
-    def evaluate(self, batches=8):
-        """Mean loss over the same held-out batches every time, in every layout."""
-        losses = [self.net.forward(*self.micro_batches(self.held_out, self.s.seed, i)) for i in range(batches)]
-        return self.mean_over_ranks(torch.stack(losses).mean())
-
-    def sample(self, n):
-        """Text (or token numbers) the model goes on with, on rank 0; the other ranks help to gather the weights."""
-        rank, whole = dist.get_rank(), GPT(self.config, seed=None)
-        materialize(whole, self.net.whole_parameter, self.device if rank == 0 else "meta", parallel.master_dtype(self.dtype))
-        prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
-        tokens = torch.tensor([prompt or [10]], device=self.device)
-        for i in range(n):  # all ranks together: to wait for the last token could take longer than --timeout
-            if rank == 0:
-                tokens = whole.generate(tokens, 1, temperature=0.8, top_k=40, seed=self.s.seed + i)
-            if self.agree(self.terminated)[0]:
-                break
-        tokens = tokens[0].tolist()
-        return bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
-
-
 def describe(trainer, say, run):
-    s, c, mesh, local_world = trainer.s, trainer.config, trainer.mesh, run.local_world
+    s, c, mesh, here = trainer.s, trainer.config, trainer.mesh, processes_here()
     each = s.batch_size // s.dp // s.micro_batches
-    say(f"model    {run.checkpoint.path if run.checkpoint else s.init_from or s.model}: {c.n_layer} layers, {c.n_head} heads, "
-        f"width {c.n_embd}, vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}")
-    say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {'bytes' if trainer.bytes else 'tokens'} "
+    origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
+    say(f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
+        f"vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}")
+    say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s "
         f"to train on, {len(trainer.held_out):,} held out")
-    say(f"layout   dp {s.dp} x tp {s.tp}{f' x pp {s.pp} ({s.schedule})' if s.pp > 1 else ''} = {mesh.size()} processes, "
-        f"{trainer.device.type} ({'NCCL' if trainer.device.type == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
     say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
-    if mesh.size() > local_world:
-        node = mesh.mesh // local_world  # (pp, dp, tp): the node of each rank
+    if mesh.size() > here:
+        node = mesh.mesh // here  # (pp, dp, tp): the node of each rank
         crossing = [axis for i, axis in enumerate(("pp", "dp", "tp")) if (node.amax(i) > node.amin(i)).any()]
-        say(f"nodes    {mesh.size() // local_world} of {local_world} processes: {' and '.join(crossing)} between nodes, "
+        say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
             f"{' and '.join(axis for axis in ('pp', 'dp', 'tp') if axis not in crossing)} inside")
     say("memory   a rank, predicted: " + ", ".join(f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()))
 
 
 def predicted_bytes(trainer):
-    s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
-    lists = parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
+    s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
     return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.dtype, s.recompute,
                                  s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
@@ -763,8 +982,9 @@ def predicted_bytes(trainer):
 
 
 def write_trace(trainer, folder, say):
-    """What every rank ran in this step, as one file for Perfetto (ui.perfetto.dev) or chrome://tracing: a row a rank."""
-    spans, every = parallel.recorded_times(trainer.net.pipeline), [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    """What every rank ran in this step, as one file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    spans = parallel.recorded_times(trainer.net.pipeline)
+    every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every is None:
         return
@@ -772,9 +992,11 @@ def write_trace(trainer, folder, say):
              "RF": "post receive of activation", "SB": "send gradient", "RB": "post receive of gradient"}
     start = min(begin for spans in every for _, begin, _ in spans)
     events = [{"name": f"{kind} stage {stage} micro-batch {i}", "cat": words[kind], "ph": "X", "pid": 0, "tid": rank,
-                   "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"what": words[kind], "stage": stage, "micro_batch": i}}
+               "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin),
+               "args": {"what": words[kind], "stage": stage, "micro_batch": i}}
               for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(every))]
+    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+               for rank in range(len(every))]
     try:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, "trace.json"), "w") as file:
@@ -786,11 +1008,14 @@ def write_trace(trainer, folder, say):
 def describe_first_steps(trainer, say):
     """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
     predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
-    say("memory   measured (predicted): " + ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
-        + (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most {size(torch.cuda.max_memory_allocated())}"
-           if trainer.device.type == "cuda" else ""))
+    kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
+    if trainer.device.type == "cuda":
+        kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "
+                  f"{size(torch.cuda.max_memory_allocated())}")
+    say(f"memory   measured (predicted): {kinds}")
     sent = ", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items() if t.bytes)
-    say("traffic  sent by rank 0 a step: " + ("not counted with --comm torch" if trainer.s.comm == "torch" else sent or "nothing"))
+    sent = "not counted with --comm torch" if trainer.s.comm == "torch" else sent or "nothing"
+    say(f"traffic  sent by rank 0 a step: {sent}")
     return {"predicted_bytes": predicted, "measured_bytes": measured}
 
 
@@ -798,226 +1023,366 @@ def size(n):
     return next(f"{n / 2**k:.1f} {unit}" for k, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if n >= 2**k or k == 10)
 
 
-def resume(trainer, run, say):
-    """Load the run's checkpoint, if it has one; returns how many steps are done."""
-    first = run.checkpoint.manifest["step"] if run.checkpoint else 0
-    least, most = trainer.agree(-first, first)
-    if most != -least:
-        raise BadInput(f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be folders that all nodes share")
-    if run.checkpoint:
-        changes = differences(run.checkpoint.manifest["run"], run.identity, ("flags",)) if run.s.steps else []
-        say(f"resume   {run.checkpoint.path}: after step {first}" + "".join(f", {change}" for change in changes))
-        if first < run.s.steps:
-            trainer.load(run.checkpoint, run.moments)
-    return first
-
+# ------------------------------------------------------------------------------------------- training under observation
 
 class NotFinite(Exception):
     pass
 
 
-def train(run, device):
-    """All steps that are left, and a sample. Returns, on rank 0, whether all there is to save is on the disk; True on the others."""
-    s, config, rank = run.s, run.config, dist.get_rank()
+class WatchedTrainer(Trainer):
+    """The Trainer of long runs: it reports memory, speed and traces, says whose numbers are not finite, ends by
+    SIGTERM, and saves Hugging Face folders that are whole or not there.
 
-    def say(text):
-        if rank == 0:
-            with contextlib.suppress(OSError):  # what is printed may go to the disk that is full: it comes when there is room again
-                print(text, flush=True)
+    data: (training tokens, held-out tokens, whether they are bytes). `run` is None where a benchmark takes steps.
+    """
+    run = log = births = None
+    tracing, first, activations, memory, gpu_flops = False, 0, 0, {}, None
 
-    trainer = Trainer(s, config, run.source, run.data, device)
-    describe(trainer, say, run)
-    # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved. After an error this
-    # stays: torchrun sends SIGTERM to those who are still telling what went wrong.
-    before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
-    saved = train_steps(trainer, run, resume(trainer, run, say), say)
-    if run.saving and not s.steps and not run.checkpoint and (problem := trainer.save(0, run.identity)):
-        say(f"not saved in {s.out}: {problem.strerror}")
-        saved = False
-    if s.sample and not trainer.stopping:
-        dist.progress("sampling")
-        text = trainer.sample(s.sample)
-        say(f"--- sample, {s.sample} tokens after {s.prompt!r} ---\n{text}\n---" if trainer.bytes else f"sample   {text}")
-    signal.signal(signal.SIGTERM, before)
-    return saved
+    def __init__(self, s, config, source, data, device):
+        self.bytes = data[2]
+        self.unit = "byte" if self.bytes else "token"
+        self.bad, self.unread, self.terminated, self.stopping, self.saved = 0, None, False, False, True
+        super().__init__(s, config, source, data[:2], device)
 
+    def make_optimizer(self, adamw):
+        if self.s.cuda_graphs == "on":
+            parallel.replay_micro_batches(self.net)
+        flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=self.device))
+        return super().make_optimizer(kernels.AdamW if flat else partial(adamw, fused=self.device.type == "cuda"))
 
-def train_steps(trainer, run, first, say):
-    """Steps `first` to the last, or to SIGTERM; returns what `train` does. NotFinite where --on-nan is stop."""
-    s, config, device = run.s, run.config, trainer.device
-    log = Log(os.path.join(s.out, "log.jsonl"), first) if run.lock else None
+    # the loop
 
-    def record(entry):
-        if log and (problem := log.write(entry)):
-            say(f"log      step {entry['step']} waits to be written to {s.out}/log.jsonl: {problem.strerror}")
+    def train(self, first):
+        s, run, self.first = self.s, self.run, first
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))  # `WatchedRun.train` says why
+        self.log = Log(os.path.join(s.out, "log.jsonl"), first) if run.lock else None
+        self.gpu_flops = peak_flops(self.device)
+        if self.device.type == "cuda" and self.gpu_flops is None:
+            self.say(f"speed    unknown GPU {torch.cuda.get_device_name(self.device)}, no MFU")
+        super().train(first)
+        if run.saving and not s.steps and not run.checkpoint:
+            self.save(0)
 
-    peak, tokens, saved = peak_flops(device), s.batch_size * config.seq_len, True
-    if device.type == "cuda" and peak is None:
-        say(f"speed    unknown GPU {torch.cuda.get_device_name(device)}, no MFU")
-    since, last, memory = time.perf_counter(), first, {}
-    for step in range(first, s.steps):
-        done, entry = step + 1, None
-        dist.reset_traffic()
-        dist.progress("starting the step", step=done)
-        tracing = s.trace and step == min(first + 2, s.steps - 1)  # the first steps warm up
-        if tracing:
-            parallel.record_times(trainer.net.pipeline)
-        loss, norm = trainer.step(step, BirthLog() if step == first else None)
-        if tracing:
-            write_trace(trainer, s.trace, say)
-        where = f"step {done:>{len(str(s.steps))}}/{s.steps}"
-        saving = run.saving and (done == s.steps or trainer.stopping or s.save_every and done % s.save_every == 0)
-        if bad := trainer.bad or (saving or done == s.steps) and trainer.agree(trainer.read())[0]:
-            what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
-            record({"step": done, "not_finite": what, "on_nan": s.on_nan})
-            if s.on_nan == "stop":
-                raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
-            say(f"{where}  {what} is not finite: step skipped, {trainer.skipped} in all")
-        sent = sum(t.bytes for t in dist.traffic().values()) if s.comm != "torch" else None
-        if done == min(first + 2, s.steps):
-            memory = describe_first_steps(trainer, say)
-        evaluate = s.eval_every and (done % s.eval_every == 0 or done == s.steps)
-        if s.log_every and (done % s.log_every == 0 or done in (1, s.steps) or evaluate or trainer.stopping):
-            loss, norm = trainer.mean_over_ranks(loss), norm.item()  # .item() waits for the device: only here, not every step
-            now = time.perf_counter()
-            speed = (done - last) * tokens / (now - since)
-            left = (s.steps - done) * tokens / speed
-            entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, step), tokens_per_s=speed, comm_bytes=sent, **memory)
-            text = f"{where}  loss {loss:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  "
-            if trainer.scaler:
-                entry.update(loss_scale=trainer.scaler.scale, skipped_steps=trainer.scaler.skipped)
-                text += f"scale {trainer.scaler.scale:g} ({trainer.scaler.skipped} skipped)  "
-            text += f"{speed / 1e3:.1f}k tokens/s  "
-            if peak:
-                entry["mfu"] = speed * config.flops_per_token() / peak / trainer.mesh.size()
-                text += f"MFU {100 * entry['mfu']:.1f} %  "
-            say(text + f"left {int(left) // 60}:{int(left) % 60:02}")
-            since, last, memory = now, done, {}
-        if evaluate:
-            started = time.perf_counter()
-            val_loss = trainer.evaluate()
-            say(f"{where}  validation loss {val_loss:.4f}"
-                + (f" nats a byte, {val_loss / math.log(2):.2f} bits" if trainer.bytes else ""))
-            if entry:
-                entry["val_loss"] = val_loss
-            since += time.perf_counter() - started
-        if entry:
-            record(entry)
-        if saving:
-            started = time.perf_counter()
-            if log:
-                with contextlib.suppress(OSError):  # a disk that is full only now: the checkpoint will say so
-                    os.fsync(log.file)
-            problem = trainer.save(done, run.identity)
-            saved = problem is None
-            if problem:
-                left = checkpoints(s.out)
-                say(f"{where}  not saved in {s.out}: {problem.strerror}; {'going on' if done < s.steps else 'ended'}, "
-                    + (f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"))
-                record({"step": done, "not_saved": problem.strerror})
-            elif trainer.stopping or done == s.steps:
-                say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
-            since += time.perf_counter() - started
-        if trainer.stopping:
-            say(f"{where}  SIGTERM: " + ("the same command goes on from here" if saving and saved else "nothing is saved"
-                                        + (" without --out" if not saving else "")))
-            break
-    return saved
+    def steps_left(self, first):
+        s = self.s
+        for step in super().steps_left(first):
+            dist.progress("starting the step", step=step + 1)
+            self.births = BirthLog() if step == first else None
+            self.tracing = s.trace and step == min(first + 2, s.steps - 1)  # the first steps warm up
+            if self.tracing:
+                parallel.record_times(self.net.pipeline)
+            yield step
+            if self.stopping:
+                self.say(f"{self.where(step + 1)}  SIGTERM: " + (
+                    "nothing is saved without --out" if not self.run.saving else
+                    "the same command goes on from here" if self.saved else "nothing is saved"))
+                return
 
+    def step(self, step, births=None):
+        """As in Trainer. births: a BirthLog, which finds out what activations take."""
+        self.births = births or self.births
+        done = super().step(step)
+        self.births = None
+        return done
 
-# ------------------------------------------------------------------------------------------------------------------- start
+    def forward_backward(self, x, y, scale):
+        births = self.births
+        if births is None:
+            return super().forward_backward(x, y, scale)
+        self.net.pipeline.on_forward = lambda: self.note_activations(births)
+        with births:
+            loss = super().forward_backward(x, y, scale)
+        self.net.pipeline.on_forward = None
+        return loss
 
-@dataclass
-class Run:
-    """A command line, checked, and what it led to."""
-    s: Settings
-    config: GPTConfig
-    source: object           # source(name): a parameter's initial value; None: by the seed
-    data: tuple
-    checkpoint: Checkpoint   # to go on from, or None
-    moments: dict            # of its optimizer
-    identity: dict           # `run_of`
-    processes: int
-    local_world: int
-    saving: bool
-    lock: object             # of --out, on rank 0
+    def to_device(self, rows):
+        check_tokens(rows, self.config.vocab_size)
+        if self.device.type == "cuda":  # from pageable memory the copy would stop the CPU, and soon the GPU
+            rows = rows.contiguous().pin_memory().to(self.device, non_blocking=True)
+        return rows
 
+    def all_finite(self, loss, norm):
+        """As in Trainer; `bad` says what was found: 0 nothing, 1 the norm, more: the loss of rank world size + 1 - bad,
+        the first one."""
+        blame = 1 + dist.get_world_size() - dist.get_rank()
+        alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
+        late = self.device.type == "cuda" and self.s.on_nan == "stop" and not self.scaler
+        self.bad, self.stopping = self.agree(self.read(alarm, late), self.terminated)
+        finite = not self.bad
+        self.skipped += not finite
+        if self.scaler:
+            hopeless = self.scaler.scale == 1
+            self.scaler.update(finite)
+            self.bad = self.bad and hopeless  # fp16 overflows now and then: that is what the scale is for
+        return finite
 
-def prepare(arguments, rank=0, world=1, local_world=1):
-    """The Run that a command line asks for. BadInput says what is wrong with it."""
-    s = parse(arguments)
-    checkpoint = find_checkpoint(s, rank == 0)
-    if checkpoint:
-        s = parse(checkpoint.flags() + arguments)
-    check_numbers(s)
-    config, source = model_config(s, checkpoint)
-    processes = check_layout(s, config, world, local_world)
-    if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
-        data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only to sample
-    else:
-        data = load_data(s)
-        check_data(s, config, *data[:2])
-    check_prompt(s, config, data[2])
-    identity = run_of(s, config, data)
-    if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
-        raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on ({'; '.join(how)}): "
-                       f"give that, or --init-from {checkpoint.path} to start a new run from its weights")
-    saving, lock = bool(s.out) and not (checkpoint and not s.steps), None
-    if saving:
-        asked = checkpoint
-        checkpoint, identity = start_of(s, identity, asked, rank == 0)
-        if checkpoint is not asked:
-            source = open_hf(checkpoint.path)[1]
-    moments = read_moments(checkpoint, config) if checkpoint else None
-    if s.trace and rank == 0:
-        check_folder(s.trace, "--trace")
-    if saving and rank == 0:
-        lock = claim(s.out, identity)
-    return Run(s, config, source, data, checkpoint, moments, identity, processes, local_world, saving, lock)
+    def read(self, alarm=None, late=False):
+        """`alarm`, a number on the device, as an int. late: return the one of the step before, which is already here,
+        because waiting for this step's number would leave the GPU idle. Without `alarm`: the one still unread."""
+        before, self.unread = self.unread, None
+        if late:
+            self.unread = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
+            self.unread[0].copy_(alarm, non_blocking=True)
+            self.unread[1].record()
+        if before:
+            before[1].synchronize()
+        return int(before[0] if before else 0 if late or alarm is None else alarm)
 
+    def due(self, what, done):
+        if what == "save" and not self.run.saving:
+            return False
+        ending = self.stopping and (what == "save" or what == "log" and self.s.log_every > 0)
+        return ending or super().due(what, done)
 
-def main():
-    sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
-    rank = int(os.environ.get("RANK", "0"))
-    world, local_world = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    try:
-        run = prepare(sys.argv[1:], rank, world, local_world)
-    except BadInput as problem:
-        refuse("train.py", problem, rank)
-    s = run.s
-    if run.processes != world:
-        if run.lock:  # rank 0 writes into it, and empties it when all is saved: a full disk has room for that
-            run.lock.truncate(0)
-            run.lock.close()
-        dist.start_again(run.processes, lambda: not run.lock or not os.path.getsize(run.lock.name))
-    watch = dist.Watch("train.py", s.timeout)
-    try:
-        device = dist.initialize(s.device, s.timeout)
-        watch.start()
-        saved = train(run, device)
-        if run.lock and saved:
-            run.lock.truncate(0)
-        dist.barrier()
-    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
-        if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
-            traceback.print_exc()
-        watch.give_up(error)
-    watch.stop()
-    dist.destroy_process_group()
-    sys.exit(0 if saved else 1)
+    # what is said and logged
 
+    def say(self, text):
+        with contextlib.suppress(OSError):  # the output may go to a disk that is full; it comes when there is room
+            super().say(text)
 
-def check_folder(folder, name):
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, ".writable"), "w"):
+    def describe(self):
+        super().describe()
+        describe(self, self.say, self.run)
+
+    def report(self, done, loss, norm):
+        if self.tracing:
+            write_trace(self, self.s.trace, self.say)
+        self.raise_alarm(done)
+        if done == min(self.first + 2, self.s.steps):
+            self.memory = describe_first_steps(self, self.say)
+        super().report(done, loss, norm)
+
+    def raise_alarm(self, done):
+        """NotFinite where --on-nan is stop. An alarm that is read late must be read before anything is saved."""
+        bad = self.bad or (self.due("save", done) or done == self.s.steps) and self.agree(self.read())[0]
+        if not bad:
+            return
+        what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
+        self.record({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
+        if self.s.on_nan == "stop":
+            raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
+        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
+
+    def entry(self, done, loss, norm):
+        entry = super().entry(done, loss, norm) | self.memory
+        self.memory = {}
+        if self.gpu_flops:
+            entry["mfu"] = entry["tokens_per_s"] * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
+        return entry
+
+    def line(self, entry):
+        left = int((self.s.steps - entry["step"]) * self.s.batch_size * self.config.seq_len / entry["tokens_per_s"])
+        mfu = f"MFU {100 * entry['mfu']:.1f} %  " if "mfu" in entry else ""
+        return f"{super().line(entry)}{mfu}left {left // 60}:{left % 60:02}"
+
+    def record(self, entry):
+        if self.log and (problem := self.log.write(entry)):
+            self.say(f"log      step {entry['step']} waits to be written to {self.s.out}/log.jsonl: {problem.strerror}")
+
+    def evaluate(self, batches=8):
+        started = time.perf_counter()
+        loss = super().evaluate(batches)
+        self.since += time.perf_counter() - started  # of no training step's time
+        return loss
+
+    def show_sample(self):
+        if not self.stopping:
+            dist.progress("sampling")
+            super().show_sample()
+
+    def next_token(self, whole, tokens, i):  # all ranks agree each time: the last token could come after --timeout
+        return tokens if self.agree(self.terminated)[0] else super().next_token(whole, tokens, i)
+
+    def encode(self, text):
+        return super().encode(text) if self.bytes else self.held_out[:1].tolist()
+
+    def decode(self, tokens):
+        return super().decode(tokens) if self.bytes else " ".join(map(str, tokens))
+
+    # checkpoints
+
+    def save(self, done):
+        s, started = self.s, time.perf_counter()
+        if self.log:
+            with contextlib.suppress(OSError):  # a disk that is full only now: the checkpoint will say so
+                os.fsync(self.log.file)
+        problem = self.write(done)
+        self.saved = problem is None
+        if problem:
+            left = checkpoints(s.out)
+            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
+            self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; "
+                     f"{'going on' if done < s.steps else 'ended'}, {there}")
+            self.record({"step": done, "not_saved": problem.strerror})
+        elif self.stopping or done == s.steps:
+            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
+        self.since += time.perf_counter() - started
+
+    def write(self, done):
+        """Write the checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None, as
+        the other ranks always do."""
+        whole, problem, rest = shapes(self.config), None, self.whole_tensors()
+
+        def get(label):
+            found, tensor = next(rest)
+            if found != label:
+                raise RuntimeError(f"{label} is to be written and {found} was gathered: the files' order differs from "
+                                   f"whole_tensors'")
+            return tensor
+
+        if dist.get_rank() == 0:
+            part, final = (os.path.join(self.s.out, name) for name in (f".step-{done:08}.part", f"step-{done:08}"))
+            try:
+                shutil.rmtree(part, ignore_errors=True)
+                dtype = parallel.master_dtype(self.dtype)
+                files = write_hf(part, self.config, get, dtype)
+                files["optimizer.safetensors"] = write_safetensors(
+                    os.path.join(part, "optimizer.safetensors"),
+                    {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
+                manifest = {"format": 1, **self.counters(done), "files": files, "run": self.run.identity}
+                write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
+                sync_folder(part)
+                os.rename(part, final)
+                sync_folder(self.s.out)
+                for old in checkpoints(self.s.out)[:-self.s.keep] if self.s.keep else []:
+                    gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
+                    os.rename(old, gone)  # first out of sight: a folder half removed must not look like a checkpoint
+                    shutil.rmtree(gone)
+            except OSError as error:
+                problem = error
+                shutil.rmtree(part, ignore_errors=True)
+        for _ in rest:  # the other ranks; and rank 0 after an error, for they wait for its part
             pass
-        os.remove(os.path.join(folder, ".writable"))
-    except OSError as error:
-        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
+        return problem
+
+    def load(self, saved):
+        first = saved["step"] if saved else 0
+        least, most = self.agree(-first, first)
+        if most != -least:
+            raise BadInput(f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be folders "
+                           f"that all nodes share")
+        if saved:
+            changes = differences(saved["run"], self.run.identity, ("flags",)) if self.s.steps else []
+            self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
+        return super().load(saved) if first < self.s.steps else first
+
+    # memory
+
+    def note_activations(self, births):  # neither gradients of earlier micro-batches nor what collectives keep counts
+        others = [*parallel.kept_tensors(self.net)["gradients"], *dist.scratches()]
+        self.activations = max(self.activations, births.alive(others))
+
+    def buckets(self):
+        return [bucket for reducer in self.net.reducers for bucket in reducer.buckets]
+
+    def measured_bytes(self):
+        """What the tensors of each kind take on this rank, a storage counted once; beside it: parallel.memory_bytes."""
+        sizes, seen = {}, set()
+        for kind, tensors in parallel.kept_tensors(self.net).items():
+            storages = {t.untyped_storage() for t in tensors}
+            storages = {st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in seen}
+            seen |= set(storages)
+            sizes[kind] = sum(storages.values())
+        return dict(sizes, activations=self.activations)
 
 
-# ============================================================ machinery: the same results, faster or safer ============
+# ------------------------------------------------------------------------------------------------- a run that survives
+
+class WatchedRun(Run):
+    """The Run that checks its input before processes meet, starts them itself, owns --out, and says what went wrong.
+
+    Beside what a Run has: `checkpoint` (the Checkpoint to go on from, or None), `identity` (`run_of`), `processes` (how
+    many it takes), `saving` (whether --out gets checkpoints) and `lock` (of --out, on rank 0).
+    """
+
+    def __init__(self, arguments):
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        try:
+            self.prepare(arguments)
+        except BadInput as problem:
+            refuse("train.py", problem, self.rank)
+
+    def prepare(self, arguments):
+        s = parse(arguments)
+        checkpoint = find_checkpoint(s, self.rank == 0)
+        if checkpoint:
+            s = parse(checkpoint.flags() + arguments)
+        check_numbers(s)
+        config, source = model_config(s, checkpoint)
+        self.processes = check_layout(s, config, self.world, processes_here())
+        if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
+            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only to sample
+        else:
+            data = load_data(s)
+            check_data(s, config, *data[:2])
+        check_prompt(s, config, data[2])
+        identity = run_of(s, config, data)
+        if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
+            raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "
+                           f"({'; '.join(how)}): give that, or --init-from {checkpoint.path} to start a new run "
+                           f"from its weights")
+        self.saving, self.lock = bool(s.out) and not (checkpoint and not s.steps), None
+        if self.saving:
+            asked = checkpoint
+            checkpoint, identity = start_of(s, identity, asked, self.rank == 0)
+            if checkpoint is not asked:
+                source = open_hf(checkpoint.path)[1]
+        moments = read_moments(checkpoint, config) if checkpoint else None
+        self.saved = checkpoint and checkpoint.manifest | {"tensors": moments}
+        if s.trace and self.rank == 0:
+            check_folder(s.trace, "--trace")
+        if self.saving and self.rank == 0:
+            self.lock = claim(s.out, identity)
+        self.s, self.config, self.source, self.data = s, config, source, data
+        self.checkpoint, self.identity = checkpoint, identity
+
+    def __enter__(self):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
+        if self.processes != self.world:
+            if self.lock:  # rank 0 is about to write its own name into it
+                self.lock.mark_all_saved()
+                self.lock.close()
+            dist.start_again(self.processes, lambda: not self.lock or self.lock.all_saved())
+        self.watch = dist.Watch("train.py", self.s.timeout)
+        try:
+            self.device = dist.initialize(self.s.device, self.s.timeout)
+            self.watch.start()
+        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            self.give_up(error)
+        return self
+
+    def make_trainer(self, device):
+        self.trainer = super().make_trainer(device)
+        self.trainer.run = self
+        return self.trainer
+
+    def train(self, device):
+        """As in Run; returns, on rank 0, whether all there is to save is on the disk; True on the others."""
+        # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved.
+        # After an error the trainer's handler stays, because torchrun sends SIGTERM to ranks that still explain it.
+        before = signal.getsignal(signal.SIGTERM)
+        super().train(device)
+        signal.signal(signal.SIGTERM, before)
+        if self.lock and self.trainer.saved:
+            self.lock.mark_all_saved()
+        dist.barrier()
+        return self.trainer.saved
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception):
+            self.give_up(error)
+        self.watch.stop()
+        super().__exit__(kind, error, trace)
+        if error is None:
+            sys.exit(0 if self.trainer.saved else 1)
+
+    def give_up(self, error):
+        if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
+            traceback.print_exception(error)
+        self.watch.give_up(error)
+
+
+FASTER.update({Flags: Settings, argparse.ArgumentParser: Parser, Trainer: WatchedTrainer, Run: WatchedRun})
 
 if __name__ == "__main__":
     main()
