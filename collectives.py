@@ -202,7 +202,7 @@ def _average(op, tensor, size):
 def _flat(tensor):
     """(K,) view of the tensor, or of a contiguous copy where its strides leave no choice: `_unflatten` copies back."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat.as_strided((1,), (1,)) if len(flat) == 1 else flat  # a lone element is contiguous whatever its stride
+    return flat.as_strided((len(flat),), (1,)) if len(flat) < 2 else flat  # contiguous whatever its stride
 
 
 def _unflatten(flat, tensor):
