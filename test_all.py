@@ -3510,8 +3510,8 @@ def test_python_kernels_py(monkeypatch, capsys):
     if kernels.HAVE_TRITON:
         rows = {line[:24].strip(): [part.split() for part in line[24:].split(" | ")] for line in printed.splitlines() if re.search(r"e-\d\d ", line)}
         assert {"cross-entropy", "product + GELU", "layer norm 20000"} < set(rows) and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n")
-        for name, (ours, theirs) in rows.items():
-            assert all(float(a) <= 2 * max(float(b), 1e-6) for a, b in zip(ours, theirs)), (name, ours, theirs)
+        for name, (*ours, theirs) in rows.items():  # by all of the file, and by its upper half
+            assert len(ours) == 2 and all(float(a) <= 2 * max(float(b), 1e-6) for half in ours for a, b in zip(half, theirs)), (name, ours, theirs)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cut
