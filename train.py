@@ -120,9 +120,13 @@ def processes_here():
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
+def gpus_here():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def device_for(asked, processes):
     """--device, where it is auto: CUDA if each process on this machine gets a GPU of its own, else the CPU."""
-    return asked if asked != "auto" else "cuda" if torch.cuda.device_count() >= processes else "cpu"
+    return asked if asked != "auto" else "cuda" if gpus_here() >= processes else "cpu"
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -282,7 +286,7 @@ class Trainer:
         return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
 
     def describe(self):
-        s, device, here, gpus = self.s, self.device.type, processes_here(), torch.cuda.device_count()
+        s, device, here, gpus = self.s, self.device.type, processes_here(), gpus_here()
         pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
         self.say(f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} "
                  f"GPU{'s' * (gpus > 1)}\n"
@@ -302,14 +306,13 @@ class Trainer:
                 entry["val_loss"] = loss
         if entry:
             self.record(entry)
+            self.since, self.logged = time.perf_counter(), done
 
     def entry(self, done, loss, norm):
         """What log.jsonl says of a step; its speed is that of all steps since the entry before."""
         s, sent = self.s, sum(t.bytes for t in dist.traffic().values())
         loss, norm = self.mean_over_ranks(loss), norm.item()  # waits for the device, so this does not run every step
-        now = time.perf_counter()
-        speed = (done - self.logged) * s.batch_size * self.config.seq_len / (now - self.since)
-        self.since, self.logged = now, done
+        speed = (done - self.logged) * s.batch_size * self.config.seq_len / (time.perf_counter() - self.since)
         entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, done - 1), tokens_per_s=speed,
                      comm_bytes=sent if s.comm != "torch" else None)
         if self.scaler:
@@ -447,9 +450,8 @@ class Run:
 def main():
     """Read the command line, meet the other processes, train."""
     if "--plain" in sys.argv:
-        for file, table in (dist, "LINKS"), (dist, "PREPARE"), (model, "FASTER"), (parallel, "FASTER"):
-            getattr(file, table, {}).clear()
-        FASTER.clear()
+        for table in (dist.LINKS, dist.PREPARE, model.FASTER, parallel.FASTER, FASTER):
+            table.clear()
     with FASTER.get(Run, Run)(sys.argv[1:]) as run:
         run.train(run.device)
 
@@ -578,7 +580,7 @@ def check_layout(s, config, world, local_world):
     check_schedule(s, config)
     if s.reduce_dtype != "same" and s.dtype == "fp64":
         raise BadInput(f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64: leave one of them out")
-    local, gpus = local_world if world > 1 else processes, torch.cuda.device_count()
+    local, gpus = local_world if world > 1 else processes, gpus_here()
     if world > local_world and s.device == "auto" and 0 < gpus < local:  # another node may have enough: it would differ
         raise BadInput(f"--device auto: {local} processes on this node need as many GPUs and it has {gpus}: give "
                        f"--device cpu")
@@ -1178,12 +1180,6 @@ class WatchedTrainer(Trainer):
     def record(self, entry):
         if self.log and (problem := self.log.write(entry)):
             self.say(f"log      step {entry['step']} waits to be written to {self.s.out}/log.jsonl: {problem.strerror}")
-
-    def evaluate(self, batches=8):
-        started = time.perf_counter()
-        loss = super().evaluate(batches)
-        self.since += time.perf_counter() - started  # of no training step's time
-        return loss
 
     def show_sample(self):
         if not self.stopping:
