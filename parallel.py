@@ -8,16 +8,16 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
-`python parallel.py data | memory | tensor | pipeline` shows the second to fifth of them at work, in seconds on a
-laptop.
+`python parallel.py data`, `memory`, `tensor` and `pipeline` show four of them at work, in seconds on a laptop.
 
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
 
 What the file writes onto a parameter:
 
-    param.split_over    the groups it is cut over: each of their ranks holds another part of it
+    param.split_over    the groups on whose ranks lies something else: another part of it, or another stage's layers
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages
+    param.replicas      the group that averages its gradient, where that is not the module's
     param.cut           the `Cut` by which tensor parallelism took this rank's part of it
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
@@ -95,13 +95,12 @@ class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them."""
 
     def __init__(self, params, group):
-        self.params, self.group = params, group  # the group averages their gradients
-        self.waiting = set(params)  # parameters whose gradient has not come yet in this backward
+        self.params, self.group = params, group_or_world(group)  # the group averages their gradients
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.flat = None            # the running total of the gradients, full size; None until the first is moved here
+        self.total = None           # the gradients added up, one flat vector; None until the first is moved here
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
 
     def new(self, dtype):
@@ -120,108 +119,88 @@ class Bucket:
         return slice(low - start, high - start), slice(low - own.start, high - own.start)
 
     def gather_one(self, param, local):
-        """A parameter's part of a vector that is cut as the shard is (weights, a moment), whole on every rank; all
-        must ask.
+        """A parameter's part of a vector that is cut as the shard is (weights, a moment), whole. All ranks must ask.
 
         Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
         """
         whole, width = local.new_empty(param.shape), len(local)
-        for rank in range(self.numel // width):
-            own = slice(rank * width, (rank + 1) * width)
-            there, here = self.overlap(param, own)
-            if own == self.own:
+        for rank in range(self.numel // width):  # one turn where nothing is sharded
+            there, here = self.overlap(param, slice(rank * width, (rank + 1) * width))
+            if rank * width == self.own.start:
                 whole.view(-1)[there] = local[here]
             if width < self.numel and here.start < here.stop:
                 dist.broadcast(whole.view(-1)[there], group=self.group, group_src=rank)
         return whole
 
 
+def group_or_world(group):
+    return group or torch.distributed.group.WORLD
+
+
 BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own choice) is not best
 
 
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket):
-    """Parameters in buckets of about `megabytes`, last layers first: the order in which backward finishes their
-    gradients.
+    """Parameters in buckets of about `megabytes`, last layers first, the order in which backward finishes gradients.
 
-    A bucket holds one dtype, one device, one set of groups that its parameters are cut or summed over, and one `kind`.
+    A bucket holds one dtype, one device, one set of groups that its parameters are cut, summed or averaged over, and one
+    `kind`.
     """
     buckets, filling = [], {}
     for param in reversed(params):
         limit = (megabytes or BUCKET_MB.get(param.device.type, 25)) * 2**20
-        key = (param.dtype, param.device, split_over(param), sums(param), kind(param))
+        over = getattr(param, "replicas", group)
+        key = (param.dtype, param.device, over, split_over(param), sums(param), kind(param))
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
-            buckets.append(bucket_class(filling.pop(key), group))
+            buckets.append(bucket_class(filling.pop(key), over))
         filling.setdefault(key, []).append(param)
-    return buckets + [bucket_class(some, group) for some in filling.values()]
+    return buckets + [bucket_class(some, key[2]) for key, some in filling.items()]
 
 
 def split_over(param):
-    """The groups a parameter is cut over: () where every rank has all of it."""
     return getattr(param, "split_over", ())
 
 
 def sums(param):
-    """The groups over which a parameter's gradient must still be added once it is averaged."""
     return getattr(param, "sums", ())
 
 
 class Reducer(Replaceable):
-    """Moves gradients out of .grad into buckets, and averages each bucket over its group.
+    """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
 
-    stage 0: all-reduce, in `finish`                                            2(N-1)/N x K sent a step
-    stage 1: reduce-scatter, in `finish`                                         (N-1)/N x K
-    stage 2: reduce-scatter, as soon as a bucket's last gradient is there      m (N-1)/N x K
-
-    A gradient has one home: its bucket's flat vector, in the dtype of the shard (for 16-bit weights float32). `.grad`
-    is emptied into it when the bucket is sent, and when `no_sync` ends, so nothing adds up in 16 bits. (Plain DDP has
-    no shard: under `no_sync` autograd adds to .grad, whose dtype is the same.) Stages 0 and 1 wait for the step's
-    last backward. Stage 2 sends in each, since to keep no full gradient is what it is for. reduce_dtype: what
-    travels, where it is another dtype. on_complete(bucket) is called when a backward has brought the bucket's last
-    gradient.
+    `finish` moves a bucket's gradients out of .grad into one flat vector, `bucket.total`, and averages that; each .grad
+    is then a view of the average. Until then gradients of several micro-batches add up in .grad, by autograd.
+    reduce_dtype: what travels, where it is another dtype.
     """
+    stage = 0  # ZeRO's
 
-    def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
-        self.buckets, self.stage, self.reduce_dtype, self.on_complete = buckets, stage, reduce_dtype, on_complete
+    def __init__(self, buckets, reduce_dtype=None):
+        self.buckets, self.reduce_dtype = buckets, reduce_dtype
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-        came = weakref.WeakMethod(self.came)  # weak, or parameters and buckets would keep each other alive
-        for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(lambda p: (alive := came()) and alive(p))
-
-    def came(self, param):
-        """Autograd's hook: this backward has added all it has for a parameter to param.grad."""
-        bucket = self.bucket_of[param]
-        bucket.waiting.discard(param)
-        if not bucket.waiting:
-            bucket.waiting = set(bucket.params)
-            self.on_complete(bucket)
-            if self.stage >= 2:
-                self.collect(bucket)
-                self.send(bucket)
 
     @contextmanager
     def no_sync(self):
-        """Around every backward but the step's last one: its gradients are added to what is there."""
-        try:
-            yield
-        finally:
-            for bucket in self.buckets if self.stage < 2 else ():
-                if bucket.shard is not None or bucket.flat is not None:
-                    self.collect(bucket)
+        """Around every backward but the step's last one: nothing is sent."""
+        yield
+
+    def finish(self):
+        """Average all gradients. Call after the step's last backward, on every rank."""
+        for bucket in self.buckets:
+            self.collect(bucket)
+            self.send(bucket)
 
     @torch.no_grad()
     def collect(self, bucket):
-        """Add what is in .grad to the flat vector, and free it. A missing gradient counts as zero."""
-        if bucket.flat is None:
-            bucket.flat = bucket.new(self.total_dtype(bucket))
-        for view, param in zip(bucket.views(bucket.flat), bucket.params):
+        """Add what is in .grad to the total, and free it. A missing gradient counts as zero."""
+        if bucket.total is None:
+            bucket.total = bucket.new(self.total_dtype(bucket))
+        for view, param in zip(bucket.views(bucket.total), bucket.params):
             if param.grad is not None:
                 view += param.grad
                 param.grad = None
 
     def total_dtype(self, bucket):
-        if bucket.shard is None:
-            return bucket.dtype
-        return self.stage >= 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 adds nothing up: it sends at once
+        return bucket.dtype
 
     def send(self, bucket):
         handle, wire, average = self.start(bucket)
@@ -229,48 +208,24 @@ class Reducer(Replaceable):
         self.arrive(bucket, average)
 
     def start(self, bucket):
-        """Begin to average the flat vector: (handle, what is sent, what comes). Both must live until handle.wait()."""
-        wire = bucket.flat.to(self.reduce_dtype or bucket.flat.dtype)
-        bucket.flat = None
-        if self.stage == 0:
-            average = wire
-            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True)
-        else:
-            average = wire[bucket.own]  # of stage 2 in memory of its own, so that the full vector can go
-            average = torch.empty_like(average) if self.stage >= 2 else average
-            handle = dist.reduce_scatter_tensor(average, wire, dist.ReduceOp.AVG, bucket.group, async_op=True)
-        return handle, wire, average
+        """Begin to average a total: (handle, what is sent, what comes). Both must live until handle.wait()."""
+        wire = self.wire(bucket)
+        return dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, wire
+
+    def wire(self, bucket):
+        """The total as it travels. The bucket lets go of it."""
+        total, bucket.total = bucket.total, None
+        return total.to(self.reduce_dtype or total.dtype)
 
     def arrive(self, bucket, average):
         """Put an average where the optimizer looks for it."""
-        if bucket.shard is None:
-            for view, param in zip(bucket.views(average.to(bucket.dtype)), bucket.params):
-                param.grad = view
-        elif bucket.shard.grad is None:
-            bucket.shard.grad = average.to(bucket.shard.dtype)
-        else:
-            bucket.shard.grad += average
-
-    def finish(self):
-        """Send what has not left yet. Call after the step's last backward, on every rank."""
-        for bucket in self.buckets:
-            if self.stage < 2 or self.holds(bucket):
-                self.collect(bucket)
-                self.send(bucket)
-            bucket.waiting = set(bucket.params)
-
-    def holds(self, bucket):
-        """Whether gradients of this bucket have not been sent yet."""
-        return bucket.flat is not None or any(p.grad is not None for p in bucket.params)
-
-    @property
-    def finished(self):
-        return not any(map(self.holds, self.buckets))
+        for view, param in zip(bucket.views(average.to(bucket.dtype)), bucket.params):
+            param.grad = view
 
     def forget(self):
         """Drop the gradients of a step that was never finished, because its backward raised, say. On every rank."""
         for bucket in self.buckets:
-            bucket.flat, bucket.waiting = None, set(bucket.params)
+            bucket.total = None
             for param in bucket.params:
                 param.grad = None
 
@@ -290,12 +245,12 @@ class DDP(nn.Module):
 
     def __init__(self, module, group=None, bucket_mb=None):
         super().__init__()
-        self.module, self.group = module, group
+        self.module, self.group = module, group_or_world(group)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+            dist.broadcast(tensor.detach(), group=getattr(tensor, "replicas", self.group), group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = make_buckets(self.params, bucket_mb, group)
-        self.reducer = Reducer(self.buckets, stage=0)
+        self.buckets = make_buckets(self.params, bucket_mb, self.group)
+        self.reducer = Reducer(self.buckets)
         self.reducers, self.no_sync, self.finish_grad_sync = [self.reducer], self.reducer.no_sync, self.reducer.finish
 
     def forward(self, *args, **kwargs):
@@ -313,8 +268,91 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# (Stage 3 keeps the last unit from forward to backward, and so gathers that one once, not twice.)
+# (Stage 3 gathers the last unit once, because backward begins with it.) A gradient between two micro-batches lies in
+# .grad under DDP; in `bucket.total` at stages 0 and 1 of what follows; in the shard's .grad at stages 2 and 3.
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+
+class ShardReducer(Reducer):
+    """The reducer of parameters whose optimizer steps `bucket.shard`: averages end up in the shard's .grad.
+
+    stage 0: all-reduce, in `finish`; the shard is all of the bucket, and has masters    2(N-1)/N x K sent a step
+    stage 1: reduce-scatter, in `finish`                                                  (N-1)/N x K
+    stage 2: reduce-scatter, when a backward has brought a bucket's last gradient       m (N-1)/N x K
+
+    Stages 0 and 1 add micro-batches up in `bucket.total`, in the shard's dtype, float32 for 16-bit weights: `.grad` is
+    emptied into it whenever `no_sync` ends, so nothing adds up in 16 bits. Stage 2 sends in every backward, since to keep
+    no full gradient is what it is for. on_complete(bucket) is called when a backward has brought the last gradient.
+    """
+
+    def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
+        super().__init__(buckets, reduce_dtype)
+        self.stage, self.on_complete = stage, on_complete
+        self.waiting = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient has not come in this backward
+        call_when_gradients_come(self.bucket_of, self.came)
+
+    def came(self, param):
+        """This backward has added all it has for a parameter to param.grad."""
+        bucket = self.bucket_of[param]
+        self.waiting[bucket].discard(param)
+        if not self.waiting[bucket]:
+            self.waiting[bucket] = set(bucket.params)
+            self.on_complete(bucket)
+            if self.stage == 2:
+                self.collect(bucket)
+                self.send(bucket)
+
+    @contextmanager
+    def no_sync(self):
+        try:
+            yield
+        finally:
+            for bucket in self.buckets if self.stage < 2 else ():
+                self.collect(bucket)
+
+    def total_dtype(self, bucket):
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 adds nothing up: it sends at once
+
+    def start(self, bucket):
+        if self.stage == 0:
+            return super().start(bucket)
+        wire = self.wire(bucket)
+        average = wire[bucket.own]
+        if self.stage == 2:
+            average = torch.empty_like(average)  # so that the full vector can go
+        return dist.reduce_scatter_tensor(average, wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, average
+
+    def arrive(self, bucket, average):
+        if bucket.shard.grad is None:
+            bucket.shard.grad = average.to(bucket.shard.dtype)
+        else:
+            bucket.shard.grad += average
+
+    def finish(self):
+        for bucket in self.buckets:
+            if self.stage < 2 or self.holds(bucket):
+                self.collect(bucket)
+                self.send(bucket)
+            self.waiting[bucket] = set(bucket.params)
+
+    def holds(self, bucket):
+        """Whether gradients of this bucket have not been sent yet."""
+        return bucket.total is not None or any(p.grad is not None for p in bucket.params)
+
+    @property
+    def finished(self):
+        return not any(map(self.holds, self.buckets))
+
+    def forget(self):
+        super().forget()
+        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}
+
+
+def call_when_gradients_come(params, method):
+    """Let autograd call method(param) when a backward has added all it has to param.grad."""
+    method = weakref.WeakMethod(method)  # weak, or parameters and buckets would keep each other alive
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda p: (alive := method()) and alive(p))
+
 
 class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
     """ZeRO-1, and ZeRO-2 with stage=2: each rank holds the optimizer state, and steps the weights, of its Nth of the
@@ -326,20 +364,18 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         clip_grad_norm_(optimizer.shards, 1.0, [group])
         optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
 
-    params: any parameters or parameter groups, tied, frozen, on any device; optimizer_class: any whose update is
-    element by element (SGD, Adam, ...), since a shard cuts through tensors. Parameters become views of flat buffers,
-    and those of the group's ranks are made equal. compute_dtype: the parameters become bf16 or fp16 and the shard
-    keeps float32 masters; gradients add up in float32 (at stage 2 in float32 from one micro-batch to the next), and
-    travel so or in `reduce_dtype`. stage=0 shards nothing and all-reduces: master weights for plain data parallelism.
-    A parameter that no rank used has a gradient of zero, not None. stage=2: all ranks must use the same parameters in
-    each backward.
+    params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
+    optimizer_class: any whose update is element by element (SGD, Adam, ...), since a shard cuts through tensors.
+    compute_dtype: the parameters become bf16 or fp16, and the shards are their float32 masters. reduce_dtype: what
+    gradients travel in. stage=0 shards nothing: masters for plain data parallelism. A parameter that no rank used has a
+    gradient of zero, not None. stage=2: all ranks must use the same parameters in each backward.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
                  reduce_dtype=None, **kwargs):
         groups = list(params)
         groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [{"params": groups}]
-        self.group, self.stage = group or torch.distributed.group.WORLD, stage
+        self.group, self.stage = group_or_world(group), stage
         which = {}  # parameter -> its parameter group; a tied one belongs where it comes first
         for i, g in enumerate(groups):
             for p in g["params"]:
@@ -364,8 +400,8 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
             g["params"] = [bucket.shard for bucket in self.buckets if which[bucket.params[0]] == i]
         self.inner = optimizer_class(groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.reducer = Reducer(self.buckets, stage, reduce_dtype)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # one list: schedulers change it here
+        self.reducer = ShardReducer(self.buckets, stage, reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def zero_grad(self, set_to_none=True):
@@ -393,7 +429,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         handles = []
         for bucket in buckets if self.stage else ():
             mine = bucket.weights[bucket.own]
-            handles.append(dist.all_gather_into_tensor(bucket.weights, mine, self.group, async_op=True))
+            handles.append(dist.all_gather_into_tensor(bucket.weights, mine, bucket.group, async_op=True))
         for handle in handles:
             handle.wait()
 
@@ -442,12 +478,11 @@ class FlatParameter(Bucket):
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
-        # A version counter of its own (.data): refilling the buffer before backward is no change to what autograd has
-        # saved.
+        # .data gives each view a version counter of its own: autograd would refuse what it saved before a refill.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
             new.__dict__.update(p.__dict__)
-        self.waiting, self.uses_left, self.handle = set(self.params), 0, None
+        self.uses_left, self.handle = 0, None
         self.free()
         return dict(zip(old, self.params))
 
@@ -493,20 +528,19 @@ class FSDP(Replaceable, nn.Module):
         forward    before a unit: gather it       after it: free it, but for the last one, with which backward begins
         backward   before a unit: gather it       when its last gradient is there: free it, reduce-scatter its gradients
 
-    Matrices are sharded: one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole and
-    are all-reduced once a step, in `finish_grad_sync`. A tied parameter stays gathered from its first use in forward
-    to its last, and in backward until both uses have added to its gradient. A frozen one, once gathered in backward,
-    stays whole until `finish_grad_sync`. compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their
-    gradients keep the module's own dtype. A module on the meta device is never whole anywhere: say on which device it
-    shall live and give its values to `load`, one parameter at a time. All ranks must use the same parameters in each
-    backward. To drop a step, `model.zero_grad()`.
+    Matrices are sharded, one flat parameter a unit; 1-D parameters (biases, norms; a thousandth of K) stay whole, and are
+    all-reduced once a step. A tied parameter stays whole from its first use in forward to its last, and in backward until
+    both uses have added to its gradient; a frozen one, once gathered in backward, until `finish_grad_sync`.
+    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype. A
+    module on the meta device is never whole anywhere: name the device it shall live on, and give its values to `load`.
+    All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`.
 
     Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
     def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
         super().__init__()
-        self.module, self.group, self.compute_dtype = module, group or torch.distributed.group.WORLD, compute_dtype
+        self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
         for buffer in module.buffers():
             if not buffer.is_meta:
                 dist.broadcast(buffer, group=group, group_src=0)
@@ -531,7 +565,8 @@ class FSDP(Replaceable, nn.Module):
             unit.register_forward_hook(self.after_forward)
         trainable = [flat for flat in self.buckets if flat.shard.requires_grad]
         matrices, vectors = ([flat for flat in trainable if flat.stays_whole == whole] for whole in (False, True))
-        self.reducers = [Reducer(matrices, 2, reduce_dtype, FlatParameter.free), Reducer(vectors, 0, reduce_dtype)]
+        self.reducers = [ShardReducer(matrices, 2, reduce_dtype, FlatParameter.free),
+                         ShardReducer(vectors, 0, reduce_dtype)]
         self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
 
     def forward(self, *args, **kwargs):
@@ -631,8 +666,8 @@ def tensors_in(value):
 # cut by rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
 #
 #          ┌─ X ─ A_0 ─ GeLU ─ B_0 ─ Y_0 ─┐
-#     X ─ f                                g ─ Y       f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
-#          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘           g: forward all-reduce, backward nothing (dY reaches each term as it is)
+#     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
+#          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
 # Attention is the same with heads for columns. By ring, a block sends 2 x 2(N-1)/N x BTC forward and as much
 # backward. (The lecture's code all-gathers after every matrix; cutting the second one by rows takes one all-reduce
@@ -675,7 +710,7 @@ class Cut:
     """
 
     def __init__(self, group, dim, parts=1):
-        self.group, self.dim, self.parts = group, dim, parts
+        self.group, self.dim, self.parts = group_or_world(group), dim, parts
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def part(self, full, rank=None):
@@ -965,9 +1000,9 @@ def in_order(lists):
 def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is there.
 
-    Both ends are placed when the output is made: the send next on its rank's list, the receive at the end of the
-    other's as it is by then. So the two ranks of a pair see their transfers in one mirrored order, which keeps NCCL's
-    queues from waiting for each other.
+    When an output is made, its send is appended to its rank's list and its receive to the other's, so before all that the
+    other has still to run. So each pair of ranks sees its transfers in one order, from both ends, and no two of them can
+    wait for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1014,47 +1049,49 @@ def check(lists):
         pass
 
 
-def most_held(actions):
-    """The most activations that a list holds at once: each from its F to its B or W."""
-    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
-
-
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
-def accumulate(param, a, b=None):
-    """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad, call the hooks."""
-    grad = a if b is None else a @ b
-    param.grad = grad if param.grad is None else param.grad.add_(grad)
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        hook(param)
+class WeightGradients:
+    """Takes the weight gradients of a stage's Linears, dA = dy^T x and db, which no other stage waits for.
+
+    While `put_off` is a list, they are appended to it as functions, for a "W" to call; while it is None they run at once.
+    """
+    put_off = None
+
+    def take(self, weight, bias, dy, x):
+        @torch.no_grad()
+        def gradients():
+            if weight.requires_grad:
+                self.add(weight, dy.T, x)
+            if bias is not None and bias.requires_grad:
+                self.add(bias, kernels.bias_gradient(dy))
+        gradients() if self.put_off is None else self.put_off.append(gradients)
+
+    def add(self, param, a, b=None):
+        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad, call the hooks."""
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
 
 
 def split_linears(module):
-    """Let every Linear of the module queue its weight gradients when asked to; returns the `later` that asks.
+    """Let every Linear of the module hand its weight gradients to the WeightGradients that this returns.
 
-    Half of a Linear's backward, dA = dy^T x, is what no other stage waits for: zero-bubble schedules run it later.
-    Autograd sees detached weights, so that its hooks do not fire before the weight gradient exists. While an "I"
-    runs, `later.queue` is the list that takes the weight gradients, as functions; while it is None they run at once.
-    `later.into` adds them up.
+    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and tied
+    weights stay with autograd, and so in "I".
     """
-    later = SimpleNamespace(queue=None, into=accumulate)
+    weight_gradients = WeightGradients()
 
     def linear(x, weight, bias=None):
-        def take(dy, x):
-            @torch.no_grad()
-            def gradients():
-                if weight.requires_grad:
-                    later.into(weight, dy.T, x)
-                if bias is not None and bias.requires_grad:
-                    later.into(bias, kernels.bias_gradient(dy))
-            gradients() if later.queue is None else later.queue.append(gradients)
-        return kernels.Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), take)
+        return kernels.Linear.apply(x, weight.detach(), None if bias is None else bias.detach(),
+                                    partial(weight_gradients.take, weight, bias))
 
     owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
     for layer in module.modules():  # a weight tied to another layer's stays with autograd, which adds the two up
         if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
             layer.linear = linear
-    return later
+    return weight_gradients
 
 
 @functools.cache
@@ -1088,12 +1125,11 @@ def pipeline_groups(mesh, around, ends):
     last rank sends to the first one, too, because a rank has several stages. ends: whether to make the second group.
     Call on all ranks.
     """
-    p, (_, dp, tp) = mesh.shape[0], mesh.get_coordinate()
-    channels, group_of_ends = {}, None
-    neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1)]
-    for i, j in itertools.product(range(mesh.shape[1]), range(mesh.shape[2])):
-        ranks, mine = mesh.mesh[:, i, j].tolist(), (i, j) == (dp, tp)
-        for a, b in sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))} if p > 1 else ()):
+    p, channels, group_of_ends = mesh.shape[0], {}, None
+    neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
+    for ranks in mesh.mesh.flatten(1).T.tolist():  # the ranks of one pipeline
+        mine = dist.get_rank() in ranks
+        for a, b in sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))}):
             group = dist.new_group([ranks[a], ranks[b]])
             if mine:
                 channels[a, b] = group
@@ -1105,12 +1141,12 @@ def pipeline_groups(mesh, around, ends):
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
-    In between it holds what backward needs: the input, and where in autograd's graph the output came from. Not the
-    output itself, whose memory goes when it has been sent.
+    In between it holds what backward needs: the input, and the place in autograd's graph that the output came from. The
+    output itself may go.
     """
 
-    def __init__(self, module, loss, later):
-        self.module, self.loss, self.later, self.queue = module, loss, later, []
+    def __init__(self, module, loss, weight_gradients):
+        self.module, self.loss, self.weight_gradients, self.put_off = module, loss, weight_gradients, []
 
     def forward(self, x, target=None):
         """x: tokens (B, T), or what the stage before gave. Returns the output, on the last stage the loss; detached."""
@@ -1123,12 +1159,12 @@ class Passage:
     def backward(self, kind, dy=None):
         """dy: the gradient of what forward returned. Returns that of x; weight gradients stay in .grad."""
         if kind == "W":
-            for weight_gradients in self.queue:
-                weight_gradients()
+            for gradients in self.put_off:
+                gradients()
             return None
-        self.later.queue = self.queue if kind == "I" else None
+        self.weight_gradients.put_off = self.put_off if kind == "I" else None
         dx = self.gradients(dy)
-        self.later.queue = None
+        self.weight_gradients.put_off = None
         return dx
 
     def gradients(self, dy):
@@ -1141,21 +1177,21 @@ class Pipeline(Replaceable):
 
     stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the
     activations (B, T, width) that pass between stages; channels: as `pipeline_groups` gives them. `run` holds an
-    activation from F to B (or W), an output only until it is sent.
+    activation from F to B (or W).
     """
 
     def __init__(self, stages, count, mesh, loss, dtype, width, device, channels):
         self.stages, self.count, self.loss = stages, count, loss
         self.dtype, self.width, self.device = dtype, width, device
         self.p, (self.rank, dp, tp) = mesh.shape[0], mesh.get_coordinate()
-        self.ranks, self.channels = mesh.mesh[:, dp, tp].tolist(), channels
-        self.later = dict.fromkeys(stages, SimpleNamespace(queue=None))  # until a schedule splits a backward
+        self.ranks, self.channels, self.split = mesh.mesh[:, dp, tp].tolist(), channels, False
+        self.weight_gradients = dict.fromkeys(stages, WeightGradients())  # unused until a schedule splits a backward
 
     def run(self, actions, x, y, scale=1.0, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        Backward starts from `scale` times the mean of the losses. syncs: {stage: object with no_sync()}, left for the
-        stage's last backward; None where no list of actions has any.
+        Backward starts from `scale` times the mean of the losses. syncs: {stage: object whose no_sync() surrounds each of
+        the stage's backwards but the last}; None for forwards alone.
         """
         self.begin(actions, x, y, scale, syncs)
         last = {(action.kind, action.stage): action for action in actions}
@@ -1182,8 +1218,8 @@ class Pipeline(Replaceable):
 
     def split_backward(self):
         """From now on, weight gradients can be put off. Once, for all stages."""
-        if not all(hasattr(later, "into") for later in self.later.values()):
-            self.later = {stage: split_linears(module) for stage, module in self.stages.items()}
+        if not self.split:
+            self.split, self.weight_gradients = True, {s: split_linears(module) for s, module in self.stages.items()}
 
     def expect(self, receive):
         """Post the receive of an activation or a gradient. The other end sends in the same order."""
@@ -1219,7 +1255,7 @@ class Pipeline(Replaceable):
     def passage(self, action):
         """What takes a micro-batch through a stage."""
         s = action.stage
-        return Passage(self.stages[s], self.loss if s == self.count - 1 else None, self.later[s])
+        return Passage(self.stages[s], self.loss if s == self.count - 1 else None, self.weight_gradients[s])
 
     def backward(self, action):
         kind, s, i = action
@@ -1238,9 +1274,10 @@ class Pipeline(Replaceable):
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(param, groups):
-    """On how many ranks the same gradient lies: the product of the groups that the parameter is not cut over."""
-    same = {group for group in groups if group not in split_over(param)} | set(sums(param))
-    return math.prod(dist.get_world_size(group) for group in same)
+    """On how many ranks of the groups the same gradient of a parameter lies."""
+    size = dist.get_world_size
+    more = [group for group in sums(param) if group not in groups]  # equal after the sum, though cut over a group
+    return math.prod(map(size, groups)) * math.prod(map(size, more)) // math.prod(map(size, split_over(param)))
 
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
@@ -1312,7 +1349,9 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         for name, param in model.named_parameters():
             param.split_over = split_over(param) + ((pp,) if p > 1 else ())
             if p > 1 and config.tied and name in ("wte.weight", "lm_head.weight"):
-                param.sums = (ends,)  # one weight, on the first stage and on the last
+                # One weight, kept twice: on the first stage and on the last. Both start alike and step alike, because
+                # their gradients are added up after backward. The norm counts each half; a checkpoint takes the first.
+                param.sums = sums(param) + (ends,)
         # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
@@ -1324,8 +1363,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last: it holds the parameters as they are now. (ShardedOptimizer does it where weights have
-        # masters.)
+        # 5. Data parallel last: it holds the parameters as they are now. Stage 0 of one dtype is DDP, stage 3 was FSDP;
+        # all else, stages 1, 2 and masters, is ShardedOptimizer's, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, dp)
         stages[stage] = model
@@ -1479,19 +1518,20 @@ BUCKET_MB["cuda"] = 100  # a GPU's links are faster than a CPU's, their latency 
 
 # ---------------------------------------------------------------------------------- gradients that leave under backward
 
-class EarlyReducer(Reducer):
+class Early:
     """Sends a bucket the moment it is complete, so that its traffic runs under the rest of backward.
 
-    Stages 0 and 1 do so in the step's last backward, stage 2 in each. A bucket never leaves before the one in front
-    of it, so the order is the same on all ranks, whatever parameters each has used. At stage 2 at most two buckets
-    are under way, a micro-batch's last two until the next backward or `finish`: of the full gradients there are
-    those, and what the next bucket has so far.
+    Stages 0 and 1 do so in the step's last backward, stage 2 in each. A bucket never leaves before the one in front of
+    it, so the order is the same on all ranks, whatever parameters each has used. At stage 2 at most two buckets are
+    under way, a micro-batch's last two until the next backward or `finish`: of the full gradients there are those, and
+    what the next bucket has so far.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.syncing, self.next, self.under_way = True, 0, deque()  # next: the bucket that leaves next
         self.place = {bucket: i for i, bucket in enumerate(self.buckets)}
+        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}
 
     def came(self, param):
         bucket = self.bucket_of[param]
@@ -1500,15 +1540,18 @@ class EarlyReducer(Reducer):
                                "all but the last one under no_sync()")
         if not self.syncing:
             return
-        bucket.waiting.discard(param)
-        if not bucket.waiting:
-            self.on_complete(bucket)
-        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+        self.waiting[bucket].discard(param)
+        if not self.waiting[bucket]:
+            self.complete(bucket)
+        while self.next < len(self.buckets) and not self.waiting[self.buckets[self.next]]:
             self.leave()
+
+    def complete(self, bucket):
+        """A backward has brought the bucket's last gradient."""
 
     @contextmanager
     def no_sync(self):
-        before, self.syncing = self.syncing, self.stage >= 2
+        before, self.syncing = self.syncing, self.stage == 2
         try:
             with super().no_sync():
                 yield
@@ -1517,11 +1560,11 @@ class EarlyReducer(Reducer):
 
     @torch.no_grad()
     def collect(self, bucket):
-        fresh = bucket.flat is None
+        fresh = bucket.total is None
         if fresh:
-            bucket.flat = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
-            bucket.flat[sum(p.numel() for p in bucket.params):] = 0  # the padding
-        views = bucket.views(bucket.flat)
+            bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
+            bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
+        views = bucket.views(bucket.total)
         if some := [(view, p.grad) for view, p in zip(views, bucket.params) if p.grad is not None]:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(*map(list, zip(*some)))
         for view, param in zip(views, bucket.params):
@@ -1532,55 +1575,96 @@ class EarlyReducer(Reducer):
     def leave(self):
         bucket = self.buckets[self.next]
         self.collect(bucket)
-        started = self.start(bucket)
-        bucket.waiting, grad = set(bucket.params), None
-        if self.stage >= 2:
-            average = started[-1]
-            if bucket.shard.grad is None:  # it is there from now on, though it fills later
-                bucket.shard.grad = average if average.dtype == bucket.shard.dtype else torch.zeros_like(bucket.shard)
-            grad = bucket.shard.grad
-        self.under_way.append((*started, bucket, grad))
+        self.waiting[bucket] = set(bucket.params)
+        self.under_way.append((bucket, *self.start(bucket)))
         self.next += 1
-        if self.stage >= 2:
-            self.next %= len(self.buckets)  # the next micro-batch fills them again
-            while len(self.under_way) > 2:
-                self.receive()
 
     def start(self, bucket):
         if dist.get_world_size(bucket.group) > 1:
             return super().start(bucket)
-        flat, bucket.flat = bucket.flat, None
-        return SimpleNamespace(wait=lambda: None), flat, flat
+        wire = self.wire(bucket)
+        return SimpleNamespace(wait=lambda: None), wire, wire
 
     @torch.no_grad()
     def receive(self):
-        handle, _, average, bucket, grad = self.under_way.popleft()
+        bucket, handle, _, average = self.under_way.popleft()
         handle.wait()
-        if self.stage >= 2 and bucket.shard.grad is not grad:
-            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
-                               "model")
-        if average is not grad:
-            self.arrive(bucket, average)
+        self.arrive(bucket, average)
 
     def finish(self):
-        # Stages 0, 1: each bucket leaves once a step; 2: as often as there is something in it.
-        while self.next < len(self.buckets) if self.stage < 2 else self.next or any(map(self.holds, self.buckets)):
+        while self.next < len(self.buckets):
             self.leave()
         while self.under_way:
             self.receive()
-        self.next = 0
-        for bucket in self.buckets:
-            bucket.waiting = set(bucket.params)
+        self.next, self.waiting = 0, {bucket: set(bucket.params) for bucket in self.buckets}
+
+    def forget(self):
+        while self.under_way:
+            self.under_way.popleft()[1].wait()
+        super().forget()
+        self.next, self.waiting = 0, {bucket: set(bucket.params) for bucket in self.buckets}
+
+
+class EarlyReducer(Early, Reducer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        call_when_gradients_come(self.bucket_of, self.came)
+
+    @contextmanager
+    def no_sync(self):
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            for bucket in self.buckets:
+                if bucket.total is not None:  # recordings add up there, so eager micro-batches do, too
+                    self.collect(bucket)
+
+
+class EarlyShardReducer(Early, ShardReducer):
+    """At stage 2 the first micro-batch's average is the shard's .grad from its start on, and fills later."""
+    promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
+
+    def complete(self, bucket):
+        self.on_complete(bucket)
+
+    def leave(self):
+        super().leave()
+        if self.stage == 2:
+            self.next %= len(self.buckets)  # the next micro-batch fills them again
+            bucket, _, _, average = self.under_way[-1]
+            self.keeps_promise(bucket)
+            if bucket.shard.grad is None:
+                same = average.dtype == bucket.shard.dtype
+                bucket.shard.grad = average if same else torch.zeros_like(bucket.shard)
+            self.promised = self.promised | {bucket: bucket.shard.grad}
+            while len(self.under_way) > 2:
+                self.receive()
+
+    def keeps_promise(self, bucket):
+        if self.promised.get(bucket, bucket.shard.grad) is not bucket.shard.grad:
+            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
+                               "model")
+
+    def arrive(self, bucket, average):
+        self.keeps_promise(bucket)
+        if average is not bucket.shard.grad:
+            super().arrive(bucket, average)
+
+    def finish(self):
+        while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):
+            self.leave()
+        self.next = len(self.buckets) if self.stage == 2 else self.next
+        super().finish()
+        self.promised = {}
+
+    def forget(self):
+        super().forget()
+        self.promised = {}
 
     @property
     def finished(self):
         return not (self.next or self.under_way) and super().finished
-
-    def forget(self):
-        while self.under_way:
-            self.under_way.popleft()[0].wait()
-        self.next = 0
-        super().forget()
 
 
 class GuardedOptimizer(ShardedOptimizer):
@@ -1831,7 +1915,7 @@ class Totals:
         """Zero the totals; where gradients overwrite them, the padding alone, which a NaN's clipping reaches, too."""
         for bucket, flat in self.flats.items():
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
-            bucket.flat = flat
+            bucket.total = flat
 
     def add(self, param, a, b=None, overwrite=False, came=True):
         """A gradient, or the product a b: the product itself adds bf16 products to a float32 total, in one pass."""
@@ -1860,7 +1944,7 @@ class Totals:
         for bucket, grads in zip(self.flats, averages):
             for p, grad in zip(stepped(bucket), grads):
                 p.grad = grad
-            bucket.flat = None
+            bucket.total = None
         self.reducer.next = len(self.flats)
 
 
@@ -1877,15 +1961,16 @@ class Recording(Passage):
     gradients, too. overwrite: it is the only one, and its gradients replace what the step before has left.
     """
 
-    def __init__(self, module, loss, later, totals, kinds, x, target, pool=None, closes=False, overwrite=False):
-        super().__init__(module, loss, later)
+    def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
+                 overwrite=False):
+        super().__init__(module, loss, weight_gradients)
         self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
         self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.input, self.target, later.into = x.detach().clone(), target.clone(), self.add
+        self.input, self.target, weight_gradients.add = x.detach().clone(), target.clone(), self.add
         dist.make_room()
         self.graphs = {kind: dist.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
-        self.edge, self.queue = None, []  # autograd's nodes would tie later eager steps to this recording's stream
+        self.edge, self.put_off = None, []  # autograd's nodes would tie later eager steps to this recording's stream
 
     def record(self, kind):
         if kind == "F":
@@ -1962,7 +2047,7 @@ class GraphPipeline(PatientPipeline):
         for stage, sync in syncs.items():
             if sync.reducer not in self.totals:
                 self.totals[sync.reducer] = Totals(sync.reducer)
-            self.later[stage].into = self.totals[sync.reducer].add  # eager runs add in the same order and precision
+            self.weight_gradients[stage].add = self.totals[sync.reducer].add  # eager runs add in the same order
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # then the last one's graph can send, too
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
@@ -1981,7 +2066,7 @@ class GraphPipeline(PatientPipeline):
     def record(self, stage, actions, kinds, alone, overwrite, reducer):
         example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         recording = partial(Recording, self.stages[stage], self.loss if stage == self.count - 1 else None,
-                            self.later[stage], self.totals[reducer], kinds, example, self.y[0])
+                            self.weight_gradients[stage], self.totals[reducer], kinds, example, self.y[0])
         if alone:
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
@@ -1989,7 +2074,7 @@ class GraphPipeline(PatientPipeline):
             eager = self.closing[stage] if self.replicas else None
             mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
-        self.later[stage].into = self.totals[reducer].add
+        self.weight_gradients[stage].add = self.totals[reducer].add
 
     def passage(self, action):
         s, closes = action.stage, self.replaying and action.micro_batch == self.closing[action.stage]
@@ -2014,8 +2099,8 @@ def replay_micro_batches(net):
                                  torch.device(net.device), net.channels)
 
 
-FASTER.update({Reducer: EarlyReducer, ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline,
-               ParallelGPT: LeanGPT})
+FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOptimizer: GuardedOptimizer,
+               FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
@@ -2083,8 +2168,8 @@ def kept_tensors(net):
     mixed = net.dtype != master_dtype(net.dtype)
     kinds = {
         "parameters": module + ([] if mixed else shards),
-        "gradients": [p.grad for p in module + shards] + [b.flat for b in buckets] + [
-            t for reducer in net.reducers for started in getattr(reducer, "under_way", ()) for t in started],
+        "gradients": [p.grad for p in module + shards] + [b.total for b in buckets] + [
+            t for reducer in net.reducers for t in tensors_in(list(getattr(reducer, "under_way", ())))],
         "optimizer": (shards if mixed else []) + [t for p in net.optimizer.state.values() for t in p.values()]}
     return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
 
@@ -2097,6 +2182,11 @@ class Timeline(NamedTuple):
     length: float
     idle: list          # for each rank: time in which it computes nothing
     peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+
+
+def most_held(actions):
+    """The most activations that a list holds at once: each from its F to its B or W."""
+    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
