@@ -1188,6 +1188,24 @@ def test_padding_of_recorded_gradients_is_zero_in_every_step(pool):
     pool(3).run(padding_after_a_nan)
 
 
+def channels_of(virtual_stages, tied):
+    mesh = parallel.make_mesh(torch.get_default_device().type, pp=3)
+    made = []
+    with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
+        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied), mesh, torch.get_default_device(),
+                                   virtual_stages=virtual_stages)
+    return made, sorted(net.channels), net.ends is None
+
+
+def test_pipelines_make_the_groups_they_use(pool):
+    """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
+    line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
+    for made, channels, _ in pool(3).run(channels_of, 1, False):
+        assert made == channels == line
+    for made, channels, _ in pool(3).run(channels_of, 2, True):
+        assert sorted(made) == sorted(line + back + [(0, 2)]) and channels == sorted(line + back)
+
+
 def test_layers_are_split_by_cost():
     config = GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):
@@ -1584,6 +1602,10 @@ def steps_that_are_dropped(stage):
     want = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
     assert close(parallel.clip_grad_norm_(shards, 0, [None]).cpu(), want.cpu(), 1e-5)
     if stage < 3:
+        optimizer.zero_grad(set_to_none=False)
+        assert all(shard.grad.eq(0).all() for shard in optimizer.shards)
+        optimizer.zero_grad()
+        assert all(shard.grad is None for shard in optimizer.shards)
         before = [shard.detach().clone() for shard in optimizer.shards]
         model(x).square().mean().backward()
         optimizer.zero_grad()
@@ -1708,6 +1730,7 @@ def test_gradients_travel_in_the_reduce_dtype(pool):
 
 
 def half_gradients(schedule, zero):
+    parallel.SCHEDULES["added"] = parallel.zero_bubble_h1  # as README says how to: nobody knows its name
     net = parallel.parallelize(SMALL, parallel.make_mesh("cpu", pp=2), "cpu", torch.bfloat16, zero=zero, virtual_stages=1 + (schedule == "interleaved"))
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
@@ -1725,7 +1748,7 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
         pytest.skip("products that add to float32 round once less")
     for zero in (0, 1):
         one, *others = ({name: grad for part in pool(2).run(half_gradients, schedule, zero) for name, grad in part.items()}
-                        for schedule in ("1f1b", "gpipe", "zb-h1", "interleaved"))
+                        for schedule in ("1f1b", "gpipe", "zb-h1", "interleaved", "added"))
         for other in others:
             assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
