@@ -256,6 +256,11 @@ class DDP(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
+    def zero_grad(self, set_to_none=True):
+        """As any module's; after a backward that raised, on every rank, before the next one."""
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
+
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
@@ -279,35 +284,40 @@ class ShardReducer(Reducer):
     stage 1: reduce-scatter, in `finish`                                                  (N-1)/N x K
     stage 2: reduce-scatter, when a backward has brought a bucket's last gradient       m (N-1)/N x K
 
-    Stages 0 and 1 add micro-batches up in `bucket.total`, in the shard's dtype, float32 for 16-bit weights: `.grad` is
-    emptied into it whenever `no_sync` ends, so nothing adds up in 16 bits. Stage 2 sends in every backward, since to keep
-    no full gradient is what it is for. on_complete(bucket) is called when a backward has brought the last gradient.
+    Whenever a backward has brought a bucket's last gradient, .grad is emptied into `bucket.total`, which has the
+    shard's dtype, float32 for 16-bit weights: so micro-batches do not add up in 16 bits, and each gradient exists once.
+    (What an incomplete bucket has goes there when `no_sync` ends.) Stage 2 sends the bucket at that moment, since to
+    keep no full gradient is what it is for. on_complete(bucket) is called first.
     """
 
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
         super().__init__(buckets, reduce_dtype)
         self.stage, self.on_complete = stage, on_complete
-        self.waiting = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient has not come in this backward
+        self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient has not come in this backward
         call_when_gradients_come(self.bucket_of, self.came)
 
     def came(self, param):
         """This backward has added all it has for a parameter to param.grad."""
         bucket = self.bucket_of[param]
-        self.waiting[bucket].discard(param)
-        if not self.waiting[bucket]:
-            self.waiting[bucket] = set(bucket.params)
-            self.on_complete(bucket)
-            if self.stage == 2:
-                self.collect(bucket)
-                self.send(bucket)
+        self.missing[bucket].discard(param)
+        if not self.missing[bucket]:
+            self.missing[bucket] = set(bucket.params)
+            self.complete(bucket)
+
+    def complete(self, bucket):
+        self.on_complete(bucket)
+        self.collect(bucket)
+        if self.stage == 2:
+            self.send(bucket)
 
     @contextmanager
     def no_sync(self):
         try:
             yield
         finally:
-            for bucket in self.buckets if self.stage < 2 else ():
-                self.collect(bucket)
+            for bucket in self.buckets:
+                if self.stage < 2 and self.holds(bucket):
+                    self.collect(bucket)
 
     def total_dtype(self, bucket):
         return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 adds nothing up: it sends at once
@@ -332,7 +342,7 @@ class ShardReducer(Reducer):
             if self.stage < 2 or self.holds(bucket):
                 self.collect(bucket)
                 self.send(bucket)
-            self.waiting[bucket] = set(bucket.params)
+            self.missing[bucket] = set(bucket.params)
 
     def holds(self, bucket):
         """Whether gradients of this bucket have not been sent yet."""
@@ -344,7 +354,7 @@ class ShardReducer(Reducer):
 
     def forget(self):
         super().forget()
-        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}
+        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
 
 def call_when_gradients_come(params, method):
@@ -495,6 +505,7 @@ class FlatParameter(Bucket):
     def start(self):
         if self.version == self.shard._version:  # whole, and no optimizer has stepped since: a step raises the version
             return
+        self.wait()
         self.version = self.shard._version
         if not self.stays_whole:
             self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
@@ -640,7 +651,8 @@ def fsdp_units(module):
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
     def visit(m, unit):
-        if unit is None and m._parameters:
+        lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
+        if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
             unit = (m, [])
             units.append(unit)
         if unit:
@@ -721,11 +733,11 @@ class Cut:
 
     def gather(self, local, shape):
         """The whole tensor, of `shape`, on every rank of the group."""
-        full = local.new_empty(shape)
+        full = torch.empty(shape, device="meta")  # for the parts' shapes
         pieces = [self.part(full, r) for r in range(self.size)]
         rows = local.new_zeros(self.size, max(p.numel() for p in pieces))
         rows[self.rank, :local.numel()] = local.detach().reshape(-1)
-        dist.all_gather_into_tensor(rows.view(-1), rows[self.rank].clone(), group=self.group)
+        dist.all_gather_into_tensor(rows.view(-1), rows[self.rank], group=self.group)
         parts = [row[:p.numel()].view(p.shape).chunk(self.parts, self.dim) for row, p in zip(rows, pieces)]
         return torch.cat([torch.cat([p[i] for p in parts], self.dim) for i in range(self.parts)], self.dim)
 
@@ -1121,7 +1133,7 @@ def pipeline_groups(mesh, around, ends):
     """({(from, to): group of the two ranks}, group of first and last rank), by pipeline rank, for this rank's dp and
     tp.
 
-    A group for each direction between neighbours, so that an activation never queues behind a gradient. around: the
+    A group for each direction between neighbours, so that activations and gradients go separate ways. around: the
     last rank sends to the first one, too, because a rank has several stages. ends: whether to make the second group.
     Call on all ranks.
     """
@@ -1194,25 +1206,29 @@ class Pipeline(Replaceable):
         the stage's backwards but the last}; None for forwards alone.
         """
         self.begin(actions, x, y, scale, syncs)
-        last = {(action.kind, action.stage): action for action in actions}
         for action in actions:
-            if action.kind in ("RF", "RB"):
-                self.expect(action)
-            elif action.kind in ("SF", "SB"):
-                self.send(action)
-            elif action.kind == "F":
-                self.forward(action)
-            else:
-                with nullcontext() if last[action.kind, action.stage] == action else syncs[action.stage].no_sync():
-                    self.backward(action)
+            self.do(action)
         for handle, _ in self.sending:
             handle.wait()
         return self.losses
+
+    def do(self, action):
+        kind, stage, _ = action
+        if kind in ("RF", "RB"):
+            self.expect(action)
+        elif kind in ("SF", "SB"):
+            self.send(action)
+        elif kind == "F":
+            self.forward(action)
+        else:
+            with nullcontext() if self.last[kind, stage] == action else self.syncs[stage].no_sync():
+                self.backward(action)
 
     def begin(self, actions, x, y, scale, syncs):
         self.x, self.y, self.scale, self.shape = x, y, scale / len(x), (*x[0].shape, self.width)
         self.values = {}    # receive action -> (handle, buffer), or the tensor itself where it was made on this rank
         self.passages, self.losses, self.sending = {}, [], deque()
+        self.syncs, self.last = syncs, {(action.kind, action.stage): action for action in actions}
         if any(action.kind == "I" for action in actions):
             self.split_backward()
 
@@ -1402,11 +1418,16 @@ class ParallelGPT(Replaceable):
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
-        params = list(dict.fromkeys(p for model in self.stages.values() for p in model.parameters()))
-        groups = [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
-                  {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
+        groups, seen = [], set()
+        for model in self.stages.values():  # apart, so that no bucket waits for two stages
+            params = [p for p in dict.fromkeys(model.parameters()) if p not in seen]
+            seen.update(params)
+            groups += [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
+                       {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
-            self.optimizer, self.params, self.syncs = optimizer_class(groups, **kwargs), params, self.stages
+            self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
+            self.params = [p for group in groups for p in group["params"]]
             self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
         else:
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, None, self.dtype,
@@ -1529,25 +1550,26 @@ class Early:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.syncing, self.next, self.under_way = True, 0, deque()  # next: the bucket that leaves next
         self.place = {bucket: i for i, bucket in enumerate(self.buckets)}
-        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}
+        self.syncing, self.under_way = True, deque()
+        self.restart()
+
+    def restart(self):
+        self.next, self.ready = 0, set()  # the bucket that leaves next; those that are complete
+        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # in the step's last backward
 
     def came(self, param):
         bucket = self.bucket_of[param]
         if self.stage < 2 and self.place[bucket] < self.next:
             raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
-                               "all but the last one under no_sync()")
-        if not self.syncing:
-            return
-        self.waiting[bucket].discard(param)
-        if not self.waiting[bucket]:
-            self.complete(bucket)
-        while self.next < len(self.buckets) and not self.waiting[self.buckets[self.next]]:
+                               "all but the last one under no_sync(), or zero_grad() of the model")
+        super().came(param)
+        if self.stage < 2 and self.syncing:
+            self.waiting[bucket].discard(param)
+            if not self.waiting[bucket]:
+                self.ready.add(bucket)
+        while self.next < len(self.buckets) and self.buckets[self.next] in self.ready:
             self.leave()
-
-    def complete(self, bucket):
-        """A backward has brought the bucket's last gradient."""
 
     @contextmanager
     def no_sync(self):
@@ -1574,8 +1596,8 @@ class Early:
 
     def leave(self):
         bucket = self.buckets[self.next]
+        self.ready.discard(bucket)
         self.collect(bucket)
-        self.waiting[bucket] = set(bucket.params)
         self.under_way.append((bucket, *self.start(bucket)))
         self.next += 1
 
@@ -1596,19 +1618,27 @@ class Early:
             self.leave()
         while self.under_way:
             self.receive()
-        self.next, self.waiting = 0, {bucket: set(bucket.params) for bucket in self.buckets}
+        self.restart()
 
     def forget(self):
         while self.under_way:
             self.under_way.popleft()[1].wait()
         super().forget()
-        self.next, self.waiting = 0, {bucket: set(bucket.params) for bucket in self.buckets}
+        self.restart()
 
 
-class EarlyReducer(Early, Reducer):
+class HookedReducer(Reducer):
+    """A Reducer that hears of gradients as they come."""
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         call_when_gradients_come(self.bucket_of, self.came)
+
+    def came(self, param):
+        pass
+
+
+class EarlyReducer(Early, HookedReducer):
 
     @contextmanager
     def no_sync(self):
@@ -1626,7 +1656,11 @@ class EarlyShardReducer(Early, ShardReducer):
     promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
 
     def complete(self, bucket):
+        if self.stage < 2:
+            return super().complete(bucket)
         self.on_complete(bucket)
+        self.collect(bucket)
+        self.ready.add(bucket)
 
     def leave(self):
         super().leave()
@@ -1656,6 +1690,7 @@ class EarlyShardReducer(Early, ShardReducer):
             self.leave()
         self.next = len(self.buckets) if self.stage == 2 else self.next
         super().finish()
+        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
         self.promised = {}
 
     def forget(self):
@@ -1822,21 +1857,13 @@ class PatientPipeline(Pipeline):
         super().send(action)
         handle, tensor = self.sending.pop()
         self.sending.append((NamedHandle(handle, f"send {action} of the pipeline"), tensor))
-        self.drop_sent()
 
-    def drop_sent(self):
+    def do(self, action):
+        super().do(action)
+        if action.kind == "F" and self.on_forward:
+            self.on_forward()
         while self.sending and self.sending[0][0].is_completed():
             self.sending.popleft()[0].wait()
-
-    def forward(self, action):
-        super().forward(action)
-        if self.on_forward:
-            self.on_forward()
-        self.drop_sent()
-
-    def backward(self, action):
-        super().backward(action)
-        self.drop_sent()
 
 
 class Stopwatch:
@@ -1851,22 +1878,18 @@ class Stopwatch:
         if self.cuda:
             torch.cuda.synchronize()
         self.origin, self.zero = time.time(), self.now()
-        for name in ("expect", "send", "forward", "backward"):
-            setattr(pipeline, name, self.timed(getattr(pipeline, name)))
-        take = pipeline.take
+        do, take = pipeline.do, pipeline.take
+
+        def timed(action):
+            self.begin = self.now()
+            do(action)
+            self.spans.append((action, self.begin, self.now()))
 
         def take_and_begin(receive):  # until here the rank was idle
             value = take(receive)
             self.begin = self.now()
             return value
-        pipeline.take = take_and_begin
-
-    def timed(self, method):
-        def call(action):
-            self.begin = self.now()
-            method(action)
-            self.spans.append((action, self.begin, self.now()))
-        return call
+        pipeline.do, pipeline.take = timed, take_and_begin
 
     def now(self):
         if not self.cuda:
@@ -1876,8 +1899,7 @@ class Stopwatch:
         return event
 
     def stop(self):
-        for name in ("expect", "send", "forward", "backward", "take"):
-            delattr(self.pipeline, name)
+        del self.pipeline.do, self.pipeline.take
         if self.cuda:
             torch.cuda.synchronize()
             return [(a, *(self.origin + self.zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in self.spans]
@@ -2042,7 +2064,7 @@ class GraphPipeline(PatientPipeline):
         if not self.replaying:
             return
         self.split_backward()  # weight gradients are added up in the buckets
-        self.replicas = dist.get_world_size(next(iter(syncs.values())).group) > 1
+        self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
         self.closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         for stage, sync in syncs.items():
             if sync.reducer not in self.totals:
@@ -2071,7 +2093,7 @@ class GraphPipeline(PatientPipeline):
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
         else:
-            eager = self.closing[stage] if self.replicas else None
+            eager = self.closing[stage] if self.replicated else None
             mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
         self.weight_gradients[stage].add = self.totals[reducer].add
@@ -2080,7 +2102,7 @@ class GraphPipeline(PatientPipeline):
         s, closes = action.stage, self.replaying and action.micro_batch == self.closing[action.stage]
         if closes and s in self.graphs.closing:
             return self.graphs.closing[s]
-        if self.replaying and self.graphs.recordings.get(s) and not (closes and self.replicas):
+        if self.replaying and self.graphs.recordings.get(s) and not (closes and self.replicated):
             return self.graphs.recordings[s].pop()
         return super().passage(action)
 

@@ -1558,13 +1558,112 @@ def test_sharded_optimizer_loads_its_state(pool, compute_dtype):
     pool(2).run(state_taken_over, compute_dtype)
 
 
+def reductions_of_a_step(virtual_stages, zero):
+    """What forward_backward reduces, then what step does; and what full gradients are left after the first."""
+    device = torch.get_default_device()
+    with unittest.mock.patch.dict(parallel.BUCKET_MB, {device.type: 0.01}):
+        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4), parallel.make_mesh(device.type, dp=2, pp=2), device,
+                                   zero=zero, virtual_stages=virtual_stages)
+        net.make_optimizer(torch.optim.SGD, lr=0.1)
+    net.optimizer.zero_grad()
+    x, y = (t.to(device).split(4)[dist.get_rank(net.dp)].split(1) for t in tokens_of(0))
+    reduced = []
+    for call in (lambda: net.forward_backward(x, y, "interleaved"), lambda: net.optimizer.step()):
+        dist.reset_traffic()
+        call()
+        reduced.append(dist.traffic().get("reduce_scatter_tensor", dist.Traffic()).calls)
+        assert all(bucket.total is None for reducer in net.reducers for bucket in reducer.buckets)
+    return reduced, sum(len(reducer.buckets) for reducer in net.reducers), net.optimizer.reducer.stage
+
+
+def test_each_gradient_is_reduced_once_under_several_stages(pool):
+    """And of no bucket two stages' parts: at stage 2 each leaves once a micro-batch."""
+    for zero, times in (1, 1), (2, 4):
+        for (in_backward, in_step), buckets, _ in pool(4).run(reductions_of_a_step, 2, zero):
+            assert in_step == 0 and in_backward == times * buckets, (zero, in_backward, buckets)
+
+
+def most_gradient_bytes(compute_dtype):
+    """The most bytes of gradients while micro-batches add up, over those of one set in the shard's dtype."""
+    net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).to(torch.get_default_device())
+    optimizer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=0.02, compute_dtype=compute_dtype)
+    most = 0
+
+    def look(param):
+        nonlocal most
+        kept = [p.grad for p in net.parameters()] + [bucket.total for bucket in optimizer.buckets]
+        most = max(most, sum(t.nbytes for t in kept if t is not None))
+
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    for i in range(3):
+        with optimizer.no_sync():
+            net(torch.ones(2, 64, dtype=compute_dtype)).sum().backward()
+    optimizer.zero_grad()
+    return most / sum(4 * p.numel() for p in net.parameters())
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
+def test_gradients_that_add_up_exist_once(pool, compute_dtype):
+    for most in pool(2).run(most_gradient_bytes, compute_dtype):
+        assert 0.9 < most < 1.2
+
+
+class Auxiliary(nn.Module):
+    """Its second head is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for row in self.rows:
+            x = torch.tanh(row(x))
+        return self.heads[0](x)
+
+
+def two_backwards_past_an_unused_unit():
+    torch.manual_seed(0)
+    one = Auxiliary().double().to(torch.get_default_device())
+    model = parallel.FSDP(copy.deepcopy(one))
+    for i in range(2):
+        x = torch.full((2, 8), 0.1 + i, dtype=torch.float64)
+        (model(x).square().sum()).backward()
+        one(x).square().sum().backward()
+    model.finish_grad_sync()
+    norm = parallel.clip_grad_norm_(list(model.parameters()), 0, [None])
+    return float(norm), float(nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None]))
+
+
+def test_fsdp_goes_on_past_a_unit_that_nobody_used(pool):
+    for norm, want in pool(2).run(two_backwards_past_an_unused_unit):
+        assert close(norm, want)
+
+
+def backward_that_raises():
+    """zero_grad of the model is all that a step needs after one whose backward raised."""
+    torch.manual_seed(0)
+    model = parallel.DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_mb=1e-5)
+    model(torch.ones(1, 4)).sum().backward()  # all has left, and nobody finishes
+    model.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    model.finish_grad_sync()
+    return [p.grad.sum().item() for p in model.module.parameters()]
+
+
+def test_ddp_drops_a_step(pool):
+    first, *others = pool(2).run(backward_that_raises)
+    assert first[-1] == 4 and all(first == other for other in others)
+
+
 class Lists(nn.Module):
-    """Layers in a list that has no forward of its own, a bias in a child, a frozen layer; ranks begin apart."""
+    """Parameters in a list that has no forward of its own, a bias in a child, a frozen layer; ranks begin apart."""
 
     def __init__(self):
         super().__init__()
         generator = torch.Generator(device := torch.get_default_device()).manual_seed(dist.get_rank())
-        self.ws = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.ws = nn.ParameterList(torch.zeros(4, 4) for _ in range(2))
         self.bias, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         with torch.no_grad():
             for p in self.parameters():
@@ -1572,7 +1671,7 @@ class Lists(nn.Module):
 
     def forward(self, x):
         for w in self.ws:
-            x = w(x)
+            x = x @ w
         return self.frozen(self.bias(x))
 
 
