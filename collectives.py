@@ -2,17 +2,19 @@
 
 The names and arguments are those of `torch.distributed`, so `import collectives as dist` works. K elements on N ranks:
 
-    collective                           algorithm            takes             one rank sends
-    broadcast  reduce  gather  scatter   binomial tree        log2(N) rounds    N-1 messages, all ranks together
-    reduce_scatter_tensor                ring                 N-1 steps         (N-1)/N x K
-    all_gather_into_tensor               ring                 N-1 steps         (N-1)/N x K
-    all_reduce                           one, then the other  2(N-1) steps      2(N-1)/N x K
-      of fewer than N elements           recursive doubling   log2(N) rounds    log2(N) x K
-    all_to_all_single                    pairwise exchange    N-1 steps         (N-1)/N x K
-    barrier                              dissemination        log2(N) rounds    a byte a round
+    collective                           algorithm                         takes            elements sent
+    broadcast  reduce  gather  scatter   binomial tree                     log2(N) rounds   N-1 messages by all together
+    reduce_scatter_tensor                ring                              N-1 steps        (N-1)/N x K by each rank
+    all_gather_into_tensor               ring                              N-1 steps        (N-1)/N x K
+    all_reduce                           reduce-scatter, then all-gather   2(N-1) steps     2(N-1)/N x K
+      of fewer than N elements           recursive doubling                log2(N) rounds   log2(N) x K
+    all_to_all_single                    pairwise exchange                 N-1 steps        (N-1)/N x K
+    barrier                              dissemination                     log2(N) rounds   a byte a round
 
-`Link` is a process group as messages. Algorithms are loops of `link.exchange`. A public function runs an algorithm on
-its group's link. Below the bar stand links that do the same faster.
+Where N is no power of two, log2(N) is rounded up; recursive doubling rounds it down and takes two rounds more.
+
+`Link` is a process group as messages. Algorithms are loops of `link.exchange`. Public functions run them on their
+group's link. Below the bar stand links that do the same faster.
 
     torchrun --nproc_per_node 4 collectives.py        walks through all of them
 
@@ -82,16 +84,28 @@ class Link:
     def __init__(self, group):
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
+        self.device = DEVICE[self.backend]
         self.log = Traffic()  # of the operation under way
-        if self.backend not in DEVICE:
-            raise ValueError(f"backend '{self.backend}' is not supported: use gloo or nccl")
+
+    @torch.no_grad()
+    def run(self, name, operation, arguments, async_op):
+        """Call operation(link), logged under `name`. All ranks issue operations in the same order.
+
+        `async_op`: above the bar the operation has finished on return; faster links return earlier. arguments: those of
+        torch.distributed's function of this name.
+        """
+        self.log = _traffic[name]
+        self.log.calls += 1
+        operation(self)
+        return Handle() if async_op else None
 
     def exchange(self, sends=(), receives=()):
         """Start all these messages at once, then wait for all. `sends` and `receives` list (flat tensor, peer rank)."""
-        self.wait(self.post(sends, receives))
+        for handle in self.post(sends, receives):
+            handle.wait()
 
     def post(self, sends=(), receives=()):
-        """Start messages; returns handles. One batch, because NCCL runs only a batch's messages at the same time."""
+        """Start messages, in one batch so that none waits for another; returns handles, to be waited for once."""
         ops = [(irecv, t, peer) for t, peer in receives if t.numel()]
         for t, peer in sends:
             if t.numel():
@@ -100,35 +114,14 @@ class Link:
         ops = [P2POp(op, t.view(torch.uint8), group=self.group, group_peer=peer) for op, t, peer in ops]
         return batch_isend_irecv(ops) if ops else []
 
-    def wait(self, handles):
-        """Wait for each handle once. On NCCL the current stream waits, not the CPU."""
-        for handle in handles:
-            handle.wait()
-
-    def isend(self, tensor, dst, tag, group_dst):
-        _traffic["isend"].calls += 1
-        _traffic["isend"].count(tensor)
-        return torch_dist.isend(tensor, dst, self.group, tag, group_dst)
-
     def scratch(self, like, count):
-        """Room for `count` elements of `like`'s dtype and device, not initialised; an operation asks for it once."""
+        """Room for `count` elements of `like`'s dtype and device, not initialised."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
-
-    def run(self, name, algorithm, arguments, async_op):
-        """Run an operation: at once, even with `async_op`. The contract is that ranks issue operations in one order."""
-        self.perform(name, algorithm, arguments)
-        return Handle() if async_op else None
-
-    @torch.no_grad()
-    def perform(self, name, algorithm, arguments):
-        self.log = _traffic[name]
-        self.log.calls += 1
-        algorithm(self, **arguments)
 
     def close(self):
         """Called before the group is destroyed."""
 
-    # What other hardware does in other ways. chunks: N flat tensors, none longer than the one before; chunk r is mine.
+    # Subclasses replace these four. chunks: N flat tensors, none longer than the one before; chunk r is mine.
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
@@ -137,8 +130,11 @@ class Link:
         result.copy_(chunks[self.rank])
 
     def all_gather(self, chunks):
-        """Rank c holds chunk c; afterwards every rank holds all."""
-        ring_all_gather(self, chunks)
+        """Rank c holds chunk c; afterwards every rank holds all. Step s: send chunk r-s right, receive chunk r-1-s."""
+        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for s in range(self.size - 1):
+            outgoing, incoming = chunks[(self.rank - s) % self.size], chunks[(self.rank - 1 - s) % self.size]
+            self.exchange([(outgoing, right)], [(incoming, left)])
 
     def all_reduce(self, flat, op):
         """Combine `flat` of all ranks in place."""
@@ -147,24 +143,28 @@ class Link:
         else:
             chunks = flat.tensor_split(self.size)  # where N does not divide K, the last chunks are one element shorter
             ring_reduce_scatter(self, chunks, op)
-            ring_all_gather(self, chunks)
+            self.all_gather(chunks)
 
     def all_to_all(self, outgoing, incoming):
-        """Send outgoing[c] to rank c and receive incoming[c] from it, for every other rank c."""
-        pairwise_exchange(self, outgoing, incoming)
+        """Send outgoing[c] to rank c and receive incoming[c] from it, for every other rank c.
+
+        Pairwise exchange: in step s everybody sends s+1 places to the right, so no rank has two senders at a time.
+        """
+        for s in range(self.size - 1):
+            to, source = (self.rank + 1 + s) % self.size, (self.rank - 1 - s) % self.size
+            self.exchange([(outgoing[to], to)], [(incoming[source], source)])
 
 
 class Library(Link):
     """torch.distributed's own collectives in place of ours. They are not counted."""
 
-    def run(self, name, algorithm, arguments, async_op):
+    def run(self, name, operation, arguments, async_op):
         return getattr(torch_dist, name)(**arguments, group=self.group, async_op=async_op)
 
 
-LINKS = {}     # backend -> what makes the Link of a group, given the group; where there is none, Link itself
-PREPARE = []   # what `initialize` calls first: f(device_type, timeout); may return arguments for init_process_group
-_serving = {}  # group -> the Link that serves it
-_made = {}     # (what made it, group) -> Link
+LINKS = {}    # backend -> what makes the Link of a group, given the group; where there is none, Link itself
+PREPARE = []  # what `initialize` calls first: f(device_type, timeout); may return arguments for init_process_group
+_links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use": the one that serves the group}
 
 
 def use(group, comm):
@@ -173,18 +173,16 @@ def use(group, comm):
         return
     group = group or torch_dist.group.WORLD
     plain = {"ours": Link, "ring": Link, "torch": Library}[comm]
-    make = LINKS.get(torch_dist.get_backend(group) if comm == "ours" else comm, plain)
-    if (make, group) not in _made:
-        _made[make, group] = make(group)
-    _serving[group] = _made[make, group]
+    make, links = LINKS.get(torch_dist.get_backend(group) if comm == "ours" else comm, plain), _links[group]
+    links["in use"] = links[comm] = links.get(comm) or make(group)
 
 
 def link_of(group):
     """The Link that serves this group."""
     group = group or torch_dist.group.WORLD
-    if group not in _serving:
+    if "in use" not in _links[group]:
         use(group, "ours")
-    return _serving[group]
+    return _links[group]["in use"]
 
 
 # --------------------------------------------------------------------------------------------------- reduction and cuts
@@ -202,12 +200,27 @@ def _average(op, tensor, size):
 def _flat(tensor):
     """(K,) view of the tensor, or of a contiguous copy where its strides leave no choice: `_unflatten` copies back."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat.as_strided((len(flat),), (1,)) if len(flat) < 2 else flat  # contiguous whatever its stride
+    return flat.as_strided((len(flat),), (1,))  # stride 1, which torch leaves open for tensors of fewer than 2 elements
 
 
 def _unflatten(flat, tensor):
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
+
+
+def _nths(whole, part, n):
+    """Cut a flat tensor into n chunks of the size and dtype of `part`."""
+    if len(whole) != n * len(part) or whole.dtype != part.dtype:
+        raise ValueError(f"{len(whole)} elements of {whole.dtype} must hold {n} times {len(part)} of {part.dtype}")
+    return whole.view(n, -1).unbind()
+
+
+def _blocks(tensor, flat, sizes, n):
+    """Cut the tensor's rows into one block a rank, of `sizes` rows or of equally many; blocks of `flat`."""
+    sizes = sizes or [len(tensor) // n] * n
+    if len(sizes) != n or sum(sizes) != len(tensor):
+        raise ValueError(f"all_to_all_single: {len(tensor)} rows are not {n} blocks of {sizes} rows")
+    return flat.split([tensor[:1].numel() * size for size in sizes])
 
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
@@ -224,21 +237,14 @@ def ring_reduce_scatter(link, chunks, op):
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     received = link.scratch(chunks[0], len(chunks[0]))
     for s in range(link.size - 1):
-        outgoing, own = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
-        theirs = received[:len(own)]
+        outgoing, mine = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
+        theirs = received[:len(mine)]
         link.exchange([(outgoing, right)], [(theirs, left)])
-        COMBINE[op](theirs, own, out=own)
+        COMBINE[op](theirs, mine, out=mine)
     _average(op, chunks[link.rank], link.size)
 
 
-def ring_all_gather(link, chunks):
-    """Rank c holds chunk c; afterwards every rank holds all."""
-    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
-    for s in range(link.size - 1):
-        link.exchange([(chunks[(link.rank - s) % link.size], right)], [(chunks[(link.rank - 1 - s) % link.size], left)])
-
-
-# -------------------------------------------------------------------------- recursive doubling, pairwise, dissemination
+# -------------------------------------------------------------------------------------------------- recursive doubling
 
 def recursive_doubling(link, flat, op):
     """All-reduce in log2(N) rounds: in round i the ranks that differ in bit i swap the whole tensor and both add.
@@ -265,228 +271,168 @@ def recursive_doubling(link, flat, op):
         link.exchange(sends=[(flat, link.rank + core)])
 
 
-def pairwise_exchange(link, outgoing, incoming):
-    """All-to-all. In step s everybody sends s+1 places to the right, so no rank has two senders at a time."""
-    for s in range(link.size - 1):
-        to, source = (link.rank + 1 + s) % link.size, (link.rank - 1 - s) % link.size
-        link.exchange([(outgoing[to], to)], [(incoming[source], source)])
-
-
-def _barrier(link):
-    """Round i: tell rank r + 2^i, hear from rank r - 2^i. After log2(N) rounds all have heard, indirectly, of all."""
-    mine, theirs = torch.zeros(2, 1, dtype=torch.uint8, device=DEVICE[link.backend])
-    distance = 1
-    while distance < link.size:
-        link.exchange([(mine, (link.rank + distance) % link.size)], [(theirs, (link.rank - distance) % link.size)])
-        distance *= 2
-    if mine.is_cuda:
-        torch.cuda.current_stream().synchronize()  # so far only the stream has waited, but a barrier holds up the CPU
-
-
 # ------------------------------------------------------------------------------------------------------ tree algorithms
 #
 # A binomial tree over v = (r - root) mod N. v's parent is v with its lowest set bit cleared; its children are v + 1,
-# v + 2, v + 4, ... below that bit, and child v + m heads the m ranks v+m .. v+2m-1:
+# v + 2, v + 4, ... below that bit, and child v + d heads the d ranks v+d .. v+2d-1, as far as there are so many:
 #
 #     0 ─┬─ 1                 log2(N) rounds instead of N-1: in each one, all who have the data pass it on.
 #        ├─ 2 ─── 3
 #        └─ 4 ─┬─ 5
 #              └─ 6 ─── 7
 
-def _tree(link, root):
-    """(v, parent, [(child, v of child, ranks under child)], nearest child first); parent, child: ranks of the group."""
-    v, children, m = (link.rank - root) % link.size, [], 1
-    while m < link.size and not v & m:
-        if v + m < link.size:
-            children.append(((v + m + root) % link.size, v + m, min(m, link.size - v - m)))
-        m *= 2
-    return v, (v - m + root) % link.size if v else None, children
+def _tree(link, root, group_root):
+    """(parent, [(child, d), ...] with the nearest child first, ranks in my subtree); parent, child: ranks of the group.
 
-
-def _broadcast(link, tensor, group_src):
-    _, parent, children = _tree(link, group_src)
-    flat = _flat(tensor)
-    if parent is not None:
-        link.exchange(receives=[(flat, parent)])
-        _unflatten(flat, tensor)
-    link.exchange(sends=[(flat, child) for child, _, _ in reversed(children)])  # the largest subtree takes longest
-
-
-def _reduce(link, tensor, group_dst, op):
-    _, parent, children = _tree(link, group_dst)
-    flat = _flat(tensor)
-    if parent is not None and children:
-        flat = flat.clone()  # only the root's tensor changes
-    theirs = link.scratch(flat, len(flat)) if children else None
-    for child, _, _ in children:
-        link.exchange(receives=[(theirs, child)])
-        COMBINE[op](flat, theirs, out=flat)
-    if parent is not None:
-        link.exchange(sends=[(flat, parent)])
-    else:
-        _average(op, flat, link.size)
-        _unflatten(flat, tensor)
-
-
-def _gather(link, tensor, gather_list, group_dst):
-    v, parent, children = _tree(link, group_dst)
-    _check_list("gather_list", gather_list, parent is None, link.size, tensor)
-    below = 1 + sum(count for _, _, count in children)
-    rows = tensor.new_empty(below, tensor.numel())  # mine, then those of the ranks v+1, v+2, ... under me
-    rows[0] = _flat(tensor)
-    link.exchange(receives=[(rows[cv - v:cv - v + count].view(-1), child) for child, cv, count in children])
-    if parent is not None:
-        link.exchange(sends=[(rows.view(-1), parent)])
-    else:
-        for i, row in enumerate(rows):
-            gather_list[(i + group_dst) % link.size].copy_(row.view(tensor.shape))
-
-
-def _scatter(link, tensor, scatter_list, group_src):
-    v, parent, children = _tree(link, group_src)
-    _check_list("scatter_list", scatter_list, parent is None, link.size, tensor)
-    below = 1 + sum(count for _, _, count in children)
-    rows = tensor.new_empty(below, tensor.numel())
-    if parent is None:
-        for i in range(link.size):
-            rows[i] = _flat(scatter_list[(i + group_src) % link.size])
-    else:
-        link.exchange(receives=[(rows.view(-1), parent)])
-    link.exchange(sends=[(rows[cv - v:cv - v + count].view(-1), child) for child, cv, count in reversed(children)])
-    tensor.copy_(rows[0].view(tensor.shape))
-
-
-def _check_list(name, tensors, is_root, size, tensor):
-    if tensors and not is_root:
-        raise ValueError(f"{name} belongs to the root alone: leave it out on the other ranks")
-    if is_root and [(t.shape, t.dtype) for t in tensors or ()] != [(tensor.shape, tensor.dtype)] * size:
-        raise ValueError(f"{name} on the root must hold {size} tensors of {tuple(tensor.shape)} and {tensor.dtype}")
-
-
-# ------------------------------------------------------------------ from tensors of any shape to the link's flat chunks
-
-def _check_sizes(whole_name, whole, n, part_name, part):
-    if whole.numel() != part.numel() * n or whole.dtype != part.dtype:
-        raise ValueError(f"{whole_name} {tuple(whole.shape)} {whole.dtype} must hold {n} times the elements of "
-                         f"{part_name} {tuple(part.shape)} {part.dtype}")
-
-
-def _reduce_scatter_tensor(link, output, input, op):
-    flat, result = _flat(input), _flat(output)
-    _check_sizes("reduce_scatter_tensor: input", input, link.size, "output", output)
-    link.reduce_scatter(flat.view(link.size, -1).unbind(), result, op)
-    _unflatten(result, output)
-
-
-def _all_gather_into_tensor(link, output_tensor, input_tensor):
-    flat, own = _flat(output_tensor), _flat(input_tensor)
-    _check_sizes("all_gather_into_tensor: output", output_tensor, link.size, "input", input_tensor)
-    chunks = flat.view(link.size, -1).unbind()
-    _unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
-    link.all_gather(chunks)
-    _unflatten(flat, output_tensor)
-
-
-def _all_reduce(link, tensor, op):
-    flat = _flat(tensor)
-    link.all_reduce(flat, op)
-    _unflatten(flat, tensor)
-
-
-def _all_to_all_single(link, output, input, output_split_sizes, input_split_sizes):
-    result = _flat(output)
-    outgoing = _blocks(input, _flat(input), input_split_sizes, link.size, "input")
-    incoming = _blocks(output, result, output_split_sizes, link.size, "output")
-    incoming[link.rank].copy_(outgoing[link.rank])
-    link.all_to_all(outgoing, incoming)
-    _unflatten(result, output)
-
-
-def _blocks(tensor, flat, sizes, n, name):
-    """Cut the tensor's rows into one block a rank, of `sizes` rows or of equally many; blocks of `flat`."""
-    rows = tensor.shape[0] if tensor.dim() else 0
-    sizes = sizes or [rows // n] * n
-    if len(sizes) != n or sum(sizes) != rows:
-        raise ValueError(f"all_to_all_single: {name}_split_sizes must be {n} numbers, in all {name}'s {rows} rows")
-    row = tensor.numel() // rows if rows else 0
-    return flat.split([row * size for size in sizes])
+    Row i of a subtree's data is that of rank r + i, so rows d to 2d-1 are those of the child at distance d. Callers
+    name the root by its global rank or by its rank in the group.
+    """
+    if root is not None and group_root is not None:
+        raise ValueError("give the root once: by global rank or by rank in the group")
+    root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
+    v, d, children = (link.rank - root) % link.size, 1, []
+    while d < link.size - v and not v & d:
+        children.append(((link.rank + d) % link.size, d))
+        d *= 2
+    return (link.rank - (v & -v)) % link.size if v else None, children, min(d, link.size - v)
 
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
-def _start(name, algorithm, group, async_op, **arguments):
-    """Run algorithm(link, **arguments) under the operation's name on the group's link."""
+def _start(name, operation, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
-    if arguments.get("op", ReduceOp.SUM) not in COMBINE:
-        raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
-    return link_of(group).run(name, algorithm, arguments, async_op)
-
-
-def _root(group, rank, group_rank):
-    """The root as a rank of the group. Callers name it by global rank (`src`, `dst`) or by `group_src`, `group_dst`."""
-    if rank is not None and group_rank is not None:
-        raise ValueError("give the root once: by global rank or by rank in the group")
-    return torch_dist.get_group_rank(group or torch_dist.group.WORLD, rank or 0) if group_rank is None else group_rank
+    return link_of(group).run(name, operation, arguments, async_op)
 
 
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
     """torch.distributed's own, counted in the traffic log: what pipelines send."""
-    return link_of(group).isend(tensor, dst, tag, group_dst)
+    _traffic["isend"].calls += 1
+    _traffic["isend"].count(tensor)
+    return torch_dist.isend(tensor, dst, group, tag, group_dst)
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     """Copy `tensor` of global rank `src` into `tensor` of every rank, of any shape and dtype. Binomial tree: the root
     sends up to log2(N) copies, all ranks together N-1. With `async_op`, here as everywhere, returns a handle."""
-    return _start("broadcast", _broadcast, group, async_op, tensor=tensor, group_src=_root(group, src, group_src))
+    def operation(link):
+        parent, children, _ = _tree(link, src, group_src)
+        flat = _flat(tensor)
+        if parent is not None:
+            link.exchange(receives=[(flat, parent)])
+            _unflatten(flat, tensor)
+        link.exchange(sends=[(flat, child) for child, _ in reversed(children)])  # the largest subtree takes longest
+    return _start("broadcast", operation, group, async_op, tensor=tensor, src=src, group_src=group_src)
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
-    return _start("reduce", _reduce, group, async_op, tensor=tensor, group_dst=_root(group, dst, group_dst), op=op)
+    def operation(link):
+        parent, children, _ = _tree(link, dst, group_dst)
+        flat = _flat(tensor) if parent is None or not children else _flat(tensor).clone()  # only the root's changes
+        theirs = link.scratch(flat, len(flat)) if children else None
+        for child, _ in children:
+            link.exchange(receives=[(theirs, child)])
+            COMBINE[op](flat, theirs, out=flat)
+        if parent is not None:
+            link.exchange(sends=[(flat, parent)])
+        else:
+            _average(op, flat, link.size)
+            _unflatten(flat, tensor)
+    return _start("reduce", operation, group, async_op, tensor=tensor, dst=dst, group_dst=group_dst, op=op)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
     """Collect `tensor` of every rank into `gather_list` (N tensors of its shape) on rank `dst`. Binomial tree."""
-    root = _root(group, dst, group_dst)
-    return _start("gather", _gather, group, async_op, tensor=tensor, gather_list=gather_list, group_dst=root)
+    def operation(link):
+        parent, children, count = _tree(link, dst, group_dst)
+        rows = tensor.new_empty(count, tensor.numel())
+        rows[0] = _flat(tensor)
+        link.exchange(receives=[(rows[d:2 * d].view(-1), child) for child, d in children])
+        if parent is not None:
+            link.exchange(sends=[(rows.view(-1), parent)])
+        else:
+            for i, row in enumerate(rows):
+                gather_list[(link.rank + i) % link.size].copy_(row.view(tensor.shape))
+    arguments = {"tensor": tensor, "gather_list": gather_list, "dst": dst, "group_dst": group_dst}
+    return _start("gather", operation, group, async_op, **arguments)
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
     """Hand `scatter_list[i]` of rank `src` to `tensor` of rank i: gather backwards. Binomial tree."""
-    root = _root(group, src, group_src)
-    return _start("scatter", _scatter, group, async_op, tensor=tensor, scatter_list=scatter_list, group_src=root)
+    def operation(link):
+        parent, children, count = _tree(link, src, group_src)
+        rows = tensor.new_empty(count, tensor.numel())
+        if parent is not None:
+            link.exchange(receives=[(rows.view(-1), parent)])
+        else:
+            for i, row in enumerate(rows):
+                row.copy_(_flat(scatter_list[(link.rank + i) % link.size]))
+        link.exchange(sends=[(rows[d:2 * d].view(-1), child) for child, d in reversed(children)])
+        tensor.copy_(rows[0].view(tensor.shape))
+    arguments = {"tensor": tensor, "scatter_list": scatter_list, "src": src, "group_src": group_src}
+    return _start("scatter", operation, group, async_op, **arguments)
 
 
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
     """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank.
     Ring: (N-1)/N x K elements sent. `input_tensor` may be this rank's slice of `output_tensor`."""
+    def operation(link):
+        flat, own = _flat(output_tensor), _flat(input_tensor)
+        chunks = _nths(flat, own, link.size)
+        _unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
+        link.all_gather(chunks)
+        _unflatten(flat, output_tensor)
     tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
-    return _start("all_gather_into_tensor", _all_gather_into_tensor, group, async_op, **tensors)
+    return _start("all_gather_into_tensor", operation, group, async_op, **tensors)
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r.
     Ring: (N-1)/N x K elements sent. `output` may be this rank's slice of `input`."""
-    return _start("reduce_scatter_tensor", _reduce_scatter_tensor, group, async_op, output=output, input=input, op=op)
+    def operation(link):
+        result = _flat(output)
+        link.reduce_scatter(_nths(_flat(input), result, link.size), result, op)
+        _unflatten(result, output)
+    return _start("reduce_scatter_tensor", operation, group, async_op, output=output, input=input, op=op)
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits. Ring reduce-scatter, then ring
     all-gather: 2(N-1)/N x K elements sent. Fewer than N elements take recursive doubling: log2(N) x K."""
-    return _start("all_reduce", _all_reduce, group, async_op, tensor=tensor, op=op)
+    def operation(link):
+        flat = _flat(tensor)
+        link.all_reduce(flat, op)
+        _unflatten(flat, tensor)
+    return _start("all_reduce", operation, group, async_op, tensor=tensor, op=op)
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
     """Send block i of `input`'s rows to rank i, put what rank i sent into block i of `output`: a transpose over ranks.
     Blocks are equal unless the split sizes (rows per rank) say otherwise. A rank sends all but its own block, once."""
+    def operation(link):
+        result = _flat(output)
+        outgoing = _blocks(input, _flat(input), input_split_sizes, link.size)
+        incoming = _blocks(output, result, output_split_sizes, link.size)
+        incoming[link.rank].copy_(outgoing[link.rank])
+        link.all_to_all(outgoing, incoming)
+        _unflatten(result, output)
     sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-    return _start("all_to_all_single", _all_to_all_single, group, async_op, output=output, input=input, **sizes)
+    return _start("all_to_all_single", operation, group, async_op, output=output, input=input, **sizes)
 
 
 def barrier(group=None, async_op=False):
-    """Return when every rank of the group has called it."""
-    return _start("barrier", _barrier, group, async_op)
+    """Return when every rank of the group has called it. Round i: tell rank r + 2^i, hear from rank r - 2^i. After
+    log2(N) rounds all have heard, indirectly, of all."""
+    def operation(link):
+        mine, theirs = torch.zeros(2, 1, dtype=torch.uint8, device=link.device)
+        distance = 1
+        while distance < link.size:
+            link.exchange([(mine, (link.rank + distance) % link.size)], [(theirs, (link.rank - distance) % link.size)])
+            distance *= 2
+        if mine.is_cuda:
+            torch.cuda.current_stream().synchronize()  # so far only the stream waits, but a barrier holds up the CPU
+    return _start("barrier", operation, group, async_op)
 
 
 # -------------------------------------------------------------------------------------------------------- start and end
@@ -506,11 +452,9 @@ def initialize(device_type, timeout=600):
 
 def destroy_process_group(group=None):
     """torch.distributed's own, for one group or all; what was kept for it goes, too."""
-    for key, link in list(_made.items()):
-        if group is None or link.group is group:
+    for served in list(_links) if group is None else [group]:
+        for link in set(_links.pop(served, {}).values()):
             link.close()
-            del _made[key]
-            _serving.pop(link.group, None)
     torch_dist.destroy_process_group(group)
 
 
@@ -519,20 +463,20 @@ def destroy_process_group(group=None):
 # Links that do what `Link` does, sooner: `PiecewiseLink` (rings in pieces) over gloo and NCCL, `NodeLink` for the GPUs
 # of one node. Then what keeps a run from hanging in silence, and what starts processes. At the end the demo.
 
-import contextlib  # noqa: E402
-import functools  # noqa: E402
-import gc  # noqa: E402
-import json  # noqa: E402
-import queue  # noqa: E402
-import re  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import sys  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
-from concurrent.futures import Future  # noqa: E402
+import contextlib
+import functools
+import gc
+import json
+import queue
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
 
-import kernels  # noqa: E402
+import kernels
 
 # A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is
 # on the wire; but every message costs a wake-up or a kernel launch, so pieces are large.
@@ -594,10 +538,11 @@ class PeerError(RuntimeError):
     """A message that will not come: its sender is gone, or silent for longer than the group's timeout."""
 
 
-def wait_for(handle, what):
-    """handle.wait(); where that fails, a PeerError that says what was waited for."""
+@contextlib.contextmanager
+def lost_peer_named(what):
+    """Where messages inside fail, as they start or in wait(), a PeerError says what they were for."""
     try:
-        handle.wait()
+        yield
     except RuntimeError as error:
         text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file names and good wishes
         raise PeerError(f"{what}: {text}") from None
@@ -610,32 +555,48 @@ def tensors_of(arguments):
 
 
 class Watched(Link):
-    """A Link that reports progress, refuses tensors of another device, and says which operation lost its peer."""
+    """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
     name = None  # of the operation under way
 
-    def run(self, name, algorithm, arguments, async_op):
-        self.begin(name, arguments)
-        return super().run(name, algorithm, arguments, async_op)
-
-    def begin(self, name, arguments):
+    def run(self, name, operation, arguments, async_op):
         progress(name)
-        for argument, t in tensors_of(arguments):
-            if t.device.type != DEVICE[self.backend]:
-                raise ValueError(f"{name}: a {self.backend} group takes {DEVICE[self.backend].upper()} tensors, "
-                                 f"but {argument} is on {t.device}")
-
-    def perform(self, name, algorithm, arguments):
+        self.check(name, arguments)
         self.name = name
-        super().perform(name, algorithm, arguments)
+        result = super().run(name, operation, arguments, async_op)
         progress(f"after {name}")
+        return result
+
+    def check(self, name, arguments):
+        """Before anything is sent."""
+        for argument, t in tensors_of(arguments):
+            if t.device.type != self.device:
+                raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
+                                 f"but {argument} is on {t.device}")
+        if arguments.get("op", ReduceOp.SUM) not in COMBINE:
+            raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        for argument, end in ("gather_list", "dst"), ("scatter_list", "src"):
+            if argument in arguments:
+                root = _tree(self, arguments[end], arguments[f"group_{end}"])[0] is None
+                parts, t = arguments[argument] or [], arguments["tensor"]
+                if [(part.shape, part.dtype) for part in parts] != [(t.shape, t.dtype)] * self.size * root:
+                    raise ValueError(f"{name}: {argument} must hold {self.size} tensors of {tuple(t.shape)} and "
+                                     f"{t.dtype} on the root, and none on the other ranks")
+
+    def naming(self):
+        return lost_peer_named(f"{self.name} in a group of {self.size}")
+
+    def exchange(self, sends=(), receives=()):
+        self.wait(self.post(sends, receives))
+
+    def post(self, sends=(), receives=()):
+        with self.naming():
+            return super().post(sends, receives)
 
     def wait(self, handles):
-        for handle in handles:
-            wait_for(handle, f"{self.name} in a group of {self.size}")
-
-    def isend(self, tensor, dst, tag, group_dst):
-        progress("isend")
-        return super().isend(tensor, dst, tag, group_dst)
+        """On NCCL the current stream waits, not the CPU."""
+        with self.naming():
+            for handle in handles:
+                handle.wait()
 
     def close(self):
         if self.backend == "nccl":
@@ -754,23 +715,24 @@ class GlooLink(PiecewiseLink):
         return self.room[:count * like.element_size()].view(like.dtype)
 
     def post(self, sends=(), receives=()):
-        handles = [irecv(t.view(torch.uint8), group=self.group, group_src=peer) for t, peer in receives if t.numel()]
-        for t, peer in sends:
-            if t.numel():
-                self.log.count(t)
-                handles.append(torch_dist.isend(t.view(torch.uint8), group=self.group, group_dst=peer))
+        with self.naming():
+            handles = [irecv(t.view(torch.uint8), None, self.group, 0, peer) for t, peer in receives if t.numel()]
+            for t, peer in sends:
+                if t.numel():
+                    self.log.count(t)
+                    handles.append(torch_dist.isend(t.view(torch.uint8), None, self.group, 0, peer))
         return handles
 
-    def run(self, name, algorithm, arguments, async_op):
+    def run(self, name, operation, arguments, async_op):
         if not async_op and (self._last is None or self._last.is_completed()):
-            return super().run(name, algorithm, arguments, async_op)
-        self.begin(name, arguments)  # it queues behind those under way: every rank runs them in the same order
-        self._last = self._enqueue(functools.partial(self.perform, name, algorithm, arguments))
+            return super().run(name, operation, arguments, False)
+        # It queues behind those under way: every rank runs them in the same order.
+        self._last = self._enqueue(functools.partial(super().run, name, operation, arguments, False))
         return self._last if async_op else self._last.wait()
 
     def close(self):
         if self._jobs:
-            self._jobs.put((None, None))
+            self._jobs.put(None)
             self._worker.join(2)  # because a daemon thread that the interpreter ends inside of C++ ends the process
         super().close()
 
@@ -778,18 +740,14 @@ class GlooLink(PiecewiseLink):
         # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            name = f"collectives of group {self.group.group_name}"
-            self._worker = threading.Thread(target=self._work, daemon=True, name=name)
+            self._worker = threading.Thread(target=self._work, daemon=True)
             self._worker.start()
         future = Future()
         self._jobs.put((future, body))
         return Pending(future.result, future.done)
 
     def _work(self):
-        while True:
-            future, body = self._jobs.get()
-            if future is None:
-                return
+        for future, body in iter(self._jobs.get, None):
             try:
                 future.set_result(body())
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
@@ -799,7 +757,7 @@ class GlooLink(PiecewiseLink):
 
 def scratches():
     """The buffers that gloo groups keep for what arrives."""
-    return [link.room for link in _made.values() if isinstance(link, GlooLink)]
+    return [link.room for links in _links.values() for link in links.values() if isinstance(link, GlooLink)]
 
 
 # ------------------------------------------------------------------------------------------------------ recorded graphs
@@ -897,29 +855,23 @@ class NcclLink(PiecewiseLink):
         super().__init__(group)
         self.replays, self._stream = Replays(), None
 
-    def run(self, name, algorithm, arguments, async_op):
-        self.aside = async_op
+    def run(self, name, operation, arguments, async_op):
+        self.aside, tensors = async_op, [t for _, t in tensors_of(arguments)]
+        if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
+            memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+            key, body = (name, self.aside, arguments.get("op"), *memory), functools.partial(operation, self)
+            operation = lambda link: link.replays.run(key, body)  # noqa: E731
         if not async_op:
-            return super().run(name, algorithm, arguments, async_op)
+            return super().run(name, operation, arguments, False)
         # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            super().run(name, algorithm, arguments, async_op)
+            super().run(name, operation, arguments, False)
             done = self._stream.record_event()
-        for _, t in tensors_of(arguments):
+        for t in tensors:
             t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done
         return Pending(lambda: torch.cuda.current_stream().wait_event(done), done.query)
-
-    def perform(self, name, algorithm, arguments):
-        tensors = [t for _, t in tensors_of(arguments)]
-        if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= REPLAY_BYTES:
-            memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-            key = name, self.aside, arguments.get("op"), *memory
-            body = functools.partial(algorithm, self, **arguments)
-            super().perform(name, lambda link: self.replays.run(key, body), {})
-        else:
-            super().perform(name, algorithm, arguments)
 
     def close(self):
         self.replays = Replays()

@@ -1818,7 +1818,8 @@ class NamedHandle:
 
     def wait(self):
         dist.progress(f"waiting for the {self.what}")
-        dist.wait_for(self.handle, f"waited for the {self.what}")
+        with dist.lost_peer_named(f"waited for the {self.what}"):
+            self.handle.wait()
 
 
 class PatientPipeline(Pipeline):
@@ -1841,10 +1842,11 @@ class PatientPipeline(Pipeline):
             self.post(receive)
 
     def post(self, receive):
-        super().expect(receive)
-        handle, buffer = self.values[receive]
         source, kind = other_end(receive).stage % self.p, "activation" if receive.kind == "RF" else "gradient"
         what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
+        with dist.lost_peer_named(f"posted the {what}"):
+            super().expect(receive)
+        handle, buffer = self.values[receive]
         self.values[receive] = NamedHandle(handle, what), buffer
 
     def take(self, receive):
@@ -1854,9 +1856,12 @@ class PatientPipeline(Pipeline):
         return super().take(receive)
 
     def send(self, action):
-        super().send(action)
+        what = f"send {action} of the pipeline"
+        dist.progress(what)
+        with dist.lost_peer_named(what):
+            super().send(action)
         handle, tensor = self.sending.pop()
-        self.sending.append((NamedHandle(handle, f"send {action} of the pipeline"), tensor))
+        self.sending.append((NamedHandle(handle, what), tensor))
 
     def do(self, action):
         super().do(action)

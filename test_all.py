@@ -247,7 +247,7 @@ class DirectGlooLink(dist.Direct, dist.GlooLink):
 
 def serve_world_by(kind):
     """A new link, which knows nothing of earlier calls; `back_to_ours` brings back the old one."""
-    dist._serving[torch_dist.group.WORLD] = kind(torch_dist.group.WORLD)
+    dist._links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
 
 
 def back_to_ours():
@@ -673,6 +673,39 @@ def test_only_rings_copy_a_result_that_lies_over_the_input(pool):
 def test_bad_calls_raise_before_anything_is_sent(pool):
     assert "must hold 3 times" in pool(3).run(bad_calls)[0][0]
     pool(3).run(small_traffic)  # and the group still works
+
+
+def lost_at_once():
+    """What operations say where isend and irecv themselves, not their handles, find out that a peer has gone."""
+    def gone(*args, **kwargs):
+        raise RuntimeError("[/gloo/pair.cc:589] Connection closed by peer. See the log")
+
+    mesh = parallel.make_mesh("cpu", pp=dist.get_world_size())
+    pipeline = parallel.PatientPipeline({}, 2, mesh, None, torch.float32, 1, torch.device("cpu"), parallel.pipeline_groups(mesh, False, False)[0])
+    pipeline.begin([], torch.zeros(1, 1, 1), None, 1.0, None)
+    pipeline.values[parallel.Action("RF", 1, 0)] = torch.zeros(1, 1, 1)
+    calls = [lambda: dist.all_reduce(torch.zeros(7)), lambda: dist.all_reduce(torch.zeros(7), async_op=True).wait(), dist.barrier]
+    calls += [lambda: pipeline.send(parallel.Action("SF", 0, 0)) if dist.get_rank() == 0 else pipeline.expect(parallel.Action("RF", 1, 0))]
+    said = []
+    for comm, call in [("ring", calls[0]), *(("ours", call) for call in calls)]:
+        dist.use(None, comm)
+        names = ["batch_isend_irecv"] if comm == "ring" else ["irecv"]
+        with unittest.mock.patch.multiple(dist, **dict.fromkeys(names, gone)), unittest.mock.patch.object(
+                torch_dist, "isend", torch_dist.isend if comm == "ring" else gone):
+            with pytest.raises(dist.PeerError) as error:
+                call()
+            said.append(str(error.value))
+    return said
+
+
+def test_a_peer_lost_as_a_message_starts_is_named(pool):
+    if pool.device_type == "cuda":
+        pytest.skip("NCCL tells of it in the stream")
+    for rank, said in enumerate(pool(2).run(lost_at_once)):
+        *all_reduces, barrier, pipeline = said
+        assert all_reduces == ["all_reduce in a group of 2: Connection closed by peer"] * 3 and barrier.startswith("barrier in a group of 2: C")
+        what = [f"send {parallel.Action('SF', 0, 0)} of the pipeline", "posted the activation of micro-batch 0 from rank 0 (pipeline rank 0)"][rank]
+        assert pipeline == f"{what}: Connection closed by peer"
 
 
 def library_serves_the_group():
