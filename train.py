@@ -2,9 +2,9 @@
 
     python train.py                                          one process
     torchrun --nproc_per_node 4 train.py --dp 2 --tp 2       four: two replicas, each cut in two
-    python train.py --dp 2 --tp 2                            the same: it starts itself again under torchrun
-    python train.py --out runs/1                             with checkpoints: run it again and it goes on
-    python train.py --steps 0 --sample 200 --resume runs/1   text from the newest of them
+    python train.py --out runs/1                             with checkpoints
+    python train.py --out runs/1 --resume --steps 900        goes on from the newest of them
+    python train.py --steps 0 --sample 200 --resume runs/1   text from it
     torchrun --nproc_per_node 2 train.py --plain --dp 2      the upper halves of all files alone, to step through
 
 With no flags it trains a 0.8M-parameter model on the source of Python's standard library, in a minute or two on a CPU.
@@ -12,7 +12,8 @@ Every layout sees the same tokens and logs the same loss, because a batch is a f
 initial weights are a function of (seed, name). `python train.py --help` lists the flags.
 
 The upper half of this file is a complete program: flags, data, the training loop, checkpoints. The lower half puts
-subclasses into the table FASTER, and they check the input, survive crashes and report more.
+subclasses into the table FASTER. They check the input, start the processes that a layout needs, go on from the newest
+checkpoint in --out without --resume, survive crashes and report more.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import os
 import pathlib
 import sys
 import sysconfig
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,11 +44,15 @@ def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size"
+MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
+
+
 @dataclass
 class Flags:
     """Flags of the command line, --with-dashes."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of tokens (uint16, or llm.c's with its header); "
-                         "left out, the source of Python's standard library as bytes. The last 10 %% are held out")
+    data: str = flag("", "a text file, read as bytes; left out, the source of Python's standard library")
     model: str = flag("tiny", "preset", choices=list(PRESETS))
     n_layer: int = flag(None, "blocks, instead of the preset's")
     n_head: int = flag(None, "attention heads, instead of the preset's")
@@ -58,7 +62,7 @@ class Flags:
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
-    micro_batches: int = flag(1, "parts in which each rank's share of a step is computed, gradients adding up")
+    micro_batches: int = flag(1, "parts of each rank's share of a step; their gradients add up")
     lr: float = flag(2e-3, "peak learning rate")
     min_lr: float = flag(1e-4, "learning rate at the end of the cosine")
     warmup_steps: int = flag(20, "steps of linear warm-up")
@@ -67,42 +71,32 @@ class Flags:
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp and --pp leave")
     tp: int = flag(1, "ranks each layer is cut over")
-    pp: int = flag(1, "pipeline stages, ranks the layers are spread over")
+    pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    zero: int = flag(0, "ZeRO stage over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too",
-                     choices=[0, 1, 2, 3])
-    dtype: str = flag("fp32", "what layers compute in; bf16 and fp16 keep float32 masters, fp16 scales its loss",
-                      choices=["fp32", "bf16", "fp16", "fp64"])
-    reduce_dtype: str = flag("same", "what gradients travel in over dp: as they are added up (float32), or bf16, "
-                                     "half of it", choices=["same", "bf16"])
-    recompute: str = flag("none", "run each block, or its attention, again in backward instead of keeping its "
-                                  "activations", choices=["none", "block", "attention"])
-    device: str = flag("auto", "auto takes CUDA where each process on this machine gets a GPU of its own",
-                       choices=["auto", "cpu", "cuda"])
-    kernels: str = flag("auto", "Triton kernels or PyTorch's own operations; auto takes Triton from Hopper GPUs on, "
-                                "except in fp64", choices=["auto", "torch", "triton"])
-    comm: str = flag("ours", "collectives: ours as fast as they get, the textbook's ring, or torch.distributed's own",
-                     choices=["ours", "ring", "torch"])
+    zero: int = flag(0, "ZeRO over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=range(4))
+    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(DTYPES))
+    reduce_dtype: str = flag("same", "what gradients travel in over dp; same: as they add up", choices=["same", "bf16"])
+    recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
+    device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
+    kernels: str = flag("auto", "auto: Triton from Hopper GPUs on, except in fp64", choices=["auto", "torch", "triton"])
+    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])
     plain: bool = flag(False, "run the upper halves of all files alone; several processes need torchrun then")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
     sample: int = flag(200, "tokens to generate at the end; 0: none")
     prompt: str = flag("def ", "what the sample continues (data of bytes)")
-    out: str = flag("", "folder for log.jsonl and checkpoints; the same command with it again goes on where they end")
+    out: str = flag("", "folder for log.jsonl and checkpoints")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
-    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, the newest in "
-                           "--out. What decides the numbers (data, sizes, --lr and so on) comes with it where the flag "
-                           "is left out", nargs="?", const="newest", metavar="PATH")
-
-
-SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size"
+    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out",
+                       nargs="?", const="newest", metavar="PATH")
 
 
 def parse(arguments):
-    kind, parser_class = (FASTER.get(one, one) for one in (Flags, argparse.ArgumentParser))
-    parser = parser_class(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
-                          description="Train a GPT on one process or many.")
+    kind = FASTER.get(Flags, Flags)
+    parser = FASTER.get(argparse.ArgumentParser, argparse.ArgumentParser)(
+        description="Train a GPT on one process or many.", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for f in dataclasses.fields(kind):
         how = {"action": "store_true"} if f.type is bool else {"type": f.type, "default": f.default}
         parser.add_argument("--" + f.name.replace("_", "-"), **how, **f.metadata)
@@ -115,9 +109,10 @@ def config_of(s):
     return dataclasses.replace(PRESETS[s.model], inner=0, **given)
 
 
-def processes_here():
-    """How many processes of this run are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+def processes_of(s, world):
+    """How many processes the layout takes. Where --dp is left out, it becomes what --tp and --pp leave of `world`."""
+    s.dp = s.dp or max(1, world // (s.tp * s.pp))
+    return s.dp * s.tp * s.pp
 
 
 def gpus_here():
@@ -166,10 +161,6 @@ def learning_rate(s, step):
     return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
 
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
-
-
 class LossScale:
     """fp16's smallest number is 6e-8: the loss is multiplied, so that gradients stay above it, and they are divided.
 
@@ -178,11 +169,10 @@ class LossScale:
     """
 
     def __init__(self, start=2.0**16, interval=200):
-        self.scale, self.interval, self.good, self.skipped = start, interval, 0, 0
+        self.scale, self.interval, self.good = start, interval, 0
 
     def update(self, finite):
         self.good = self.good + 1 if finite else 0
-        self.skipped += not finite
         if not finite:
             self.scale = max(1.0, self.scale / 2)
         elif self.good % self.interval == 0:
@@ -195,40 +185,44 @@ class Trainer:
     source(name) gives a parameter's initial value; None: the seed does. data: (training tokens, held-out tokens).
     """
 
-    unit = "byte"  # what a token is
-
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out = data
         self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp)
-        self.tp, self.dp, self.pp = (self.mesh[axis].get_group() for axis in ("tp", "dp", "pp"))
         self.control = dist.new_group(backend="gloo")  # all ranks, on the CPU: for `agree`
-        self.dtype, self.scaler, self.skipped = DTYPES[s.dtype], LossScale() if s.dtype == "fp16" else None, 0
-        self.net = parallel.parallelize(config, self.mesh, device, self.dtype, source, s.seed, s.zero,
-                                        DTYPES.get(s.reduce_dtype), s.recompute, s.virtual_stages)
-        for group in (self.tp, self.dp, self.pp, self.net.ends, None):
+        reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
+        self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
+                                        reduce_dtype, s.recompute, s.virtual_stages)
+        self.dp, self.tp, self.pp = self.net.dp, self.net.tp, self.net.pp
+        for group in (self.dp, self.tp, self.pp, self.net.ends, None):  # None: all ranks
             dist.use(group, s.comm)
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
+        self.scaler = LossScale() if s.dtype == "fp16" else None
+        self.skipped = 0  # steps left out because a number was not finite
+        share = s.batch_size // s.dp
+        first = dist.get_rank(self.dp) * share
+        self.samples = slice(first, first + share)  # this rank's of each batch; its peers in tp and pp take the same
 
     def make_optimizer(self, adamw):
         return self.net.make_optimizer(adamw, self.s.weight_decay, lr=self.s.lr, betas=(0.9, 0.95))
 
-    def train(self, first):
-        """Take the steps from number `first` to the last; steps count from 0."""
-        self.since, self.logged = time.perf_counter(), first
-        for step in self.steps_left(first):
+    def train(self, saved):
+        """Take the steps that a checkpoint leaves, all if `saved` is None; then show a sample. Steps count from 0."""
+        for step in range(self.load(saved), self.s.steps):
             dist.reset_traffic()
             loss, norm = self.step(step)
             self.report(step + 1, loss, norm)
-            if self.due("save", step + 1):
+            if self.s.out and self.due("save", step + 1):
                 self.save(step + 1)
+        if self.s.sample:
+            self.show_sample()
 
     def step(self, step):
         """One optimizer step. Returns (mean loss over this rank's micro-batches, gradient norm before clipping)."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.optimizer.zero_grad()
-        loss = self.forward_backward(x, y, scale)
+        loss = self.net.forward_backward(x, y, s.schedule, scale)
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
@@ -236,22 +230,10 @@ class Trainer:
             self.optimizer.step()
         return loss, norm
 
-    def steps_left(self, first):
-        return range(first, self.s.steps)
-
     def micro_batches(self, tokens, seed, step):
-        """This rank's share of a step: (inputs, targets), a list of micro-batches each. Only the rank in dp decides, so
-        tensor and pipeline peers get the same."""
-        mine = self.s.batch_size // self.s.dp
-        first = dist.get_rank(self.dp) * mine
-        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, slice(first, first + mine))
-        return [self.to_device(t).split(mine // self.s.micro_batches) for t in rows]
-
-    def to_device(self, rows):
-        return rows.to(self.device)
-
-    def forward_backward(self, x, y, scale):
-        return self.net.forward_backward(x, y, self.s.schedule, scale)
+        """This rank's samples of a step: (inputs, targets), a tuple of micro-batches each."""
+        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
+        return [t.to(self.device).chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
         """Whether this step counts. Each rank looks at its own loss, and at the norm, which is the same on all ranks.
@@ -268,66 +250,28 @@ class Trainer:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self.control)
         return numbers.tolist()
 
-    # what is said and logged
-
     def due(self, what, done):
-        """Whether "log", "eval" or "save" comes after `done` steps: every so many, and at the end."""
+        """Whether "log", "eval" or "save" comes after `done` steps: every so many, and after the last. 0: never, but
+        the last checkpoint is written all the same."""
         every, last = getattr(self.s, what + "_every"), done == self.s.steps
-        if what == "save":
-            return bool(self.s.out) and (last or every > 0 and done % every == 0)
-        also = what == "log" and (done == 1 or self.due("eval", done))
-        return every > 0 and (last or also or done % every == 0)
-
-    def say(self, text):
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
-    def where(self, done):
-        return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
-
-    def describe(self):
-        s, device, here, gpus = self.s, self.device.type, processes_here(), gpus_here()
-        pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
-        self.say(f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} "
-                 f"GPU{'s' * (gpus > 1)}\n"
-                 f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {self.mesh.size()} processes, "
-                 f"{device} ({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}")
+        return every > 0 and done % every == 0 or last and (every > 0 or what == "save")
 
     def report(self, done, loss, norm):
-        """After `done` steps: a line on the screen and in log.jsonl, and the loss of held-out data, when due."""
-        entry = self.entry(done, loss, norm) if self.due("log", done) else None
-        if entry:
-            self.say(self.line(entry))
-        if self.due("eval", done):
-            loss = self.evaluate()
-            bits = loss / math.log(2)
-            self.say(f"{self.where(done)}  validation loss {loss:.4f} nats a {self.unit}, {bits:.2f} bits")
-            if entry:
-                entry["val_loss"] = loss
-        if entry:
+        """After `done` steps, when due: loss, gradient norm and the loss of held-out data."""
+        if self.due("log", done) or self.due("eval", done):
+            entry = {"step": done, "loss": self.mean_over_ranks(loss), "grad_norm": norm.item(),
+                     "lr": learning_rate(self.s, done - 1)}
+            if self.due("eval", done):
+                entry["val_loss"] = self.evaluate()
             self.record(entry)
-            self.since, self.logged = time.perf_counter(), done
-
-    def entry(self, done, loss, norm):
-        """What log.jsonl says of a step; its speed is that of all steps since the entry before."""
-        s, sent = self.s, sum(t.bytes for t in dist.traffic().values())
-        loss, norm = self.mean_over_ranks(loss), norm.item()  # waits for the device, so this does not run every step
-        speed = (done - self.logged) * s.batch_size * self.config.seq_len / (time.perf_counter() - self.since)
-        entry = dict(step=done, loss=loss, grad_norm=norm, lr=learning_rate(s, done - 1), tokens_per_s=speed,
-                     comm_bytes=sent if s.comm != "torch" else None)
-        if self.scaler:
-            entry.update(loss_scale=self.scaler.scale, skipped_steps=self.scaler.skipped)
-        return entry
-
-    def line(self, entry):
-        scale = f"scale {entry['loss_scale']:g} ({entry['skipped_steps']} skipped)  " if self.scaler else ""
-        return (f"{self.where(entry['step'])}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                f"lr {entry['lr']:.1e}  {scale}{entry['tokens_per_s'] / 1e3:.1f}k tokens/s  ")
 
     def record(self, entry):
-        if self.s.out and dist.get_rank() == 0:
-            with open(os.path.join(self.s.out, "log.jsonl"), "a") as file:
-                file.write(json.dumps(entry) + "\n")
+        """Rank 0 prints the entry and adds it to log.jsonl."""
+        if dist.get_rank() == 0:
+            print("  ".join(f"{key} {value:.6g}" for key, value in entry.items()), flush=True)
+            if self.s.out:
+                with open(os.path.join(self.s.out, "log.jsonl"), "a") as file:
+                    file.write(json.dumps(entry) + "\n")
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
@@ -336,27 +280,24 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches=8):
-        """Mean loss over the same held-out batches every time, in every layout."""
+        """Mean loss, in nats a token, over the same held-out batches every time, in every layout."""
         losses = [self.net.forward(*self.micro_batches(self.held_out, self.s.seed, i)) for i in range(batches)]
         return self.mean_over_ranks(torch.stack(losses).mean())
 
-    def show_sample(self):
-        """Rank 0 says what the model goes on with; the other ranks help to gather the weights."""
+    def whole_model(self):
+        """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone."""
         whole, device = GPT(self.config, seed=None), self.device if dist.get_rank() == 0 else "meta"
-        materialize(whole, self.net.whole_parameter, device, parallel.master_dtype(self.dtype))
-        tokens = torch.tensor([self.encode(self.s.prompt) or [10]], device=self.device)
-        for i in range(self.s.sample):
-            tokens = self.next_token(whole, tokens, i)
-        self.say(f"--- sample, {self.s.sample} tokens ---\n{self.decode(tokens[0].tolist())}\n---")
+        materialize(whole, self.net.whole_parameter, device, parallel.master_dtype(self.net.dtype))
+        return whole
 
-    def next_token(self, whole, tokens, i):
-        return whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i) if dist.get_rank() == 0 else tokens
-
-    def encode(self, text):
-        return list(os.fsencode(text))
-
-    def decode(self, tokens):
-        return bytes(min(t, 255) for t in tokens).decode(errors="replace")
+    def show_sample(self):
+        """Rank 0 prints what the model goes on with after the prompt."""
+        whole = self.whole_model()
+        if dist.get_rank() == 0:
+            prompt = torch.tensor([list(os.fsencode(self.s.prompt)) or [10]], device=self.device)
+            tokens = whole.generate(prompt, self.s.sample, 0.8, top_k=40, seed=self.s.seed)[0].tolist()
+            text = bytes(min(t, 255) for t in tokens).decode(errors="replace")
+            print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
 
     # checkpoints: batches, samples and initial weights are functions of (seed, step), so the number of steps is the
     # position in the data, the place in the learning-rate schedule and the state of every random generator
@@ -370,16 +311,10 @@ class Trainer:
 
     def save(self, done):
         """Write step-00000100.pt into --out."""
-        tensors = {}
-        for label, tensor in self.whole_tensors():
-            if dist.get_rank() == 0:
-                tensors[label] = tensor.cpu()
+        tensors = {label: tensor.cpu() for label, tensor in self.whole_tensors() if dist.get_rank() == 0}
         if dist.get_rank() == 0:
-            torch.save({**self.counters(done), "tensors": tensors}, os.path.join(self.s.out, f"step-{done:08}.pt"))
-
-    def counters(self, done):
-        return {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
-                "scaler": vars(self.scaler) if self.scaler else None}
+            torch.save({"step": done, "skipped": self.skipped, "scaler": self.scaler and vars(self.scaler),
+                        "tensors": tensors}, os.path.join(self.s.out, f"step-{done:08}.pt"))
 
     def load(self, saved):
         """Go on as if never stopped; returns how many steps are done. The weights came with the model, from `source`;
@@ -389,14 +324,13 @@ class Trainer:
         self.skipped = saved["skipped"]
         if self.scaler and saved["scaler"]:
             vars(self.scaler).update(saved["scaler"])
-        if saved["updates"]:  # before the first one, an optimizer has no state
+        updates = saved["step"] - self.skipped
+        if updates:  # before the first one, an optimizer has no state
             for name in shapes(self.config):
                 for key in MOMENTS:
                     self.net.load_state(name, key, saved["tensors"][f"{key}.{name}"])
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    where = p.device if group.get("fused") else "cpu"
-                    self.optimizer.state[p]["step"] = torch.tensor(float(saved["updates"]), device=where)
+            for param in [p for group in self.optimizer.param_groups for p in group["params"]]:
+                self.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
         return saved["step"]
 
 
@@ -404,18 +338,17 @@ class Trainer:
 
 class Run:
     """What a command line asks for: `s` (Flags), `config`, `data`, `saved` (the checkpoint to go on from, or None) and
-    `source` (of initial weights, or None). Inside `with run:` the processes have met."""
+    `source` (of initial weights, or None)."""
 
     def __init__(self, arguments):
         world, s = int(os.environ.get("WORLD_SIZE", "1")), parse(arguments)
-        s.dp = s.dp or max(1, world // (s.tp * s.pp))
-        processes = s.dp * s.tp * s.pp
+        processes = processes_of(s, world)
         if processes != world:
-            sys.exit(f"train.py: --dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, and there is "
-                     f"{world}: give torchrun --nproc_per_node {processes} train.py and the flags")
+            sys.exit(f"train.py: this layout takes {processes} processes, and {world} were started: give torchrun "
+                     f"--nproc_per_node {processes} train.py and the flags")
         if s.batch_size % (s.dp * s.micro_batches):
             sys.exit("train.py: --batch-size must be a multiple of --dp x --micro-batches")
-        s.device = device_for(s.device, processes_here())
+        s.device = device_for(s.device, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         kernels.use(s.kernels)
         self.s, self.config, self.saved, self.source = s, config_of(s), None, None
         self.data = split(read_texts([pathlib.Path(s.data)] if s.data else standard_library()))
@@ -424,36 +357,26 @@ class Run:
             path = max(path.glob("step-*.pt")) if path.is_dir() else path
             self.saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             tensors = self.saved["tensors"]
-            self.source = lambda name: tensors.get(name, tensors["wte.weight"])  # the head is the embedding
+            self.source = lambda name: tensors["wte.weight" if name == "lm_head.weight" else name]  # they are one
         if s.out:
             os.makedirs(s.out, exist_ok=True)
 
-    def __enter__(self):
-        self.device = dist.initialize(self.s.device)
-        return self
-
-    def __exit__(self, *error):
+    def start(self):
+        """Meet the other processes, train, part."""
+        self.train(dist.initialize(self.s.device))
         dist.destroy_process_group()
 
-    def make_trainer(self, device):
-        return FASTER.get(Trainer, Trainer)(self.s, self.config, self.source, self.data, device)
-
     def train(self, device):
-        """Model and optimizer, the steps that are left, a sample."""
-        trainer = self.make_trainer(device)
-        trainer.describe()
-        trainer.train(trainer.load(self.saved))
-        if self.s.sample:
-            trainer.show_sample()
+        Trainer(self.s, self.config, self.source, self.data, device).train(self.saved)
 
 
 def main():
-    """Read the command line, meet the other processes, train."""
+    """Read the command line and train. What stands below the files' bars is reached through these tables alone."""
     if "--plain" in sys.argv:
-        for table in (dist.LINKS, dist.PREPARE, model.FASTER, parallel.FASTER, FASTER):
+        for table in (dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, parallel.FASTER, parallel.BUCKET_MB,
+                      FASTER):
             table.clear()
-    with FASTER.get(Run, Run)(sys.argv[1:]) as run:
-        run.train(run.device)
+    FASTER.get(Run, Run)(sys.argv[1:]).start()
 
 
 # ============================================================ machinery: the same results, faster or safer ============
@@ -465,6 +388,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 import traceback
 import zlib
 from functools import partial
@@ -479,12 +403,16 @@ from model import crc_of_file, open_hf, read_safetensors, sync_folder, write_fil
 @dataclass
 class Settings(Flags):
     """Every flag of the command line."""
-    init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder (its sizes count, not "
-                              "--model's)")
-    trace: str = flag("", "folder for trace.json, what every rank ran in the third step, for Perfetto or "
-                          "chrome://tracing")
-    cuda_graphs: str = flag("auto", "record a micro-batch's kernels once and replay them, which spares the CPU; auto: "
-                                    "on several GPUs, where ZeRO is 0 or 1", choices=["auto", "off", "on"])
+    data: str = flag("", "a text file, a folder of text, or a .bin of tokens (uint16, or llm.c's with its header); "
+                         "left out, the source of Python's standard library as bytes. The last 10 %% are held out")
+    out: str = flag("", "folder for log.jsonl and checkpoints; the same command with it again goes on where they end")
+    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. What "
+                           "decides the numbers (data, sizes, --lr ...) comes with it where the flag is left out",
+                       nargs="?", const="newest", metavar="PATH")
+    init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder, in its sizes")
+    trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
+    cuda_graphs: str = flag("auto", "replay a micro-batch's kernels, which spares the CPU; auto: on several GPUs, "
+                                    "where ZeRO is 0 or 1", choices=["auto", "off", "on"])
     keep: int = flag(2, "newest checkpoints to keep; 0: all")
     on_nan: str = flag("stop", "what a loss or gradient that is not finite does to all ranks", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
@@ -557,9 +485,7 @@ def model_config(s, checkpoint=None):
 def check_layout(s, config, world, local_world):
     """Everything that must divide, and enough GPUs. Fills in s.dp, s.device and s.cuda_graphs; returns how many
     processes the layout needs."""
-    if s.dp is None:
-        s.dp = max(1, world // (s.tp * s.pp))
-    processes = s.dp * s.tp * s.pp
+    processes = processes_of(s, world)
     if world > 1 and world != processes:
         rest = s.tp * s.pp
         raise BadInput(f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, {world} were started: "
@@ -666,7 +592,7 @@ def check_data(s, config, train, held_out):
         raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one "
                        f"sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
     for part in (train, held_out):
-        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte; `to_device` checks the rest
+        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte; `micro_batches` checks the rest
             check_tokens(part[start:start + (1 << 24)], config.vocab_size)
 
 
@@ -844,11 +770,9 @@ class Lock:
     """--out is this run's own, as long as the process that made this lives. The file says who writes there. Rank 0
     empties it when all there is to save is on the disk, because the process that started the ranks wants to know."""
 
-    def __init__(self, path):
-        self.file = open(path, "a+")  # noqa: SIM115  open, and locked, until the process ends
+    def __init__(self, folder):
+        self.file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
         fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def name_owner(self):
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.file.flush()
@@ -859,29 +783,21 @@ class Lock:
     def all_saved(self):
         return not os.path.getsize(self.file.name)
 
-    def close(self):
-        self.file.close()
-
 
 def claim(folder, identity):
     """Make --out this run's own, on rank 0. Returns its Lock."""
     check_folder(folder, "--out")
-    path = os.path.join(folder, ".lock")
     try:
-        lock = Lock(path)
-    except OSError as error:
-        why = error.strerror
-        if error.errno == errno.EAGAIN:
-            why = f"{pathlib.Path(path).read_text().strip() or 'another run'} writes there"
-        raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
-    try:
-        lock.name_owner()
+        lock = Lock(folder)
         write_file(os.path.join(folder, "run.json"), json.dumps(identity))
         for name in os.listdir(folder):  # what a run that was killed had not finished, or not finished removing
             if re.fullmatch(r"\.step-\d+\.(part|old)", name):
                 shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
-        raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
+        why = error.strerror
+        if error.errno == errno.EAGAIN:
+            why = f"{pathlib.Path(folder, '.lock').read_text().strip() or 'another run'} writes there"
+        raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
     return lock
 
 
@@ -937,7 +853,7 @@ def peak_flops(device):
 
 
 class BirthLog(TorchDispatchMode):
-    """Counts the bytes of every tensor made inside it, but of views of older ones; `alive()`: of what still exists."""
+    """Counts the bytes of every tensor made inside it, but of views of older ones."""
 
     def __init__(self):
         super().__init__()
@@ -950,33 +866,47 @@ class BirthLog(TorchDispatchMode):
                 self.born.setdefault(StorageWeakRef(t.untyped_storage()), 0 if older else t.untyped_storage().nbytes())
         return out
 
-    def alive(self, but=()):
-        """Bytes that still exist, of all tensors but some."""
-        but = {StorageWeakRef(t.untyped_storage()) for t in but}
-        return sum(size for storage, size in self.born.items() if not storage.expired() and storage not in but)
+    def ignore(self, tensors):
+        """Count none of these, as if they were older."""
+        self.born.update((StorageWeakRef(t.untyped_storage()), 0) for t in tensors)
+
+    def alive(self):
+        """Bytes of what still exists."""
+        return sum(size for storage, size in self.born.items() if not storage.expired())
 
 
-def describe(trainer, say, run):
-    s, c, mesh, here = trainer.s, trainer.config, trainer.mesh, processes_here()
-    each = s.batch_size // s.dp // s.micro_batches
+def processes_here():
+    """How many processes of this run are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+
+
+def describe(trainer):
+    s, c, mesh, run = trainer.s, trainer.config, trainer.mesh, trainer.run
+    device, here, gpus = trainer.device.type, processes_here(), gpus_here()
+    pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
-    say(f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
-        f"vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}")
-    say(f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s "
-        f"to train on, {len(trainer.held_out):,} held out")
-    say(f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
-        f"dp {s.dp} x {s.micro_batches} micro-batches of {each}")
+    trainer.say(
+        f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
+        f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {mesh.size()} processes, "
+        f"{device} ({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}\n"
+        f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
+        f"vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}\n"
+        f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s "
+        f"to train on, {len(trainer.held_out):,} held out\n"
+        f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
+        f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     if mesh.size() > here:
         node = mesh.mesh // here  # (pp, dp, tp): the node of each rank
         crossing = [axis for i, axis in enumerate(("pp", "dp", "tp")) if (node.amax(i) > node.amin(i)).any()]
-        say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
-            f"{' and '.join(axis for axis in ('pp', 'dp', 'tp') if axis not in crossing)} inside")
-    say("memory   a rank, predicted: " + ", ".join(f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()))
+        trainer.say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
+                    f"{' and '.join(axis for axis in ('pp', 'dp', 'tp') if axis not in crossing)} inside")
+    predicted = ", ".join(f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items())
+    trainer.say(f"memory   a rank, predicted: {predicted}")
 
 
 def predicted_bytes(trainer):
     s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
-    return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.dtype, s.recompute,
+    return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.net.dtype, s.recompute,
                                  s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
                                  math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
@@ -1007,17 +937,16 @@ def write_trace(trainer, folder, say):
         say(f"no trace in {folder}: {problem.strerror}")
 
 
-def describe_first_steps(trainer, say):
+def describe_first_steps(trainer):
     """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
     predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "
                   f"{size(torch.cuda.max_memory_allocated())}")
-    say(f"memory   measured (predicted): {kinds}")
     sent = ", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items() if t.bytes)
     sent = "not counted with --comm torch" if trainer.s.comm == "torch" else sent or "nothing"
-    say(f"traffic  sent by rank 0 a step: {sent}")
+    trainer.say(f"memory   measured (predicted): {kinds}\ntraffic  sent by rank 0 a step: {sent}")
     return {"predicted_bytes": predicted, "measured_bytes": measured}
 
 
@@ -1031,77 +960,67 @@ class NotFinite(Exception):
     pass
 
 
+class Terminated(Exception):
+    """SIGTERM has come, and the step that was under way is done and saved."""
+
+
 class WatchedTrainer(Trainer):
     """The Trainer of long runs: it reports memory, speed and traces, says whose numbers are not finite, ends by
     SIGTERM, and saves Hugging Face folders that are whole or not there.
 
-    data: (training tokens, held-out tokens, whether they are bytes). `run` is None where a benchmark takes steps.
+    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun; a benchmark has none.
     """
-    run = log = births = None
-    tracing, first, activations, memory, gpu_flops = False, 0, 0, {}, None
 
-    def __init__(self, s, config, source, data, device):
-        self.bytes = data[2]
-        self.unit = "byte" if self.bytes else "token"
-        self.bad, self.unread, self.terminated, self.stopping, self.saved = 0, None, False, False, True
+    def __init__(self, s, config, source, data, device, run=None):
+        self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
+        self.log = self.births = self.first = self.unread = self.gpu_flops = None
+        self.bad, self.activations, self.memory = 0, 0, {}
+        self.terminated = self.stopping = False
+        self.saved = True
         super().__init__(s, config, source, data[:2], device)
 
     def make_optimizer(self, adamw):
         if self.s.cuda_graphs == "on":
             parallel.replay_micro_batches(self.net)
-        flat = self.dtype != parallel.master_dtype(self.dtype) and kernels.on_triton(torch.empty(0, device=self.device))
-        return super().make_optimizer(kernels.AdamW if flat else partial(adamw, fused=self.device.type == "cuda"))
+        mixed = self.net.dtype != parallel.master_dtype(self.net.dtype)
+        if mixed and kernels.on_triton(torch.empty(0, device=self.device)):
+            return super().make_optimizer(kernels.AdamW)
+        return super().make_optimizer(partial(adamw, fused=self.device.type == "cuda"))
 
     # the loop
 
-    def train(self, first):
-        s, run, self.first = self.s, self.run, first
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))  # `WatchedRun.train` says why
-        self.log = Log(os.path.join(s.out, "log.jsonl"), first) if run.lock else None
-        self.gpu_flops = peak_flops(self.device)
-        if self.device.type == "cuda" and self.gpu_flops is None:
-            self.say(f"speed    unknown GPU {torch.cuda.get_device_name(self.device)}, no MFU")
-        super().train(first)
-        if run.saving and not s.steps and not run.checkpoint:
+    def train(self, saved):
+        describe(self)
+        with contextlib.suppress(Terminated):
+            super().train(saved)
+        if self.run.saving and not self.s.steps and not self.run.checkpoint:
             self.save(0)
-
-    def steps_left(self, first):
-        s = self.s
-        for step in super().steps_left(first):
-            dist.progress("starting the step", step=step + 1)
-            self.births = BirthLog() if step == first else None
-            self.tracing = s.trace and step == min(first + 2, s.steps - 1)  # the first steps warm up
-            if self.tracing:
-                parallel.record_times(self.net.pipeline)
-            yield step
-            if self.stopping:
-                self.say(f"{self.where(step + 1)}  SIGTERM: " + (
-                    "nothing is saved without --out" if not self.run.saving else
-                    "the same command goes on from here" if self.saved else "nothing is saved"))
-                return
 
     def step(self, step, births=None):
         """As in Trainer. births: a BirthLog, which finds out what activations take."""
-        self.births = births or self.births
-        done = super().step(step)
-        self.births = None
+        dist.progress("starting the step", step=step + 1)
+        trace = self.s.trace and step == min(self.first + 2, self.s.steps - 1)  # the first steps warm up
+        if trace:
+            parallel.record_times(self.net.pipeline)
+        self.births = births or (BirthLog() if step == self.first else None)
+        if self.births:
+            self.net.pipeline.on_forward = self.note_activations
+        with self.births or contextlib.nullcontext():
+            done = super().step(step)
+        self.births = self.net.pipeline.on_forward = None
+        if trace:
+            write_trace(self, self.s.trace, self.say)
         return done
 
-    def forward_backward(self, x, y, scale):
-        births = self.births
-        if births is None:
-            return super().forward_backward(x, y, scale)
-        self.net.pipeline.on_forward = lambda: self.note_activations(births)
-        with births:
-            loss = super().forward_backward(x, y, scale)
-        self.net.pipeline.on_forward = None
-        return loss
-
-    def to_device(self, rows):
-        check_tokens(rows, self.config.vocab_size)
+    def micro_batches(self, tokens, seed, step):
+        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
+        for t in rows:
+            check_tokens(t, self.config.vocab_size)
         if self.device.type == "cuda":  # from pageable memory the copy would stop the CPU, and soon the GPU
-            rows = rows.contiguous().pin_memory().to(self.device, non_blocking=True)
-        return rows
+            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
+        if self.births:
+            self.births.ignore(rows)
+        return [t.chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
         """As in Trainer; `bad` says what was found: 0 nothing, 1 the norm, more: the loss of rank world size + 1 - bad,
@@ -1130,70 +1049,85 @@ class WatchedTrainer(Trainer):
             before[1].synchronize()
         return int(before[0] if before else 0 if late or alarm is None else alarm)
 
-    def due(self, what, done):
-        if what == "save" and not self.run.saving:
-            return False
-        ending = self.stopping and (what == "save" or what == "log" and self.s.log_every > 0)
-        return ending or super().due(what, done)
-
     # what is said and logged
 
     def say(self, text):
         with contextlib.suppress(OSError):  # the output may go to a disk that is full; it comes when there is room
-            super().say(text)
+            if dist.get_rank() == 0:
+                print(text, flush=True)
 
-    def describe(self):
-        super().describe()
-        describe(self, self.say, self.run)
+    def where(self, done):
+        return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
+
+    def due(self, what, done):
+        also = what == "log" and self.s.log_every > 0 and (done == 1 or self.stopping)
+        return also or super().due(what, done)
 
     def report(self, done, loss, norm):
-        if self.tracing:
-            write_trace(self, self.s.trace, self.say)
         self.raise_alarm(done)
         if done == min(self.first + 2, self.s.steps):
-            self.memory = describe_first_steps(self, self.say)
+            self.memory = describe_first_steps(self)
+        if self.due("log", done) or self.due("eval", done):
+            norm.item()  # waits for the device
+            self.seconds, self.sent = time.perf_counter() - self.since, sum(t.bytes for t in dist.traffic().values())
         super().report(done, loss, norm)
+        if self.stopping:
+            if self.s.out:
+                self.save(done)
+            self.say(f"{self.where(done)}  SIGTERM: " + ("nothing is saved without --out" if not self.s.out else
+                     "the same command goes on from here" if self.saved else "nothing is saved"))
+            raise Terminated
 
     def raise_alarm(self, done):
         """NotFinite where --on-nan is stop. An alarm that is read late must be read before anything is saved."""
-        bad = self.bad or (self.due("save", done) or done == self.s.steps) and self.agree(self.read())[0]
+        bad = self.bad or (self.stopping or self.due("save", done)) and self.agree(self.read())[0]
         if not bad:
             return
         what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
-        self.record({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
+        self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
         if self.s.on_nan == "stop":
             raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
         self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
 
-    def entry(self, done, loss, norm):
-        entry = super().entry(done, loss, norm) | self.memory
-        self.memory = {}
-        if self.gpu_flops:
-            entry["mfu"] = entry["tokens_per_s"] * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
-        return entry
-
-    def line(self, entry):
-        left = int((self.s.steps - entry["step"]) * self.s.batch_size * self.config.seq_len / entry["tokens_per_s"])
-        mfu = f"MFU {100 * entry['mfu']:.1f} %  " if "mfu" in entry else ""
-        return f"{super().line(entry)}{mfu}left {left // 60}:{left % 60:02}"
-
     def record(self, entry):
+        """The speed is that of all steps since the entry before."""
+        s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
+        speed, scale, mfu = (done - self.logged) * tokens / self.seconds, "", ""
+        entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
+        if self.scaler:
+            entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
+            scale = f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
+        if self.gpu_flops:
+            entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
+            mfu = f"MFU {100 * entry['mfu']:.1f} %  "
+        if s.log_every:
+            left = int((s.steps - done) * tokens / speed)
+            self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
+                     f"lr {entry['lr']:.1e}  {scale}{speed / 1e3:.1f}k tokens/s  {mfu}left {left // 60}:{left % 60:02}")
+        if "val_loss" in entry:
+            self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
+                     f"{entry['val_loss'] / math.log(2):.2f} bits")
+        if s.log_every:
+            self.write_log(entry)
+        self.since, self.logged, self.memory = time.perf_counter(), done, {}
+
+    def write_log(self, entry):
         if self.log and (problem := self.log.write(entry)):
             self.say(f"log      step {entry['step']} waits to be written to {self.s.out}/log.jsonl: {problem.strerror}")
 
     def show_sample(self):
-        if not self.stopping:
-            dist.progress("sampling")
-            super().show_sample()
-
-    def next_token(self, whole, tokens, i):  # all ranks agree each time: the last token could come after --timeout
-        return tokens if self.agree(self.terminated)[0] else super().next_token(whole, tokens, i)
-
-    def encode(self, text):
-        return super().encode(text) if self.bytes else self.held_out[:1].tolist()
-
-    def decode(self, tokens):
-        return super().decode(tokens) if self.bytes else " ".join(map(str, tokens))
+        """As in Trainer, of data that are no bytes too. All ranks agree each time, because the last token could come
+        after --timeout."""
+        dist.progress("sampling")
+        whole = self.whole_model()
+        prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
+        tokens = torch.tensor([prompt or [10]], device=self.device)
+        for i in range(self.s.sample):
+            if not self.agree(self.terminated)[0] and dist.get_rank() == 0:
+                tokens = whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i)
+        tokens = tokens[0].tolist()
+        text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
+        self.say(f"--- sample, {self.s.sample} tokens ---\n{text}\n---")
 
     # checkpoints
 
@@ -1209,7 +1143,7 @@ class WatchedTrainer(Trainer):
             there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
             self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; "
                      f"{'going on' if done < s.steps else 'ended'}, {there}")
-            self.record({"step": done, "not_saved": problem.strerror})
+            self.write_log({"step": done, "not_saved": problem.strerror})
         elif self.stopping or done == s.steps:
             self.say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
         self.since += time.perf_counter() - started
@@ -1230,12 +1164,13 @@ class WatchedTrainer(Trainer):
             part, final = (os.path.join(self.s.out, name) for name in (f".step-{done:08}.part", f"step-{done:08}"))
             try:
                 shutil.rmtree(part, ignore_errors=True)
-                dtype = parallel.master_dtype(self.dtype)
+                dtype = parallel.master_dtype(self.net.dtype)
                 files = write_hf(part, self.config, get, dtype)
                 files["optimizer.safetensors"] = write_safetensors(
                     os.path.join(part, "optimizer.safetensors"),
                     {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
-                manifest = {"format": 1, **self.counters(done), "files": files, "run": self.run.identity}
+                manifest = {"format": 1, "step": done, "updates": done - self.skipped, "skipped": self.skipped,
+                            "scaler": self.scaler and vars(self.scaler), "files": files, "run": self.run.identity}
                 write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
                 sync_folder(part)
                 os.rename(part, final)
@@ -1260,16 +1195,26 @@ class WatchedTrainer(Trainer):
         if saved:
             changes = differences(saved["run"], self.run.identity, ("flags",)) if self.s.steps else []
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
-        return super().load(saved) if first < self.s.steps else first
+        if first < self.s.steps:
+            super().load(saved)
+        for param in [p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]]:
+            if state := self.optimizer.state.get(param):
+                state["step"] = state["step"].to(self.device)
+        # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved.
+        # After an error this handler stays, because torchrun sends SIGTERM to ranks that still explain it.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))
+        self.log = Log(os.path.join(self.s.out, "log.jsonl"), first) if self.run.lock else None
+        self.gpu_flops = peak_flops(self.device)
+        if self.device.type == "cuda" and self.gpu_flops is None:
+            self.say(f"speed    unknown GPU {torch.cuda.get_device_name(self.device)}, no MFU")
+        self.first, self.logged, self.since = first, first, time.perf_counter()
+        return first
 
     # memory
 
-    def note_activations(self, births):  # neither gradients of earlier micro-batches nor what collectives keep counts
-        others = [*parallel.kept_tensors(self.net)["gradients"], *dist.scratches()]
-        self.activations = max(self.activations, births.alive(others))
-
-    def buckets(self):
-        return [bucket for reducer in self.net.reducers for bucket in reducer.buckets]
+    def note_activations(self):  # neither gradients of earlier micro-batches nor what collectives keep counts
+        self.births.ignore([*parallel.kept_tensors(self.net)["gradients"], *dist.scratches()])
+        self.activations = max(self.activations, self.births.alive())
 
     def measured_bytes(self):
         """What the tensors of each kind take on this rank, a storage counted once; beside it: parallel.memory_bytes."""
@@ -1332,45 +1277,35 @@ class WatchedRun(Run):
         self.s, self.config, self.source, self.data = s, config, source, data
         self.checkpoint, self.identity = checkpoint, identity
 
-    def __enter__(self):
+    def start(self):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
         if self.processes != self.world:
             if self.lock:  # rank 0 is about to write its own name into it
                 self.lock.mark_all_saved()
-                self.lock.close()
+                self.lock.file.close()
             dist.start_again(self.processes, lambda: not self.lock or self.lock.all_saved())
         self.watch = dist.Watch("train.py", self.s.timeout)
         try:
-            self.device = dist.initialize(self.s.device, self.s.timeout)
+            device = dist.initialize(self.s.device, self.s.timeout)
             self.watch.start()
+            saved = self.train(device)
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             self.give_up(error)
-        return self
-
-    def make_trainer(self, device):
-        self.trainer = super().make_trainer(device)
-        self.trainer.run = self
-        return self.trainer
+        finally:
+            self.watch.stop()
+        dist.destroy_process_group()
+        sys.exit(0 if saved else 1)
 
     def train(self, device):
         """As in Run; returns, on rank 0, whether all there is to save is on the disk; True on the others."""
-        # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved.
-        # After an error the trainer's handler stays, because torchrun sends SIGTERM to ranks that still explain it.
         before = signal.getsignal(signal.SIGTERM)
-        super().train(device)
+        trainer = WatchedTrainer(self.s, self.config, self.source, self.data, device, self)
+        trainer.train(self.saved)
         signal.signal(signal.SIGTERM, before)
-        if self.lock and self.trainer.saved:
+        if self.lock and trainer.saved:
             self.lock.mark_all_saved()
         dist.barrier()
-        return self.trainer.saved
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, Exception):
-            self.give_up(error)
-        self.watch.stop()
-        super().__exit__(kind, error, trace)
-        if error is None:
-            sys.exit(0 if self.trainer.saved else 1)
+        return trainer.saved
 
     def give_up(self, error):
         if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
@@ -1378,7 +1313,7 @@ class WatchedRun(Run):
         self.watch.give_up(error)
 
 
-FASTER.update({Flags: Settings, argparse.ArgumentParser: Parser, Trainer: WatchedTrainer, Run: WatchedRun})
+FASTER.update({Flags: Settings, argparse.ArgumentParser: Parser, Run: WatchedRun})
 
 if __name__ == "__main__":
     main()
