@@ -779,8 +779,10 @@ class RecordedGraph:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
-            self.result = body()
-            self.graph.capture_end()
+            try:
+                self.result = body()
+            finally:
+                self.graph.capture_end()
         self.pool, self.sends = self.graph.pool(), traffic_since(before)
         count_traffic(self.sends, -1)  # recording has counted messages, but sent none
 

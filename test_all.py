@@ -3969,10 +3969,11 @@ def readme_commands():
     return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--", line)]
 
 
-def readme_rows():
-    """(what to read, what to run, what to look for) of each row of the reading guide."""
-    guide = README.split("## Reading guide")[1].split("\n## ")[0]
-    return [[cell.strip() for cell in line.strip("| ").split("|")][2:] for line in guide.splitlines() if line.startswith("| ")][1:]
+def readme_tables():
+    """The reading guide's tables, of what stands above the bars and of what stands below: rows (read, run, look for)."""
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", README.split("## Reading guide")[1].split("\n## ")[0])
+    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:] for line in table.splitlines()[2:]]
+            for table in tables]
 
 
 def named(token, where=None):
@@ -3985,16 +3986,19 @@ def named(token, where=None):
 
 
 def test_readme_names_what_is_there():
-    """Every file, class, function, flag and link; in the guide's "read" column, names after a file are of that file."""
+    """Every file, class, function, flag and link; in the guide's "read" columns, names after a file are of that file,
+    above its bar in the first table, below it in the second."""
     sources = {name: inspect.getsource(module) for name, module in MODULES.items()}
     flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)} | {name for _, name, _ in bench.FLAGS}
     wrong, text = [], "".join(sources.values())
-    for read, _, _ in readme_rows():
-        where = None
+    for half, read in [(half, read) for half, table in enumerate(readme_tables()) for read, _, _ in table]:
         for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
             if name.endswith(".py"):
-                where = name[:-3]
-            elif not (named(name, where) if name else re.search(rf"(?m)^# -+ {section}\b", sources.get(where, text))):
+                where, source = name[:-3], sources[name[:-3]]
+                source = halves(where)[half] if where in HALVES else source
+                continue
+            begins = rf"(def |class |){name.split('.')[0]}" if name else f"# -+ {section}"
+            if not re.search(rf"(?m)^{begins}\b", source) or name and not named(name, where):
                 wrong.append((where, name or section))
     for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL)):
         if re.fullmatch(r"\w+\.py", token):
@@ -4004,7 +4008,7 @@ def test_readme_names_what_is_there():
         elif token.startswith("--"):
             wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
     wrong += [link for link in re.findall(r"\]\(([^)]+)\)", README) if not os.path.exists(os.path.join(HERE, link))]
-    assert not wrong and len(readme_rows()) > 20
+    assert not wrong and len(readme_tables()[0]) > 20 and len(readme_tables()[1]) > 5
 
 
 def test_readme_commands_are_understood(monkeypatch, capsys):
