@@ -2289,6 +2289,14 @@ def test_plain_is_the_upper_half(text, tmp_path):
     assert "--- sample, 4 tokens" in (tmp_path / "plain.txt").read_text()
 
 
+def test_plain_empties_every_table_that_a_lower_half_fills():
+    main = inspect.getsource(train.main)
+    for name in HALVES:
+        filled = {*re.findall(r"^(\w+)(?:\.(?:update|extend|append)\(|\[.*?\] = )", halves(name)[1], re.MULTILINE)}
+        for table in [table for table in filled if re.search(rf"^{table} = ", halves(name)[0], re.MULTILINE)]:
+            assert {"collectives": "dist.", "train": ""}.get(name, f"{name}.") + table in main, (name, table)
+
+
 def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
     GPT(GPTConfig(256, 16, 1, 2, 16), seed=7).save_hf(tmp_path / "hf")
     os.mkdir(tmp_path / "out")

@@ -88,8 +88,7 @@ class Flags:
     prompt: str = flag("def ", "what the sample continues (data of bytes)")
     out: str = flag("", "folder for log.jsonl and checkpoints")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
-    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out",
-                       nargs="?", const="newest", metavar="PATH")
+    resume: str = flag("", "checkpoint to go on from, or its folder; no value: --out", nargs="?", const="newest")
 
 
 def parse(arguments):
@@ -115,13 +114,10 @@ def processes_of(s, world):
     return s.dp * s.tp * s.pp
 
 
-def gpus_here():
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def device_for(asked, processes):
     """--device, where it is auto: CUDA if each process on this machine gets a GPU of its own, else the CPU."""
-    return asked if asked != "auto" else "cuda" if gpus_here() >= processes else "cpu"
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= processes
+    return asked if asked != "auto" else "cuda" if enough else "cpu"
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -164,9 +160,8 @@ def learning_rate(s, step):
 class LossScale:
     """fp16's smallest number is 6e-8: the loss is multiplied, so that gradients stay above it, and they are divided.
 
-    A step whose gradients are not finite is skipped and the scale is halved; after 200 good steps it doubles.
-    Micikevicius et al., "Mixed Precision Training" (2018).
-    """
+    A step whose gradients are not finite is skipped and the scale is halved; after 200 good steps it doubles
+    (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
     def __init__(self, start=2.0**16, interval=200):
         self.scale, self.interval, self.good = start, interval, 0
@@ -199,9 +194,8 @@ class Trainer:
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
-        share = s.batch_size // s.dp
-        first = dist.get_rank(self.dp) * share
-        self.samples = slice(first, first + share)  # this rank's of each batch; its peers in tp and pp take the same
+        n, r = s.batch_size // s.dp, dist.get_rank(self.dp)
+        self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp and pp take the same
 
     def make_optimizer(self, adamw):
         return self.net.make_optimizer(adamw, self.s.weight_decay, lr=self.s.lr, betas=(0.9, 0.95))
@@ -236,8 +230,8 @@ class Trainer:
         return [t.to(self.device).chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
-        """Whether this step counts. Each rank looks at its own loss, and at the norm, which is the same on all ranks.
-        If one of them finds a number that is not finite, all of them skip the step: none may step alone."""
+        """Whether this step counts. Each rank knows its own loss, and the norm, which is the same on all ranks. If one
+        of them finds a number that is not finite, all of them skip the step: none may step alone."""
         bad, = self.agree(not (loss.isfinite() and norm.isfinite()))
         self.skipped += bad
         if self.scaler:
@@ -251,16 +245,15 @@ class Trainer:
         return numbers.tolist()
 
     def due(self, what, done):
-        """Whether "log", "eval" or "save" comes after `done` steps: every so many, and after the last. 0: never, but
-        the last checkpoint is written all the same."""
+        """Whether "log", "eval" or "save" comes after `done` steps. 0 means never, but there is always a last save."""
         every, last = getattr(self.s, what + "_every"), done == self.s.steps
         return every > 0 and done % every == 0 or last and (every > 0 or what == "save")
 
     def report(self, done, loss, norm):
         """After `done` steps, when due: loss, gradient norm and the loss of held-out data."""
         if self.due("log", done) or self.due("eval", done):
-            entry = {"step": done, "loss": self.mean_over_ranks(loss), "grad_norm": norm.item(),
-                     "lr": learning_rate(self.s, done - 1)}
+            loss, lr = self.mean_over_ranks(loss), learning_rate(self.s, done - 1)
+            entry = {"step": done, "loss": loss, "grad_norm": norm.item(), "lr": lr}
             if self.due("eval", done):
                 entry["val_loss"] = self.evaluate()
             self.record(entry)
@@ -324,8 +317,7 @@ class Trainer:
         self.skipped = saved["skipped"]
         if self.scaler and saved["scaler"]:
             vars(self.scaler).update(saved["scaler"])
-        updates = saved["step"] - self.skipped
-        if updates:  # before the first one, an optimizer has no state
+        if updates := saved["step"] - self.skipped:  # before the first one, an optimizer has no state
             for name in shapes(self.config):
                 for key in MOMENTS:
                     self.net.load_state(name, key, saved["tensors"][f"{key}.{name}"])
@@ -363,11 +355,9 @@ class Run:
 
     def start(self):
         """Meet the other processes, train, part."""
-        self.train(dist.initialize(self.s.device))
-        dist.destroy_process_group()
-
-    def train(self, device):
+        device = dist.initialize(self.s.device)
         Trainer(self.s, self.config, self.source, self.data, device).train(self.saved)
+        dist.destroy_process_group()
 
 
 def main():
@@ -429,6 +419,11 @@ class BadInput(Exception):
     """One line for the user: the flag or the file, what is wrong, a value that would work."""
 
 
+def reject(wrong, text):
+    if wrong:
+        raise BadInput(text)
+
+
 def refuse(program, problem, rank):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone."""
@@ -452,80 +447,63 @@ def check_numbers(s):
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
             value = f.default or getattr(PRESETS["tiny"], f.name, 2)
             raise BadInput(f"--{f.name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
-    if s.lr < s.min_lr:
-        raise BadInput(f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
+    reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
 def model_config(s, checkpoint=None):
     """(GPTConfig, source of weights or None) the settings ask for."""
     where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
-    if checkpoint and s.init_from:
-        raise BadInput(f"--init-from {s.init_from} beside --resume: the weights can come from one of them, leave the "
-                       f"other out")
-    if folder:
-        try:
-            config, source = open_hf(folder)
-        except (ValueError, OSError) as error:
-            raise BadInput(f"{where} {folder}: {error}") from None
-    else:
-        config, source = PRESETS[s.model], None
+    reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
-    if source:
-        for name, value in given.items():
-            if value != getattr(config, name):
-                raise BadInput(f"--{name.replace('_', '-')} {value}: the model in {where} has {getattr(config, name)}; "
-                               f"leave the flag out")
-    n_head, n_embd = given.get("n_head", config.n_head), given.get("n_embd", config.n_embd)
-    if n_embd % n_head:
-        raise BadInput(f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd "
-                       f"{-(-n_embd // n_head) * n_head}")
-    return config if source else config_of(s), source
+    if not folder:
+        n_head, n_embd = (given.get(name, getattr(PRESETS[s.model], name)) for name in ("n_head", "n_embd"))
+        reject(n_embd % n_head, f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd "
+               f"{-(-n_embd // n_head) * n_head}")
+        return config_of(s), None
+    try:
+        config, source = open_hf(folder)
+    except (ValueError, OSError) as error:
+        raise BadInput(f"{where} {folder}: {error}") from None
+    for name, value in given.items():
+        reject(value != getattr(config, name), f"--{name.replace('_', '-')} {value}: the model in {where} has "
+               f"{getattr(config, name)}; leave the flag out")
+    return config, source
 
 
 def check_layout(s, config, world, local_world):
     """Everything that must divide, and enough GPUs. Fills in s.dp, s.device and s.cuda_graphs; returns how many
     processes the layout needs."""
-    processes = processes_of(s, world)
-    if world > 1 and world != processes:
-        rest = s.tp * s.pp
-        raise BadInput(f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, {world} were started: "
-                       f"give {f'--dp {world // rest}' if world % rest == 0 else '--tp 1 --pp 1 and leave --dp out'}")
-    if world > local_world and local_world % s.tp:
-        raise BadInput(f"--tp {s.tp} would reach over the edge of a node with {local_world} processes, and it talks in "
-                       f"every layer: give --tp {math.gcd(s.tp, local_world)}, and --pp for what is left")
-    if config.n_head % s.tp:
-        raise BadInput(f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
-                       f"{math.gcd(s.tp, config.n_head)}")
-    if config.inner < s.tp or config.vocab_size < s.tp:
-        raise BadInput(f"--tp {s.tp} is more than the MLP ({config.inner}) or the vocabulary ({config.vocab_size}) is "
-                       f"wide: give a smaller --tp")
-    if s.batch_size % (s.dp * s.micro_batches):
-        unit = s.dp * s.micro_batches
-        raise BadInput(f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
-                       f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
+    processes, rest, unit = processes_of(s, world), s.tp * s.pp, s.dp * s.micro_batches
+    instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 and leave --dp out"
+    reject(world > 1 and world != processes, f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, "
+           f"{world} were started: give {instead}")
+    reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
+           f"{local_world} processes, and it talks in every layer: give --tp {math.gcd(s.tp, local_world)}")
+    reject(config.n_head % s.tp, f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
+           f"{math.gcd(s.tp, config.n_head)}")
+    reject(config.inner < s.tp or config.vocab_size < s.tp, f"--tp {s.tp} is more than the MLP ({config.inner}) or "
+           f"the vocabulary ({config.vocab_size}) is wide: give a smaller --tp")
+    reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
+           f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
     check_schedule(s, config)
-    if s.reduce_dtype != "same" and s.dtype == "fp64":
-        raise BadInput(f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64: leave one of them out")
+    reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64")
     local, gpus = local_world if world > 1 else processes, gpus_here()
-    if world > local_world and s.device == "auto" and 0 < gpus < local:  # another node may have enough: it would differ
-        raise BadInput(f"--device auto: {local} processes on this node need as many GPUs and it has {gpus}: give "
-                       f"--device cpu")
+    short = f"need as many GPUs and it has {gpus}: give --device cpu"
+    reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # another node may have enough
+           f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
     able = s.device == "cuda" and s.zero < 2
-    if s.cuda_graphs == "on" and not able:
-        raise BadInput(f"--cuda-graphs on is for --device cuda and --zero 0 or 1, not {s.device} and {s.zero}: leave "
-                       f"it out")
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda and --zero 0 or 1: leave it out")
     if s.cuda_graphs == "auto":
         s.cuda_graphs = "on" if able and processes > 1 else "off"
     try:
         kernels.use(s.kernels)
     except ValueError as problem:
         raise BadInput(f"--kernels {s.kernels}: {problem}; give --kernels auto") from None
-    if s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED):
-        raise BadInput("--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
-    if s.device == "cuda" and local > gpus:
-        raise BadInput(f"--device cuda: {local} processes on this machine need as many GPUs and it has {gpus}: "
-                       f"give --device cpu" + (f", or a layout of {gpus}" if gpus else ""))
+    reject(s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED),
+           "--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
+    reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
+           + f", or a layout of {gpus}" * (gpus > 0))
     return processes
 
 
@@ -538,14 +516,11 @@ def check_schedule(s, config):
         return 0
 
     stages = s.pp * s.virtual_stages
-    if stages > config.n_layer + 2:
-        raise BadInput(f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the "
-                       f"model's {config.n_layer} layers with embedding and head: give --pp {config.n_layer + 2} or "
-                       f"fewer in all")
+    reject(stages > config.n_layer + 2, f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the "
+           f"model's {config.n_layer} layers with embedding and head: give --pp {config.n_layer + 2} or fewer in all")
     if s.virtual_stages > 1 and (s.pp == 1 or stages_of(micro_batches=s.pp) < stages):
         some = [name for name in parallel.SCHEDULES if stages_of(schedule=name, pp=2, micro_batches=2) > 2]
-        raise BadInput(f"--virtual-stages {s.virtual_stages} is for --schedule {' or '.join(some)} and --pp of at "
-                       f"least 2: give those too")
+        raise BadInput(f"--virtual-stages {s.virtual_stages} needs --schedule {' or '.join(some)} and --pp 2 or more")
     try:
         schedule_of(s)
     except parallel.ScheduleError as problem:  # several lines: whoever has added a schedule sees where it ends
@@ -559,71 +534,49 @@ def check_schedule(s, config):
 def load_data(s):
     """(training tokens, held-out tokens, whether they are bytes): arrays, uint8 or, mapped from a .bin, uint16."""
     where = f"--data {s.data}" if s.data else "the standard library"
-    if s.data.endswith(".bin") and os.path.isfile(s.data):
-        tokens = read_tokens(s.data, where)
-    elif s.data and not os.path.exists(s.data):
-        raise BadInput(f"{where}: no such file or folder; leave the flag out for the standard library's source")
-    else:
-        try:
-            tokens = read_texts(files_of(s))
-        except OSError as error:
-            raise BadInput(f"--data: {error}") from None
-    if not len(tokens):
-        raise BadInput(f"{where} is empty: give text, or leave the flag out for the standard library's source")
+    try:
+        is_bin = s.data.endswith(".bin") and os.path.isfile(s.data)
+        tokens = read_tokens(s.data, where) if is_bin else read_texts(files_of(s))
+    except OSError as error:
+        raise BadInput(f"{where}: {error.strerror}; leave the flag out for the standard library's source") from None
+    reject(not len(tokens), f"{where} is empty: give text, or leave the flag out for the standard library's source")
     return *split(tokens), tokens.dtype == np.uint8
 
 
 def files_of(s):
-    """The text files that --data stands for; of a folder, all but what runs write into it: this one, and the one that
-    it goes on from."""
+    """The text files that --data stands for; of a folder, all but what this run, or the one it goes on from, wrote."""
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
     whole = pathlib.Path(s.data).resolve()
     folders = s.out, s.trace, s.resume, os.path.dirname(s.resume.rstrip("/"))
-    written = [pathlib.Path(folder).resolve() for folder in folders if folder]
-    written = [folder for folder in written if folder != whole and folder.is_relative_to(whole)]
+    written = [folder for folder in (pathlib.Path(f).resolve() for f in folders if f) if whole in folder.parents]
     return [f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
             and not any(f.resolve().is_relative_to(folder) for folder in written)]
 
 
 def check_data(s, config, train, held_out):
     shortest = min(len(train), len(held_out) if s.eval_every else len(train))
-    if shortest <= config.seq_len:
-        raise BadInput(f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in a part, one "
-                       f"sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
+    reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
+           f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
     for part in (train, held_out):
         for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte; `micro_batches` checks the rest
             check_tokens(part[start:start + (1 << 24)], config.vocab_size)
 
 
-def check_prompt(s, config, is_bytes):
-    if s.sample and is_bytes and max(os.fsencode(s.prompt), default=0) >= config.vocab_size:
-        raise BadInput(f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other "
-                       f"text, or --sample 0")
-
-
 def check_tokens(tokens, vocab_size):
     largest = int(tokens.max()) if len(tokens) else 0
-    if largest >= vocab_size:
-        raise BadInput(f"--data holds token {largest}, the vocabulary ends at {vocab_size - 1}: give --vocab-size "
-                       f"{largest + 1}")
+    reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
 
 
 def read_tokens(path, where):
-    """Tokens of a .bin file: llm.c's has 256 int32 first (20240520, version, number of tokens), nanoGPT's is nothing
-    but uint16."""
+    """Tokens of a .bin: nanoGPT's is uint16 alone, llm.c's has 256 int32 first (20240520, version, number of tokens)."""
     size = os.path.getsize(path)
-    try:
-        header = np.fromfile(path, np.int32, min(256, size // 4))
-    except OSError as error:
-        raise BadInput(f"--data: {error}") from None
+    header = np.fromfile(path, np.int32, min(256, size // 4))
     if len(header) == 256 and header[0] == 20240520:
-        if header[1] != 1 or size != 1024 + 2 * int(header[2]):
-            raise BadInput(f"{where}: the header speaks of version {header[1]} and {header[2]} tokens, the file holds "
-                           f"{(size - 1024) // 2}: give a whole file of version 1")
+        reject(header[1] != 1 or size != 1024 + 2 * int(header[2]), f"{where}: its header says version {header[1]} and "
+               f"{header[2]} tokens, it holds {(size - 1024) // 2}: give a whole file of version 1")
         return np.memmap(path, np.uint16, "r", offset=1024)
-    if size % 2:
-        raise BadInput(f"{where}: {size} bytes are not uint16 tokens; a text must not be named .bin")
+    reject(size % 2, f"{where}: {size} bytes are not uint16 tokens; a text must not be named .bin")
     return np.memmap(path, np.uint16, "r") if size else np.empty(0, np.uint16)
 
 
@@ -646,10 +599,6 @@ NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weigh
 class Checkpoint:
     path: str
     manifest: dict
-
-    def flags(self):
-        """What it was trained with, as a command line: flags that come after it win."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self.manifest["run"]["flags"].items()]
 
 
 def run_of(s, config, data):
@@ -707,22 +656,17 @@ def open_checkpoint(path, read_all):
 
 def find_checkpoint(s, read_all):
     """The Checkpoint that --resume asks for, or None."""
-    if s.resume == "newest" and not s.out:
-        raise BadInput("--resume without a value takes the newest checkpoint in --out: give --out DIR too, or "
-                       "--resume DIR")
     if not s.resume:
         return None
+    reject(s.resume == "newest" and not s.out, "--resume without a value goes on in --out: give --out DIR too")
     folder = s.out if s.resume == "newest" else s.resume
-    if not os.path.isdir(folder):
-        raise BadInput(f"--resume {folder}: no such folder; give one that a run with --out has written")
+    reject(not os.path.isdir(folder), f"--resume {folder}: no such folder; give one that a run with --out has written")
     is_one = os.path.basename(folder.rstrip("/")).startswith("step-")
-    if is_one or os.path.exists(os.path.join(folder, "manifest.json")):
-        return open_checkpoint(folder, read_all)
-    found = checkpoints(folder)
-    if not found:
-        raise BadInput(f"--resume {folder}: holds no complete checkpoint, no step-00000100/; leave --resume out to "
-                       f"begin anew")
-    return open_checkpoint(found[-1], read_all)
+    if not is_one and not os.path.exists(os.path.join(folder, "manifest.json")):
+        found = checkpoints(folder)
+        reject(not found, f"--resume {folder}: holds no complete checkpoint; leave --resume out to begin anew")
+        folder = found[-1]
+    return open_checkpoint(folder, read_all)
 
 
 def read_moments(checkpoint, config):
@@ -736,9 +680,8 @@ def read_moments(checkpoint, config):
     want = {f"{key}.{name}": (shape, dtype) for key in MOMENTS for name, shape in shapes(config).items()}
     have = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in moments.items()}
     for name in want | have:
-        if want.get(name) != have.get(name):
-            raise BadInput(f"--resume {path}: {name} is {have.get(name, 'missing')}, the model makes it "
-                           f"{want.get(name, 'nothing')}: give a checkpoint of this model")
+        reject(want.get(name) != have.get(name), f"--resume {path}: {name} is {have.get(name, 'missing')}, the model "
+               f"makes it {want.get(name, 'nothing')}: give a checkpoint of this model")
     return moments
 
 
@@ -748,12 +691,10 @@ def start_of(s, identity, asked, read_all):
     another = f"name a new folder, e.g. --out {folder}-2"
     if asked:
         home = os.path.dirname(os.path.abspath(asked.path))
-        if os.path.realpath(home) != os.path.realpath(s.out):
-            raise BadInput(f"--resume {asked.path}: a run goes on in its own folder: give --out {home}; or begin "
-                           f"another run from its weights, with --init-from {asked.path}")
-        if os.path.realpath(found[-1]) != os.path.realpath(asked.path):
-            raise BadInput(f"--resume {asked.path}: {found[-1]} would be in the way of what follows: move it away, or "
-                           f"go on from there")
+        reject(os.path.realpath(home) != os.path.realpath(s.out), f"--resume {asked.path}: a run goes on in its own "
+               f"folder: give --out {home}; or begin another run from its weights, with --init-from {asked.path}")
+        reject(os.path.realpath(found[-1]) != os.path.realpath(asked.path), f"--resume {asked.path}: {found[-1]} "
+               "would be in the way of what follows: move it away, or go on from there")
         return asked, identity | {"start": asked.manifest["run"]["start"]}
     there = None
     with contextlib.suppress(OSError, ValueError), open(os.path.join(s.out, "run.json")) as file:
@@ -804,9 +745,9 @@ def claim(folder, identity):
 def check_folder(folder, name):
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, ".writable"), "w"):
-            pass
-        os.remove(os.path.join(folder, ".writable"))
+        probe = pathlib.Path(folder, ".writable")
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
@@ -826,9 +767,8 @@ class Log:
     def write(self, entry):
         """entry: {"step": ..., ...}; numbers that are not finite become text. Returns the OSError that keeps it
         waiting, or None."""
-        entry = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-                 for key, value in entry.items()}
-        self.waiting += json.dumps(entry).encode() + b"\n"
+        odd = {key: str(n) for key, n in entry.items() if isinstance(n, float) and not math.isfinite(n)}
+        self.waiting += json.dumps(entry | odd).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
             if os.write(self.file, self.waiting) < len(self.waiting):
@@ -875,8 +815,11 @@ class BirthLog(TorchDispatchMode):
         return sum(size for storage, size in self.born.items() if not storage.expired())
 
 
+def gpus_here():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def processes_here():
-    """How many processes of this run are on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -887,12 +830,12 @@ def describe(trainer):
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
-        f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {mesh.size()} processes, "
-        f"{device} ({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}\n"
-        f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, "
-        f"vocabulary {c.vocab_size}, {c.parameters():,} parameters, {s.dtype}\n"
-        f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s "
-        f"to train on, {len(trainer.held_out):,} held out\n"
+        f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {mesh.size()} processes, {device} "
+        f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}\n"
+        f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
+        f"{c.parameters():,} parameters, {s.dtype}\n"
+        f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
+        f"{len(trainer.held_out):,} held out\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     if mesh.size() > here:
@@ -900,8 +843,8 @@ def describe(trainer):
         crossing = [axis for i, axis in enumerate(("pp", "dp", "tp")) if (node.amax(i) > node.amin(i)).any()]
         trainer.say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
                     f"{' and '.join(axis for axis in ('pp', 'dp', 'tp') if axis not in crossing)} inside")
-    predicted = ", ".join(f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items())
-    trainer.say(f"memory   a rank, predicted: {predicted}")
+    kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
+    trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
 
 
 def predicted_bytes(trainer):
@@ -931,8 +874,7 @@ def write_trace(trainer, folder, say):
                for rank in range(len(every))]
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "trace.json"), "w") as file:
-            json.dump({"traceEvents": events}, file)
+        pathlib.Path(folder, "trace.json").write_text(json.dumps({"traceEvents": events}))
     except OSError as problem:  # a full disk costs the trace, not the run
         say(f"no trace in {folder}: {problem.strerror}")
 
@@ -975,17 +917,15 @@ class WatchedTrainer(Trainer):
         self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
         self.log = self.births = self.first = self.unread = self.gpu_flops = None
         self.bad, self.activations, self.memory = 0, 0, {}
-        self.terminated = self.stopping = False
-        self.saved = True
+        self.terminated, self.stopping, self.saved = False, False, True
         super().__init__(s, config, source, data[:2], device)
 
     def make_optimizer(self, adamw):
         if self.s.cuda_graphs == "on":
             parallel.replay_micro_batches(self.net)
         mixed = self.net.dtype != parallel.master_dtype(self.net.dtype)
-        if mixed and kernels.on_triton(torch.empty(0, device=self.device)):
-            return super().make_optimizer(kernels.AdamW)
-        return super().make_optimizer(partial(adamw, fused=self.device.type == "cuda"))
+        flat = mixed and kernels.on_triton(torch.empty(0, device=self.device))
+        return super().make_optimizer(kernels.AdamW if flat else partial(adamw, fused=self.device.type == "cuda"))
 
     # the loop
 
@@ -1003,8 +943,7 @@ class WatchedTrainer(Trainer):
         if trace:
             parallel.record_times(self.net.pipeline)
         self.births = births or (BirthLog() if step == self.first else None)
-        if self.births:
-            self.net.pipeline.on_forward = self.note_activations
+        self.net.pipeline.on_forward = self.note_activations if self.births else None
         with self.births or contextlib.nullcontext():
             done = super().step(step)
         self.births = self.net.pipeline.on_forward = None
@@ -1074,8 +1013,8 @@ class WatchedTrainer(Trainer):
         if self.stopping:
             if self.s.out:
                 self.save(done)
-            self.say(f"{self.where(done)}  SIGTERM: " + ("nothing is saved without --out" if not self.s.out else
-                     "the same command goes on from here" if self.saved else "nothing is saved"))
+            kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
+            self.say(f"{self.where(done)}  SIGTERM: {kept}{'' if self.s.out else ' without --out'}")
             raise Terminated
 
     def raise_alarm(self, done):
@@ -1141,8 +1080,8 @@ class WatchedTrainer(Trainer):
         if problem:
             left = checkpoints(s.out)
             there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
-            self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; "
-                     f"{'going on' if done < s.steps else 'ended'}, {there}")
+            now = "going on" if done < s.steps else "ended"
+            self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; {now}, {there}")
             self.write_log({"step": done, "not_saved": problem.strerror})
         elif self.stopping or done == s.steps:
             self.say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
@@ -1155,9 +1094,7 @@ class WatchedTrainer(Trainer):
 
         def get(label):
             found, tensor = next(rest)
-            if found != label:
-                raise RuntimeError(f"{label} is to be written and {found} was gathered: the files' order differs from "
-                                   f"whole_tensors'")
+            assert found == label, f"{found} was gathered where the file has {label}"
             return tensor
 
         if dist.get_rank() == 0:
@@ -1189,9 +1126,8 @@ class WatchedTrainer(Trainer):
     def load(self, saved):
         first = saved["step"] if saved else 0
         least, most = self.agree(-first, first)
-        if most != -least:
-            raise BadInput(f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be folders "
-                           f"that all nodes share")
+        reject(most != -least, f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be "
+               "folders that all nodes share")
         if saved:
             changes = differences(saved["run"], self.run.identity, ("flags",)) if self.s.steps else []
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
@@ -1210,8 +1146,6 @@ class WatchedTrainer(Trainer):
         self.first, self.logged, self.since = first, first, time.perf_counter()
         return first
 
-    # memory
-
     def note_activations(self):  # neither gradients of earlier micro-batches nor what collectives keep counts
         self.births.ignore([*parallel.kept_tensors(self.net)["gradients"], *dist.scratches()])
         self.activations = max(self.activations, self.births.alive())
@@ -1220,10 +1154,9 @@ class WatchedTrainer(Trainer):
         """What the tensors of each kind take on this rank, a storage counted once; beside it: parallel.memory_bytes."""
         sizes, seen = {}, set()
         for kind, tensors in parallel.kept_tensors(self.net).items():
-            storages = {t.untyped_storage() for t in tensors}
-            storages = {st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in seen}
-            seen |= set(storages)
-            sizes[kind] = sum(storages.values())
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            sizes[kind] = sum(storages[place] for place in storages.keys() - seen)
+            seen |= storages.keys()
         return dict(sizes, activations=self.activations)
 
 
@@ -1247,7 +1180,8 @@ class WatchedRun(Run):
         s = parse(arguments)
         checkpoint = find_checkpoint(s, self.rank == 0)
         if checkpoint:
-            s = parse(checkpoint.flags() + arguments)
+            trained_with = checkpoint.manifest["run"]["flags"].items()
+            s = parse([f"--{name.replace('_', '-')}={value}" for name, value in trained_with] + arguments)
         check_numbers(s)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, processes_here())
@@ -1256,12 +1190,12 @@ class WatchedRun(Run):
         else:
             data = load_data(s)
             check_data(s, config, *data[:2])
-        check_prompt(s, config, data[2])
+        reject(s.sample and data[2] and max(os.fsencode(s.prompt), default=0) >= config.vocab_size,
+               f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text")
         identity = run_of(s, config, data)
         if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
             raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "
-                           f"({'; '.join(how)}): give that, or --init-from {checkpoint.path} to start a new run "
-                           f"from its weights")
+                           f"({'; '.join(how)}): give that, or start a new run with --init-from {checkpoint.path}")
         self.saving, self.lock = bool(s.out) and not (checkpoint and not s.steps), None
         if self.saving:
             asked = checkpoint
@@ -1290,7 +1224,9 @@ class WatchedRun(Run):
             self.watch.start()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
-            self.give_up(error)
+            if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
+                traceback.print_exception(error)
+            self.watch.give_up(error)
         finally:
             self.watch.stop()
         dist.destroy_process_group()
@@ -1306,11 +1242,6 @@ class WatchedRun(Run):
             self.lock.mark_all_saved()
         dist.barrier()
         return trainer.saved
-
-    def give_up(self, error):
-        if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
-            traceback.print_exception(error)
-        self.watch.give_up(error)
 
 
 FASTER.update({Flags: Settings, argparse.ArgumentParser: Parser, Run: WatchedRun})
