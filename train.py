@@ -175,10 +175,8 @@ class LossScale:
 
 
 class Trainer:
-    """What a run holds: model, optimizer, data and its place in the mesh.
-
-    source(name) gives a parameter's initial value; None: the seed does. data: (training tokens, held-out tokens).
-    """
+    """What a run holds: model, optimizer, data and its place in the mesh. source(name) gives a parameter's initial
+    value; None: the seed does. data: (training tokens, held-out tokens)."""
 
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
@@ -569,7 +567,7 @@ def check_tokens(tokens, vocab_size):
 
 
 def read_tokens(path, where):
-    """Tokens of a .bin: nanoGPT's is uint16 alone, llm.c's has 256 int32 first (20240520, version, number of tokens)."""
+    """Tokens of a .bin: nanoGPT's is uint16 alone, llm.c's has 256 int32 first (20240520, version, how many tokens)."""
     size = os.path.getsize(path)
     header = np.fromfile(path, np.int32, min(256, size // 4))
     if len(header) == 256 and header[0] == 20240520:
@@ -910,8 +908,7 @@ class WatchedTrainer(Trainer):
     """The Trainer of long runs: it reports memory, speed and traces, says whose numbers are not finite, ends by
     SIGTERM, and saves Hugging Face folders that are whole or not there.
 
-    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun; a benchmark has none.
-    """
+    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun; a benchmark has none."""
 
     def __init__(self, s, config, source, data, device, run=None):
         self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
