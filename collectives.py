@@ -556,7 +556,7 @@ def tensors_of(arguments):
 
 class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
-    name = None  # of the operation under way
+    name, aside = None, False  # of the operation under way; whether it runs on a stream beside the caller's
 
     def run(self, name, operation, arguments, async_op):
         progress(name)
@@ -622,7 +622,7 @@ class PiecewiseLink(Watched):
     @property
     def doubling_bytes(self):
         """Up to here an all-reduce sends the whole tensor in few rounds, beyond it chunks."""
-        return DOUBLING_BYTES[self.backend]
+        return DOUBLING_BYTES["switched" if isinstance(self, Direct) else self.backend]
 
     def reduce_scatter(self, chunks, result, op):
         """Partial sums go through the result, so it may not lie over the input, which other steps still read."""
@@ -656,16 +656,14 @@ class PiecewiseLink(Watched):
     def _ring_reduce_scatter(self, chunks, results, op):
         """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves its sums; the last is the answer."""
         pieces, in_flight, ahead = self._pieces(chunks)
-        results = [result.tensor_split(len(pieces[0])) for result in results]
-        outgoing, own, sums = list(pieces[(self.rank - 1) % self.size]), [], []
-        for s in range(self.size - 1):
-            own += pieces[(self.rank - 2 - s) % self.size]
-            sums += results[s]
-        outgoing += sums[:len(own) - len(outgoing)]  # what step s summed is what step s+1 sends
-        width = max(piece.numel() for piece in own)
+        mine = [piece for s in range(self.size - 1) for piece in pieces[(self.rank - 2 - s) % self.size]]
+        sums = [piece for result in results for piece in result.tensor_split(len(pieces[0]))]
+        # What step s summed is what step s+1 sends.
+        outgoing = [*pieces[(self.rank - 1) % self.size], *sums[:len(mine) - len(pieces[0])]]
+        width = max(piece.numel() for piece in mine)
         slots = self.scratch(chunks[0], width * ahead)
-        incoming = [slots[t % ahead * width:][:piece.numel()] for t, piece in enumerate(own)]
-        self._ring(outgoing, incoming, in_flight, ahead, lambda t: COMBINE[op](incoming[t], own[t], out=sums[t]))
+        incoming = [slots[t % ahead * width:][:piece.numel()] for t, piece in enumerate(mine)]
+        self._ring(outgoing, incoming, in_flight, ahead, lambda t: COMBINE[op](incoming[t], mine[t], out=sums[t]))
 
     def _pieces(self, chunks):
         """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
@@ -681,7 +679,7 @@ class PiecewiseLink(Watched):
         piece is summed while the next is on the wire. Receives are posted `ahead` messages early.
         """
         right, left, total = (self.rank + 1) % self.size, (self.rank - 1) % self.size, len(outgoing)
-        handles = [[] for _ in range(total)]
+        handles = defaultdict(list)
         for t in range(-ahead, total):
             if t >= 0:
                 self.wait(handles[t])
@@ -689,12 +687,10 @@ class PiecewiseLink(Watched):
             s, q = t + in_flight, t + ahead
             send, receive = ([(tensors[i], peer)] if 0 <= i < total else []
                              for tensors, i, peer in ((outgoing, s, right), (incoming, q, left)))
-            if s == q:  # NCCL: the send and the receive of a step in one batch
-                handles[s:s + 1] = [self.post(send, receive)]
-                continue
-            if receive:
+            if s == q:  # NCCL runs only a batch's messages at the same time
+                handles[s] = self.post(send, receive)
+            else:
                 handles[q] += self.post(receives=receive)
-            if send:
                 handles[s] += self.post(sends=send)
 
 
@@ -851,7 +847,6 @@ REPLAYED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"  # wh
 
 class NcclLink(PiecewiseLink):
     """GPUs of several nodes. With async_op operations run on a side stream; REPLAYED ones are recorded."""
-    aside = False  # the operation under way runs beside the caller
 
     def __init__(self, group):
         super().__init__(group)
@@ -985,11 +980,6 @@ class Direct:
     windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
     waits for is one kernel over everybody's window.
     """
-    aside = False  # the operation under way runs beside the caller
-
-    @property
-    def doubling_bytes(self):
-        return DOUBLING_BYTES["switched"]
 
     def window(self, nbytes):
         """No memory is shared here: NodeLink has some."""
@@ -1119,54 +1109,44 @@ def end_with_launcher(device_type=None, timeout=None):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; at SIGTERM it would save, as if all were well
 
 
-def end_at_once(device_type, timeout):
-    """Ctrl-C ends a rank, even inside a receive, and without a page of traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def settle_nccl(device_type, timeout):
+def settle(device_type, timeout):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
     Window.timeout = timeout
     if device_type == "cuda":
         # Pipelines send to one peer a group, so this warning means nothing.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         # Graphs outlive the memory they were recorded on, so NCCL must not map it.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-
-
-def settle_gloo(device_type, timeout):
-    """Ranks of one node meet on the loopback interface: gloo would look up this machine's name: it may not resolve."""
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        # Ranks of one node meet on the loopback interface: gloo would look up this machine's name: it may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def own_store(device_type, timeout):
     """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in
-    it (pytorch #135712): then a store for this start alone."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return {"store": _new_store(timeout), "rank": rank, "world_size": size}
-
-
-def _new_store(timeout):
-    """Rank 0 opens a new store, and the old one only says where."""
-    host, deadline, limit = os.environ["MASTER_ADDR"], time.monotonic() + timeout, timedelta(seconds=timeout)
+    it (pytorch #135712): then rank 0 opens a store for this start alone, and the old one only says where."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return None
+    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    deadline, limit = time.monotonic() + timeout, timedelta(seconds=timeout)
     old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
-    if os.environ["RANK"] == "0":
+    store = None
+    if rank == 0:
         store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         old.set("new store", str(store.port))
-        return store
-    while True:
+    while store is None:
         port = int(old.get("new store"))
         try:  # where nobody listens, rank 0 of an earlier start had its store; this one will say soon where it is
             socket.create_connection((host, port), 2).close()
-            return torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         except OSError:
             if time.monotonic() > deadline:
                 raise PeerError(f"rank 0 opened no store on {host} within {timeout} s") from None
             time.sleep(0.1)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
-PREPARE.extend([end_with_launcher, end_at_once, settle_nccl, settle_gloo, own_store])
+PREPARE.extend([end_with_launcher, settle, own_store])
 
 
 # ----------------------------------------------------------------------------------------- no silence, pictures, a demo
@@ -1235,13 +1215,10 @@ class Watch:
         others = ""
         if self.store:
             with contextlib.suppress(torch_dist.DistError):
-                if isinstance(error, (str, PeerError, torch_dist.DistError)):
-                    others = f"; {self._others()}"
-                    self.ended = True
-                    self._sign("")
-                else:
-                    self.ended = True
-                    self._sign(f"{type(error).__name__}: {error}")
+                lost = isinstance(error, (str, PeerError, torch_dist.DistError))
+                others = f"; {self._others()}" if lost else ""
+                self.ended = True
+                self._sign("" if lost else f"{type(error).__name__}: {error}")
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         # In one piece, because all ranks write at once.
         sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")
@@ -1275,14 +1252,17 @@ def ring_states(device="cpu"):
 def _demo(device):
     rank, size = get_rank(), get_world_size()
 
+    def say(text):
+        if rank == 0:
+            print(text)
+
     def show(title, call, **tensors):
         def values():
             return "  ".join(f"{name} {t.tolist() if isinstance(t, torch.Tensor) else [x.tolist() for x in t]}"
                              for name, t in tensors.items() if t is not None)
         before = values()
         call()
-        if rank == 0:
-            print(f"\n{title}")
+        say(f"\n{title}")
         print_in_order(f"  rank {rank}   {before}   ->   {values()}")
 
     def row(*numbers):
@@ -1305,8 +1285,7 @@ def _demo(device):
     out, t = row(*[0] * size), torch.arange(size, device=device) + 10 * rank
     show("all-to-all: a transpose over ranks", lambda: all_to_all_single(out, t), input=t, output=out)
 
-    if rank == 0:
-        print("\nbarrier: rank r arrives after r/5 s, all leave with the last")
+    say("\nbarrier: rank r arrives after r/5 s, all leave with the last")
     start = time.perf_counter()
     time.sleep(rank / 5)
     barrier()
@@ -1314,17 +1293,15 @@ def _demo(device):
 
     whose, steps = "abcdefghijklmnopqrstuvwxyz", ring_states(device)
     for s, state in enumerate(steps):
-        if rank == 0:
-            print("\nring all-reduce, a row a rank, a column a chunk, a letter a rank whose data it holds:\n  start"
-                  if s == 0 else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added"
-                  if s < size else f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
+        say("\nring all-reduce, a row a rank, a column a chunk, a letter a rank whose data it holds:\n  start" if s == 0
+            else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added" if s < size
+            else f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
         cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
         print_in_order(f"    rank {rank}   " + "  ".join(cell.ljust(size, "·") for cell in cells))
 
-    if rank == 0:
-        print(f"\nbytes sent by rank 0, K = {size} MiB, N = {size}:  counted | formula")
-    t, slice_ = torch.ones(size << 18, device=device), torch.ones(1 << 18, device=device)
-    k, n = t.nbytes, size
+    say(f"\nbytes sent by rank 0, K = {size} MiB, N = {size}:  counted | formula")
+    n, t, slice_ = size, torch.ones(size << 18, device=device), torch.ones(1 << 18, device=device)
+    k = t.nbytes
     for name, call, formula, text in [
             ("all_reduce", lambda: all_reduce(t), 2 * (n - 1) * k // n, "2(N-1)/N K"),
             ("reduce_scatter_tensor", lambda: reduce_scatter_tensor(slice_, t), (n - 1) * k // n, "(N-1)/N K"),
@@ -1333,8 +1310,7 @@ def _demo(device):
             ("barrier", lambda: barrier(), (n - 1).bit_length(), "ceil(log2 N)")]:
         reset_traffic()
         call()
-        if rank == 0:
-            print(f"  {name:24}{traffic()[name].bytes:>12,} | {formula:>12,}   {text}")
+        say(f"  {name:24}{traffic()[name].bytes:>12,} | {formula:>12,}   {text}")
 
 
 if __name__ == "__main__":
