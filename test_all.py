@@ -1,9 +1,9 @@
 """Every claim of the other files, on a machine with no GPU. `pytest test_all.py`
 
 A strategy is right if it equals one process: in float64, where a logic error stands out from rounding by ten orders of
-magnitude, on gloo. So the same training step runs in every layout, and loss, each gathered gradient, the gradient norm, and the
-weights after three clipped SGD steps (which, unlike Adam's, do not forgive a wrong factor) must agree to 1e-10. And a test must
-be able to fail: each strategy runs again with its collective taken out, and must then be found wrong.
+magnitude, on gloo. So the same training step runs in every layout, and loss, each gathered gradient, the gradient norm,
+and the weights after three clipped SGD steps (which, unlike Adam's, do not forgive a wrong factor) must agree to 1e-10.
+And a test must be able to fail: each strategy runs again with its collective taken out, and must then be found wrong.
 
 Processes come from a pool, started once for each world size. With GPUs, the same tests run again on NCCL.
 """
@@ -71,7 +71,7 @@ from model import GPT, GPTConfig
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-# ------------------------------------------------------------------------------------------------------------ pool of processes
+# ---------------------------------------------------------------------------------------------------- pool of processes
 
 def _worker(rank, size, device_type, port, pipe, cut):
     gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
@@ -86,7 +86,8 @@ def _worker(rank, size, device_type, port, pipe, cut):
     torch_dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size,
                                   store=torch_dist.TCPStore("127.0.0.1", port, is_master=False),
                                   device_id=device if device_type == "cuda" else None)
-    if device_type == "cuda":  # the CPU is the default anyway, and to say so costs every call of torch a few microseconds
+    # The CPU is the default anyway, and to say so costs every call of torch a few microseconds.
+    if device_type == "cuda":
         torch.set_default_device(device)
     while True:
         job = pipe.recv()
@@ -97,7 +98,8 @@ def _worker(rank, size, device_type, port, pipe, cut):
             result = True, globals()[function](*args, **options)
         except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
-        for group in list(torch_dist.distributed_c10d._world.pg_map):  # each holds sockets and threads: hundreds would not do
+        # Each holds sockets and threads: hundreds would not do.
+        for group in list(torch_dist.distributed_c10d._world.pg_map):
             if group is not torch_dist.group.WORLD:
                 dist.destroy_process_group(group)
         dist.use(None, "ours")  # whoever asked for it, the next test did not
@@ -105,7 +107,8 @@ def _worker(rank, size, device_type, port, pipe, cut):
 
 
 def forkserver():
-    """Starts processes at once: from one that has imported what is slow, and has left CUDA alone, which cannot be forked."""
+    """Starts processes at once: from one that has imported what is slow, and has left CUDA alone, which cannot be
+    forked."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"] + ["test_all"] * (not GPUS))
     return context
@@ -184,10 +187,11 @@ def needs_kernels(pool):
 def close(a, b, tolerance=1e-10):
     """Relative to the largest value; NaN is never close."""
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-    return a.shape == b.shape and float((a - b).abs().max() if a.numel() else 0) <= tolerance * max(1e-3, float(b.abs().max()) if b.numel() else 1)
+    return (a.shape == b.shape and float((a - b).abs().max() if a.numel() else 0)
+            <= tolerance * max(1e-3, float(b.abs().max()) if b.numel() else 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------- collectives
+# ---------------------------------------------------------------------------------------------------------- collectives
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
@@ -218,7 +222,8 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
     elif name == "reduce":
         args, out = {"tensor": t, "dst": root, "op": op}, [t] if rank == root else []
     elif name == "gather":
-        args, out = {"tensor": t, "gather_list": every if rank == root else None, "dst": root}, every if rank == root else []
+        args, out = ({"tensor": t, "gather_list": every if rank == root else None, "dst": root},
+                     every if rank == root else [])
     elif name == "scatter":
         lists = [prepare(_values(shape, dtype, i + 10)) for i in range(size)] if rank == root else None
         t, args = every[0], {"tensor": every[0], "scatter_list": lists, "src": root}
@@ -260,12 +265,15 @@ def compare_with_library(name, cases, direct):
     names = "PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES"
     kept = {name: getattr(dist, name) for name in names}
     dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 18}  # large tensors travel in pieces
-    dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (0, 0, 1 << 14, 1 << 14) if direct == "windows" else (1 << 40, 0, -1, 0)
+    dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
+        (0, 0, 1 << 14, 1 << 14) if direct == "windows" else (1 << 40, 0, -1, 0))
     if direct == "windows":
         dist.DOUBLING_BYTES = {"switched": 0}
-    serve_world_by({"plain": dist.Link, False: dist.NcclLink if cuda else dist.GlooLink}.get(direct, dist.NodeLink if cuda else DirectGlooLink))
+    serve_world_by({"plain": dist.Link, False: dist.NcclLink if cuda else dist.GlooLink}.get(
+        direct, dist.NodeLink if cuda else DirectGlooLink))
     for shape, dtype, op, root, spread, async_op in cases:
-        # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same numbers.
+        # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same
+        # numbers.
         base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
         lib_op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
         want = _collective_results(torch_dist, name, shape, base, lib_op, root, False, False)
@@ -276,7 +284,8 @@ def compare_with_library(name, cases, direct):
             want = [w != 0 for w in want]
         for w, g in zip(want, got):
             g = g.real if dtype.is_complex else g
-            if not dtype.is_complex and g.dtype != dtype or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6):
+            if (not dtype.is_complex and g.dtype != dtype
+                    or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6)):
                 wrong.append((name, shape, dtype, str(op), root, spread, async_op, w, g))
     vars(dist).update(kept)
     back_to_ours()
@@ -290,16 +299,21 @@ DIRECT = NAMES[-3:]  # those that go straight from rank to rank where a switch j
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_collective_equals_library(pool, name, size):
-    """Each by name, over shapes (0 and 1 element, not divisible by the world, large), dtypes, ops, roots, gaps, async."""
-    add, root, big = dist.ReduceOp.SUM, size - 1, BIG if name in ("broadcast", "reduce", "all_reduce") else BIG // size  # of each rank
+    """Each by name, over shapes (0 and 1 element, not divisible by the world, large), dtypes, ops, roots, gaps,
+    async."""
+    # Of each rank.
+    add, root, big = dist.ReduceOp.SUM, size - 1, BIG if name in ("broadcast", "reduce", "all_reduce") else BIG // size
     cases = [((n,), torch.float64, add, root, spread, False) for n in (0, 1, 2, 7, 1001) for spread in (False, True)]
     cases += [((3, 5, 2), torch.float32, add, 0, True, True), ((big,), torch.float64, add, root, False, True),
               ((big // 7, 7), torch.float32, add, size // 2, True, False)]
     if "reduce" in name:
         cases += [((big + 1,), torch.float64, op, 0, False, False) for op in (dist.ReduceOp.AVG, dist.ReduceOp.MAX)]
-    if size < 5 and "reduce" in name:  # how numbers are combined, and what of, has nothing to do with how many ranks there are
-        cases += [((11,), dtype, op, root, False, False) for op in OPS.values() for dtype in (torch.float64, torch.float32)]
-        cases += [((6,), dtype, add, 0, False, False) for dtype in (torch.int32, torch.int64, torch.bfloat16, torch.float16)]
+    # How numbers are combined, and what of, has nothing to do with how many ranks there are.
+    if size < 5 and "reduce" in name:
+        cases += [((11,), dtype, op, root, False, False) for op in OPS.values()
+                  for dtype in (torch.float64, torch.float32)]
+        cases += [((6,), dtype, add, 0, False, False)
+                  for dtype in (torch.int32, torch.int64, torch.bfloat16, torch.float16)]
     elif size < 5:
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
@@ -320,8 +334,9 @@ def all_reduce_through_windows(rank, windows, barrier, tensors):
     return link.log.bytes
 
 
-@pytest.mark.parametrize("elements,async_op,opened", [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
-                                                      ((3 << 21) + 1, False, False)])
+@pytest.mark.parametrize("elements,async_op,opened",
+                         [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
+                          ((3 << 21) + 1, False, False)])
 def test_waited_all_reduce_opens_the_window(elements, async_op, opened, monkeypatch):
     """float32 from OPEN_FROM bytes to OPEN_BYTES; smaller ones, and those beside the caller, are messages or halves."""
     link, asked = object.__new__(DirectGlooLink), []
@@ -331,19 +346,22 @@ def test_waited_all_reduce_opens_the_window(elements, async_op, opened, monkeypa
     for name in ("_open_all_reduce", "reduce_scatter", "all_gather"):
         monkeypatch.setattr(link, name, lambda *args, name=name: ways.append(name), raising=False)
     link.all_reduce(torch.empty(elements), dist.ReduceOp.SUM)
-    assert ways == ["_open_all_reduce"] * opened + [["reduce_scatter"], ["reduce_scatter", "all_gather"]][elements > 1 << 18] * (not opened)
+    assert ways == ["_open_all_reduce"] * opened + (
+        [["reduce_scatter"], ["reduce_scatter", "all_gather"]][elements > 1 << 18] * (not opened))
     assert asked == [dist.OPEN_BYTES] * opened
 
 
 def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
-    """On a GPU auto takes Triton, float64 included, and --kernels torch takes torch, where 16-bit rows add up in float32."""
+    """On a GPU auto takes Triton, float64 included, and --kernels torch takes torch, where 16-bit rows add up in
+    float32."""
     class OnGPU(torch.Tensor):
         is_cuda = True
     called = []
     monkeypatch.setattr(kernels, "sum_rows", lambda rows, results, divide: called.append((rows[0].dtype, divide)))
     monkeypatch.setattr(kernels, "on_triton", lambda x: asked == "auto" and x.dtype in kernels.DTYPES)
     for asked, dtype in itertools.product(("auto", "torch"), (torch.float64, torch.bfloat16)):
-        rows, result = [torch.full((5,), value, dtype=dtype).as_subclass(OnGPU) for value in (256.0, 1.0, 1.0)], torch.zeros(5, dtype=dtype)
+        rows, result = ([torch.full((5,), value, dtype=dtype).as_subclass(OnGPU) for value in (256.0, 1.0, 1.0)],
+                        torch.zeros(5, dtype=dtype))
         dist._sum_rows(rows, [result], dist.ReduceOp.SUM)
         assert (result == 258).all() == (asked == "torch")
     assert called == [(torch.float64, False), (torch.bfloat16, False)]
@@ -360,7 +378,8 @@ def test_third_call_on_the_same_memory_is_recorded(monkeypatch):
     capturing, given_back, ran, recorded = False, 0, [], []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(dist, "memory_given_back", lambda: given_back)
-    monkeypatch.setattr(dist, "RecordedGraph", lambda body, pool: (recorded.append(body), body(), FakeGraph(body, pool))[-1])
+    monkeypatch.setattr(dist, "RecordedGraph",
+                        lambda body, pool: (recorded.append(body), body(), FakeGraph(body, pool))[-1])
     monkeypatch.setattr(dist, "REPLAYS", 3)
     replays = dist.Replays()
 
@@ -376,13 +395,15 @@ def test_third_call_on_the_same_memory_is_recorded(monkeypatch):
     pools = {graph.pool for graph in replays.graphs.values()}
     assert len(pools) == 1  # operations that run one after the other share memory
     given_back = 1
-    assert call("a") == 2 and [call("b", copies=True) for _ in range(4)] == [2, 2, 3, 3]  # only the one that copies begins anew
+    # Only the one that copies begins anew.
+    assert call("a") == 2 and [call("b", copies=True) for _ in range(4)] == [2, 2, 3, 3]
     capturing = True
     assert [call("c") for _ in range(4)] == [3] * 4 and not replays.calls
     capturing = False
     for name in "cdcdc":  # two are recorded, one more has room: each makes the other's count go
         assert call(name) == 3
-    assert [call("c"), call("c")] == [3, 4] and [call("d") for _ in range(5)] == [4] * 5 and not replays.calls  # and no room for a fourth
+    # And no room for a fourth.
+    assert [call("c"), call("c")] == [3, 4] and [call("d") for _ in range(5)] == [4] * 5 and not replays.calls
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -393,17 +414,22 @@ def test_all_reduce_through_windows(size, way, monkeypatch):
     monkeypatch.setattr(dist, "OPEN_BYTES", 0 if way == "copied" else 1 << 14)
     monkeypatch.setattr(dist, "WINDOW_FROM", 0)
     monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps
-    cases = [(torch.float64, n, op) for n in (1, 2, 7, 1001) for op in OPS] + [(torch.int32, 50, "sum"), (torch.bfloat16, 50, "avg")]
+    cases = ([(torch.float64, n, op) for n in (1, 2, 7, 1001) for op in OPS]
+             + [(torch.int32, 50, "sum"), (torch.bfloat16, 50, "avg")])
     tensors = [[(_values((n,), dtype, rank), OPS[op]) for dtype, n, op in cases] for rank in range(size)]
     wants = []
     for rows, (_, _, op) in zip(zip(*tensors), cases):
         rows = torch.stack([t for t, _ in rows]).double()
-        wants.append({"sum": rows.sum(0), "avg": rows.mean(0), "max": rows.amax(0), "min": rows.amin(0), "product": rows.prod(0)}[op])
-    windows, barrier = [torch.zeros(1 << 14, dtype=torch.uint8) for _ in range(size)], threading.Barrier(size, timeout=20)
+        wants.append({"sum": rows.sum(0), "avg": rows.mean(0), "max": rows.amax(0), "min": rows.amin(0),
+                      "product": rows.prod(0)}[op])
+    windows, barrier = ([torch.zeros(1 << 14, dtype=torch.uint8) for _ in range(size)],
+                        threading.Barrier(size, timeout=20))
     with concurrent.futures.ThreadPoolExecutor(size) as threads:
-        sent = sum(threads.map(lambda rank: all_reduce_through_windows(rank, windows, barrier, tensors[rank]), range(size)))
+        sent = sum(threads.map(lambda rank: all_reduce_through_windows(rank, windows, barrier, tensors[rank]),
+                               range(size)))
     for i, (dtype, n, op) in enumerate(cases):
-        assert all(close(tensors[rank][i][0], wants[i], 1e-2 if dtype == torch.bfloat16 else 1e-12) for rank in range(size)), (dtype, n, op)
+        assert all(close(tensors[rank][i][0], wants[i], 1e-2 if dtype == torch.bfloat16 else 1e-12)
+                   for rank in range(size)), (dtype, n, op)
     assert sent == sum(2 * (size - 1) * dtype.itemsize * n for dtype, n, _ in cases)
 
 
@@ -432,7 +458,8 @@ def reduce_in_memory_that_comes_back():
         where.append(t.data_ptr())
         del t
         torch.cuda.empty_cache()
-    return results, len(where) > len(set(where)), any(graph.memory is not None for graph in dist.link_of(None).replays.graphs.values())
+    return (results, len(where) > len(set(where)),
+            any(graph.memory is not None for graph in dist.link_of(None).replays.graphs.values()))
 
 
 def test_copies_are_not_replayed_on_memory_that_was_given_back(pool):
@@ -653,7 +680,8 @@ def test_tensor_of_another_device_is_named(pool):
 
 
 def scattered_over_its_input():
-    """(allocations of a reduce-scatter whose output lies in its input, by plain rings, rings in pieces, direct exchange), in outputs."""
+    """(allocations of a reduce-scatter whose output lies in its input, by plain rings, rings in pieces, direct
+    exchange), in outputs."""
     counts, cuda = [], torch_dist.get_backend() == "nccl"
     for kind in (dist.NcclLink, dist.NodeLink) if cuda else (dist.GlooLink, DirectGlooLink):
         serve_world_by(kind)
@@ -661,7 +689,8 @@ def scattered_over_its_input():
         with unittest.mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made:
             dist.reduce_scatter_tensor(whole.view(dist.get_world_size(), -1)[rank], whole)
         counts.append(made.call_count)
-        assert whole.view(dist.get_world_size(), -1)[rank].equal(dist.get_world_size() * torch.arange(12.0).view(dist.get_world_size(), -1)[rank])
+        assert whole.view(dist.get_world_size(), -1)[rank].equal(
+            dist.get_world_size() * torch.arange(12.0).view(dist.get_world_size(), -1)[rank])
         back_to_ours()
     return counts
 
@@ -681,11 +710,14 @@ def lost_at_once():
         raise RuntimeError("[/gloo/pair.cc:589] Connection closed by peer. See the log")
 
     mesh = parallel.make_mesh("cpu", pp=dist.get_world_size())
-    pipeline = parallel.PatientPipeline({}, 2, mesh, None, torch.float32, 1, torch.device("cpu"), parallel.pipeline_groups(mesh, False, False)[0])
+    pipeline = parallel.PatientPipeline({}, 2, mesh, None, torch.float32, 1, torch.device("cpu"),
+                                        parallel.pipeline_groups(mesh, False, False)[0])
     pipeline.begin([], torch.zeros(1, 1, 1), None, 1.0, None)
     pipeline.values[parallel.Action("RF", 1, 0)] = torch.zeros(1, 1, 1)
-    calls = [lambda: dist.all_reduce(torch.zeros(7)), lambda: dist.all_reduce(torch.zeros(7), async_op=True).wait(), dist.barrier]
-    calls += [lambda: pipeline.send(parallel.Action("SF", 0, 0)) if dist.get_rank() == 0 else pipeline.expect(parallel.Action("RF", 1, 0))]
+    calls = [lambda: dist.all_reduce(torch.zeros(7)), lambda: dist.all_reduce(torch.zeros(7), async_op=True).wait(),
+             dist.barrier]
+    calls += [lambda: pipeline.send(parallel.Action("SF", 0, 0)) if dist.get_rank() == 0
+              else pipeline.expect(parallel.Action("RF", 1, 0))]
     said = []
     for comm, call in [("ring", calls[0]), *(("ours", call) for call in calls)]:
         dist.use(None, comm)
@@ -703,8 +735,10 @@ def test_a_peer_lost_as_a_message_starts_is_named(pool):
         pytest.skip("NCCL tells of it in the stream")
     for rank, said in enumerate(pool(2).run(lost_at_once)):
         *all_reduces, barrier, pipeline = said
-        assert all_reduces == ["all_reduce in a group of 2: Connection closed by peer"] * 3 and barrier.startswith("barrier in a group of 2: C")
-        what = [f"send {parallel.Action('SF', 0, 0)} of the pipeline", "posted the activation of micro-batch 0 from rank 0 (pipeline rank 0)"][rank]
+        assert (all_reduces == ["all_reduce in a group of 2: Connection closed by peer"] * 3
+                and barrier.startswith("barrier in a group of 2: C"))
+        what = [f"send {parallel.Action('SF', 0, 0)} of the pipeline",
+                "posted the activation of micro-batch 0 from rank 0 (pipeline rank 0)"][rank]
         assert pipeline == f"{what}: Connection closed by peer"
 
 
@@ -724,7 +758,7 @@ def test_library_can_serve_a_group(pool):
     assert pool(3).run(library_serves_the_group) == [2.0] * 3
 
 
-# ----------------------------------------------------------------------------------------------------------------------- model
+# ---------------------------------------------------------------------------------------------------------------- model
 
 def test_sizes_are_the_model_s():
     for config in model.PRESETS.values():
@@ -776,7 +810,8 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     net.save_hf(tmp_path)
     again = GPT.from_hf(tmp_path)
     assert again.config == net.config and again(tokens).equal(net(tokens))
-    state = {("" if n == "lm_head.weight" else "transformer.") + n: p.detach().t().contiguous() if n.endswith(model.TRANSPOSED)
+    state = {("" if n == "lm_head.weight" else "transformer.") + n: p.detach().t().contiguous()
+             if n.endswith(model.TRANSPOSED)
              else p.detach() for n, p in net.named_parameters()}
     os.remove(tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "pytorch_model.bin")
@@ -785,7 +820,8 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
 
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=131, n_positions=37, n_embd=36, n_layer=3, n_head=3)).eval()
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=131, n_positions=37, n_embd=36, n_layer=3,
+                                                              n_head=3)).eval()
     for p in hf.parameters():
         nn.init.normal_(p, 0, 0.3)
     hf.save_pretrained(tmp_path / "theirs")
@@ -844,16 +880,18 @@ def test_damaged_folder_is_named(tmp_path, monkeypatch, how, says):
 
 
 def test_config_refuses_what_is_no_size():
-    for name, values in {"vocab_size": [True, 0, 2**63], "seq_len": [1.5, None], "n_layer": [-1, "x"], "n_head": [3, [1]], "n_embd": [2**31],
-                         "inner": [-1, "x", None], "activation": [[1], "relu", None], "tied": ["yes", 1], "norm_eps": [{}, math.nan, -1.0]}.items():
+    for name, values in {"vocab_size": [True, 0, 2**63], "seq_len": [1.5, None], "n_layer": [-1, "x"],
+                         "n_head": [3, [1]], "n_embd": [2**31], "inner": [-1, "x", None],
+                         "activation": [[1], "relu", None], "tied": ["yes", 1],
+                         "norm_eps": [{}, math.nan, -1.0]}.items():
         for value in values:
             with pytest.raises(ValueError, match=name):
                 GPTConfig(**{name: value})
     assert GPTConfig(n_embd=12).inner == 48
 
 
-HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 2**31, 2**40, 2**63, 10**400, "", "x", "4", "gelu", "relu", "é\n",
-             [], [1], {}, {"a": [1]}, [[]] * 3]
+HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 2**31, 2**40, 2**63, 10**400, "", "x",
+             "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
 
 
 def too_long(*_):
@@ -865,12 +903,13 @@ def test_wrong_values_in_a_config_json_are_named(tmp_path):
     GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
     path, loaded, refused, wrong = tmp_path / "config.json", [], [], []
     config = json.loads(path.read_text())
-    keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon",
-            "tie_word_embeddings", "model_type", *model.HF_FIXED]
+    keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
+            "layer_norm_epsilon", "tie_word_embeddings", "model_type", *model.HF_FIXED]
     assert set(keys) <= set(config)
     before = signal.signal(signal.SIGALRM, too_long)
     for key, value in [(key, value) for key in keys for value in HF_VALUES] + [(key, "left out") for key in keys]:
-        path.write_text(json.dumps({**config, key: value} if value != "left out" else {k: v for k, v in config.items() if k != key}))
+        path.write_text(json.dumps({**config, key: value} if value != "left out"
+                                   else {k: v for k, v in config.items() if k != key}))
         signal.setitimer(signal.ITIMER_REAL, 5)  # 2 ms is usual
         try:
             GPT.from_hf(tmp_path)
@@ -878,18 +917,20 @@ def test_wrong_values_in_a_config_json_are_named(tmp_path):
         except ValueError as error:
             refused.append((key, value))
             said = str(error)
-            if not re.match(rf"{re.escape(str(tmp_path))}/(config.json|model.safetensors): ", said) or key not in said or "\n" in said:
+            if (not re.match(rf"{re.escape(str(tmp_path))}/(config.json|model.safetensors): ", said) or key not in said
+                    or "\n" in said):
                 wrong.append((key, value, said))
         except BaseException as error:  # noqa: BLE001  what else a wrong value may end in
             wrong.append((key, value, repr(error)))
         signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     assert not wrong and len(refused) > 300, wrong
-    assert all(value == "left out" or (type(value), value) in ((type(config[key]), config[key]), (int, 1), (int, 2), (int, 16), (bool, True),
-                                                               (bool, False), (type(None), None)) for key, value in loaded), loaded
+    assert all(value == "left out" or (type(value), value) in (
+        (type(config[key]), config[key]), (int, 1), (int, 2), (int, 16), (bool, True), (bool, False),
+        (type(None), None)) for key, value in loaded), loaded
 
 
-# -------------------------------------------------------------------------------------------- every layout equals one process
+# -------------------------------------------------------------------------------------- every layout equals one process
 
 SMALL = GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # the vocabulary divides by nothing
 BATCH = 8
@@ -916,7 +957,8 @@ def one_process(optimizer, batch=BATCH, **change):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
     config = dataclasses.replace(SMALL, **change)
     net = GPT(config).double()
-    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix} for matrix in (1, 0)]
+    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
+              for matrix in (1, 0)]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
         x, y = tokens_of(step, batch)
@@ -932,7 +974,8 @@ def one_process(optimizer, batch=BATCH, **change):
 
 
 def without_collective(where):
-    """Take the collectives out of one function of parallel.py: calls from its code return at once, having done nothing."""
+    """Take the collectives out of one function of parallel.py: calls from its code return at once, having done
+    nothing."""
     target = parallel
     for part in where.split("."):
         target = getattr(target, part)
@@ -976,7 +1019,8 @@ def whole_gradients(net, shapes):
     return grads
 
 
-def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False, **options):
+def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False,
+              **options):
     """The same three steps laid out over the processes; whole gradients and weights, gathered."""
     kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
     if sabotage:
@@ -992,7 +1036,8 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
         losses, norms, grads, shapes = [], [], {}, model.shapes(config)
         mine = batch // dist.get_world_size(net.dp)
         for step in range(3):
-            x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches) for t in tokens_of(step, batch))
+            x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches)
+                    for t in tokens_of(step, batch))
             opt.zero_grad()
             total = net.forward_backward(x, y, schedule)
             grads = grads or whole_gradients(net, shapes)
@@ -1016,8 +1061,8 @@ def differences(got, want):
             + [f"weight {n}" for n in want[3] if not close(weights[n], want[3][n])])
 
 
-LAYOUTS = [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 8}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2},
-           {"dp": 2, "tp": 4}]
+LAYOUTS = [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 8}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 2},
+           {"dp": 4, "tp": 2}, {"dp": 2, "tp": 4}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -1075,12 +1120,14 @@ def test_pipeline_equals_one_process(pool, schedule, p):
 def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
     change, batch = {"n_layer": 7}, 24 if m == 3 else BATCH
     want = one_process("sgd", batch, **change)
-    for got in pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule="interleaved", batch=batch, virtual_stages=v):
+    for got in pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule="interleaved", batch=batch,
+                           virtual_stages=v):
         assert not differences(got, want)
 
 
 @pytest.mark.parametrize("layout,schedule,options", [
-    ({"dp": 2, "tp": 2, "pp": 2}, "1f1b", {}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 1}), ({"dp": 2, "pp": 4}, "zb-h1", {}),
+    ({"dp": 2, "tp": 2, "pp": 2}, "1f1b", {}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 1}),
+    ({"dp": 2, "pp": 4}, "zb-h1", {}),
     ({"tp": 2, "pp": 4}, "1f1b", {"recompute": "block"}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 3}),
     *(({"dp": 2, "pp": 2}, schedule, {"zero": zero}) for zero in (0, 1, 2, 3) for schedule in ("1f1b", "zb-h1")),
     *(({"dp": 2, "pp": 2}, "interleaved", {"zero": zero, "virtual_stages": 2}) for zero in (0, 1, 2, 3)),
@@ -1090,12 +1137,14 @@ def test_pipeline_composes(pool, layout, schedule, options):
     optimizer, tied = ("adamw", False) if schedule == "interleaved" or "recompute" in options else ("sgd", True)
     change = {"n_layer": 4, "tied": tied}
     want = one_process(optimizer, **change)
-    for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule, **options):
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule,
+                                                    **options):
         assert not differences(got, want)
 
 
 def left_in_backward(schedule):
-    net = parallel.parallelize(SMALL, parallel.make_mesh(torch.get_default_device().type, dp=2, pp=2), torch.get_default_device())
+    net = parallel.parallelize(SMALL, parallel.make_mesh(torch.get_default_device().type, dp=2, pp=2),
+                               torch.get_default_device())
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(torch.get_default_device()).split(2) for t in tokens_of(0))
     net.run(x, y, schedule, 1.0, net.syncs)
@@ -1126,7 +1175,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, names = kwargs or {}, function._schema.arguments
         given = dict(zip((a.name for a in names), args)) | kwargs
-        written = [t for a in names if a.alias_info and a.alias_info.is_write for t in parallel.tensors_in(given.get(a.name))]
+        written = [t for a in names if a.alias_info and a.alias_info.is_write
+                   for t in parallel.tensors_in(given.get(a.name))]
         for t in written:
             self.writes(t)
         out = function(*args, **kwargs)
@@ -1136,7 +1186,8 @@ class Tape(TorchDispatchMode):
         self.alive.append((args, kwargs, out))  # or memory would be given out again
         if written or new:
             def step():
-                for made, t in zip(parallel.tensors_in(out) if new else (), parallel.tensors_in(function(*args, **kwargs))):
+                for made, t in zip(parallel.tensors_in(out) if new else (),
+                                   parallel.tensors_in(function(*args, **kwargs))):
                     if t.numel():  # an empty one has grown since
                         made.copy_(t)
             self.steps.append(step)
@@ -1195,15 +1246,17 @@ def in_layout_on_tape(*args, **options):
 
 
 @pytest.mark.parametrize("layout, m, schedule, options", [
-    ({"dp": 1}, 1, "1f1b", {}), ({"dp": 2}, 1, "1f1b", {}), ({"dp": 2}, 4, "1f1b", {"zero": 1}), ({"dp": 2}, 4, "1f1b", {}),
-    ({"dp": 2}, 4, "gpipe", {}),
+    ({"dp": 1}, 1, "1f1b", {}), ({"dp": 2}, 1, "1f1b", {}), ({"dp": 2}, 4, "1f1b", {"zero": 1}),
+    ({"dp": 2}, 4, "1f1b", {}), ({"dp": 2}, 4, "gpipe", {}),
     ({"dp": 2, "tp": 2}, 1, "zb-h1", {}), ({"pp": 4}, 4, "1f1b", {}), ({"pp": 4}, 4, "gpipe", {}),
-    ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}), ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}),
-    ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"})], ids=str)
+    ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}),
+    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"})], ids=str)
 def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
-    """The first step warms up, the second records and replays, the third replays: weights after three must be those of one process."""
+    """The first step warms up, the second records and replays, the third replays: weights after three must be those of
+    one process."""
     want, run = one_process("sgd"), in_layout if pool.device_type == "cuda" else in_layout_on_tape
-    for got in pool(math.prod(layout.values())).run(run, layout, "sgd", m, {}, schedule=schedule, cuda_graphs=True, **options):
+    for got in pool(math.prod(layout.values())).run(run, layout, "sgd", m, {}, schedule=schedule, cuda_graphs=True,
+                                                    **options):
         assert not differences(got, want)
 
 
@@ -1258,13 +1311,15 @@ def test_uneven_tensor_parallel(pool):
 
 
 @pytest.mark.parametrize("where,layout", [
-    ("Reducer.start", {"dp": 2}), ("ShardReducer.start", {"dp": 2, "zero": 1}), ("ShardReducer.start", {"dp": 2, "zero": 2}),
-    ("ShardReducer.start", {"dp": 2, "zero": 3}), ("ShardedOptimizer.publish", {"dp": 2, "zero": 1}), ("FlatParameter.start", {"dp": 2, "zero": 3}),
+    ("Reducer.start", {"dp": 2}), ("ShardReducer.start", {"dp": 2, "zero": 1}),
+    ("ShardReducer.start", {"dp": 2, "zero": 2}),
+    ("ShardReducer.start", {"dp": 2, "zero": 3}), ("ShardedOptimizer.publish", {"dp": 2, "zero": 1}),
+    ("FlatParameter.start", {"dp": 2, "zero": 3}),
     ("clip_grad_norm_", {"dp": 2, "zero": 2}), ("clip_grad_norm_", {"dp": 2, "zero": 3}),
     ("ParallelGPT.forward_backward", {"pp": 2}), ("clip_grad_norm_", {"pp": 2}), ("CopyToGroup.backward", {"tp": 2}),
     ("ReduceFromGroup.forward", {"tp": 2}),
-    ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}), ("clip_grad_norm_", {"dp": 2, "tp": 2}),
-    ("Reducer.start", {"dp": 2, "tp": 2})], ids=str)
+    ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}),
+    ("clip_grad_norm_", {"dp": 2, "tp": 2}), ("Reducer.start", {"dp": 2, "tp": 2})], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
     zero = layout.get("zero", 0)
     layout = {axis: size for axis, size in layout.items() if axis != "zero"}
@@ -1273,7 +1328,7 @@ def test_without_its_collective_it_is_wrong(pool, where, layout):
         assert differences(got, want)
 
 
-# ---------------------------------------------------------------------------------------------- data parallel on other modules
+# --------------------------------------------------------------------------------------- data parallel on other modules
 
 class Odd(nn.Module):
     """Everything that trips a gradient hook: tied, frozen and unused layers, a branch, a buffer, sizes 1 and 7."""
@@ -1281,7 +1336,8 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.tied, self.frozen = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 7)
-        self.left, self.right, self.unused, self.scale = nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3), nn.Parameter(torch.ones(()))
+        self.left, self.right, self.unused, self.scale = (nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3),
+                                                          nn.Parameter(torch.ones(())))
         self.tied.weight = self.first.weight
         self.frozen.requires_grad_(False)
         self.register_buffer("count", torch.randn(()))
@@ -1292,7 +1348,8 @@ class Odd(nn.Module):
 
 
 def odd_case(kind):
-    """Two accumulated micro-batches a step, ranks that take different branches; two AdamW steps. Weights of every rank."""
+    """Two accumulated micro-batches a step, ranks that take different branches; two AdamW steps. Weights of every
+    rank."""
     device, rank, size = torch.get_default_device(), dist.get_rank(), dist.get_world_size()
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(2, size, 4, 5))).to(device)
 
@@ -1307,7 +1364,8 @@ def odd_case(kind):
     one = fresh(0)
     net = fresh(0 if kind == "naive" else rank)  # other weights on other ranks: the first rank's must win
     wrapped = net if kind == "naive" else parallel.DDP(net, bucket_mb=1e-4)  # a hundred bytes: many buckets
-    steps = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2, weight_decay=0.5) for m in (one, net)]
+    steps = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2, weight_decay=0.5)
+             for m in (one, net)]
     for step in range(2):
         for opt in steps:
             opt.zero_grad()
@@ -1333,7 +1391,8 @@ def odd_case(kind):
             assert p.grad is None or close(p.grad.cpu(), q.grad.cpu()), name
         for opt in steps:
             opt.step()
-    assert all(close(p.detach().cpu(), q.detach().cpu()) for p, q in zip(net.state_dict().values(), one.state_dict().values()))
+    assert all(close(p.detach().cpu(), q.detach().cpu())
+               for p, q in zip(net.state_dict().values(), one.state_dict().values()))
     assert one.unused.weight.equal(net.unused.weight)  # weight decay did not touch it
     return True
 
@@ -1362,7 +1421,8 @@ def ddp_traffic():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_data_parallel_sends_two_n_minus_one_over_n(pool, size, monkeypatch):
-    """And nothing under no_sync, and each bucket once: gradients are K elements, padded per bucket to a multiple of N."""
+    """And nothing under no_sync, and each bucket once: gradients are K elements, padded per bucket to a multiple of
+    N."""
     for log, buckets, k in pool(size).run(ddp_traffic):
         assert 0 <= sum(buckets) - k < size * len(buckets) and log.calls == len(buckets) > 1
         assert log.bytes == sum(2 * (size - 1) * b // size for b in buckets) * 4
@@ -1380,7 +1440,7 @@ def test_second_backward_says_what_to_do(pool):
     pool(2).run(second_backward)
 
 
-# ------------------------------------------------------------------------------------------------------ ZeRO on other modules
+# ------------------------------------------------------------------------------------------------ ZeRO on other modules
 
 def module_and_input(kind):
     """A module nobody here wrote, and a (2 micro-batches, ranks, ...) input for it."""
@@ -1389,13 +1449,16 @@ def module_and_input(kind):
         net, shape = Odd(), (2, size, 4, 5)
         net.forward = lambda x, _forward=net.forward: _forward(x, False)
     elif kind == "mlp":
-        net, shape = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)), (2, size, 4, 6)
+        net, shape = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)),
+                      (2, size, 4, 6))
         net[2].weight = net[0].weight
         net[3].bias.requires_grad_(False)
     elif kind == "encoder":
-        net = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, dropout=0, batch_first=True), 2, nn.LayerNorm(12))
+        net = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, dropout=0, batch_first=True), 2,
+                                    nn.LayerNorm(12))
         shape = (2, size, 2, 5, 12)
-    return net.double().to(torch.get_default_device()), torch.from_numpy(rng.normal(size=shape)).to(torch.get_default_device())
+    return (net.double().to(torch.get_default_device()),
+            torch.from_numpy(rng.normal(size=shape)).to(torch.get_default_device()))
 
 
 def zero_on(kind, stage):
@@ -1409,7 +1472,8 @@ def zero_on(kind, stage):
     (one, x), (net, _) = fresh(0), fresh(0)
     start = [p.detach().clone() for p in one.parameters()]
     if stage < 3:
-        opt = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=1e-3, lr=0.1, momentum=0.9)
+        opt = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=1e-3, lr=0.1,
+                                        momentum=0.9)
         model, sync, params = net, opt, opt.shards
     else:
         model = sync = parallel.FSDP(net)
@@ -1463,13 +1527,15 @@ def test_zero_makes_ranks_equal_that_start_apart(pool, stage):
 
 @ring_only
 def zero_traffic(stage, micro_batches, reduce_dtype=None):
-    """Bytes a step of each collective, for K float32 elements that divide evenly; and the largest full-size gradient kept."""
+    """Bytes a step of each collective, for K float32 elements that divide evenly; and the largest full-size gradient
+    kept."""
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     if stage == 0:
         model = sync = parallel.DDP(net)
         opt = torch.optim.SGD(net.parameters(), 0.1)
     elif stage < 3:
-        model, opt = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=0.009, reduce_dtype=reduce_dtype, lr=0.1)
+        model, opt = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=0.009,
+                                                    reduce_dtype=reduce_dtype, lr=0.1)
         sync = opt
     else:
         model = sync = parallel.FSDP(net, reduce_dtype=reduce_dtype)
@@ -1498,12 +1564,14 @@ def test_zero_sends_what_the_table_says(pool, size, micro_batches):
     m = micro_batches
     for stage, law in enumerate([{"all_reduce": 2}, {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1},
                                  {"reduce_scatter_tensor": m, "all_gather_into_tensor": 1},
-                                 {"reduce_scatter_tensor": m, "all_gather_into_tensor": 2 * m - m / 4}]):  # the last unit of 4: once
+                                 # The last unit of 4: once.
+                                 {"reduce_scatter_tensor": m, "all_gather_into_tensor": 2 * m - m / 4}]):
         for sent, k in pool(size).run(zero_traffic, stage, m):
             assert sent == {name: times * (size - 1) * k // size for name, times in law.items()}, stage
         if stage:
             for sent, k in pool(size).run(zero_traffic, stage, m, torch.bfloat16):
-                assert sent["reduce_scatter_tensor"] == law["reduce_scatter_tensor"] * (size - 1) * k // size // 2, stage
+                assert (sent["reduce_scatter_tensor"]
+                        == law["reduce_scatter_tensor"] * (size - 1) * k // size // 2), stage
 
 
 class Rows(nn.Module):
@@ -1518,7 +1586,8 @@ class Rows(nn.Module):
 
 
 def units_in_time():
-    """Which units are whole when each computes: itself and the next, in forward and backward; none that is dropped is still on its way."""
+    """Which units are whole when each computes: itself and the next, in forward and backward; none that is dropped is
+    still on its way."""
     net, seen = Rows().to(torch.get_default_device()), []
     model = parallel.FSDP(net)
 
@@ -1564,7 +1633,8 @@ def test_fsdp_computes_with_the_weights_of_the_last_step(pool):
 def state_taken_over(compute_dtype):
     """state_dict of one ShardedOptimizer into another: the same step, and a learning rate changed in between counts."""
     nets = [nn.Linear(3, 3, bias=False).to(torch.get_default_device()) for _ in range(2)]
-    one, other = (parallel.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype) for net in nets)
+    one, other = (parallel.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype)
+                  for net in nets)
 
     def step(net, optimizer):
         net(torch.ones(2, 3, dtype=compute_dtype)).square().sum().backward()
@@ -1595,8 +1665,8 @@ def reductions_of_a_step(virtual_stages, zero):
     """What forward_backward reduces, then what step does; and what full gradients are left after the first."""
     device = torch.get_default_device()
     with unittest.mock.patch.dict(parallel.BUCKET_MB, {device.type: 0.01}):
-        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4), parallel.make_mesh(device.type, dp=2, pp=2), device,
-                                   zero=zero, virtual_stages=virtual_stages)
+        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4), parallel.make_mesh(device.type, dp=2, pp=2),
+                                   device, zero=zero, virtual_stages=virtual_stages)
         net.make_optimizer(torch.optim.SGD, lr=0.1)
     net.optimizer.zero_grad()
     x, y = (t.to(device).split(4)[dist.get_rank(net.dp)].split(1) for t in tokens_of(0))
@@ -1619,7 +1689,8 @@ def test_each_gradient_is_reduced_once_under_several_stages(pool):
 def most_gradient_bytes(compute_dtype):
     """The most bytes of gradients while micro-batches add up, over those of one set in the shard's dtype."""
     net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).to(torch.get_default_device())
-    optimizer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=0.02, compute_dtype=compute_dtype)
+    optimizer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=0.02,
+                                          compute_dtype=compute_dtype)
     most = 0
 
     def look(param):
@@ -1709,8 +1780,10 @@ class Lists(nn.Module):
 
 
 def steps_that_are_dropped(stage):
-    """A step's gradients are zeroed before they are all there: the next one's are its own, or whoever zeroed them is told how."""
-    x, one, net = torch.randn(2, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(5)), Lists(), Lists()
+    """A step's gradients are zeroed before they are all there: the next one's are its own, or whoever zeroed them is
+    told how."""
+    x, one, net = (torch.randn(2, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(5)), Lists(),
+                   Lists())
     for t in one.parameters():
         torch_dist.broadcast(t.detach(), 0)
     model = parallel.FSDP(net) if stage == 3 else net
@@ -1750,8 +1823,8 @@ def steps_that_are_dropped(stage):
     for p in model.parameters():
         p.data.mul_(2)
     assert model.module(x).equal(model(x))  # past the wrapper: with the weights of the last step, biases too
-    for what in (model.state_dict, model.module.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model), model.half,
-                 model.module.half, model.module.bias.state_dict):
+    for what in (model.state_dict, model.module.state_dict, lambda: model.load_state_dict({}),
+                 lambda: copy.deepcopy(model), model.half, model.module.half, model.module.bias.state_dict):
         with pytest.raises(RuntimeError, match="full_state_dict"):
             what()
 
@@ -1803,21 +1876,23 @@ def kept_gradients(stage):
 def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
     """16-bit weights, float32 gradients and masters: 2 + 4 + 12 bytes a parameter, divided stage by stage."""
     k = model.PRESETS["gpt2-xl"].parameters()
-    for zero, (parameters, gradients, optimizer) in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (0, 4 / 8, 12 / 8)]):
+    for zero, (parameters, gradients, optimizer) in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8),
+                                                               (0, 4 / 8, 12 / 8)]):
         b = parallel.memory_bytes(model.PRESETS["gpt2-xl"], zero, dp=8, dtype=torch.bfloat16)
         assert close(torch.tensor([b["parameters"], b["gradients"], b["optimizer"]]) / k,
                      torch.tensor([parameters, gradients, optimizer]), 1e-2)  # 1-D ones stay whole
     monkeypatch.setattr(sys, "argv", ["parallel.py", "memory", "--model", "gpt2-xl", "--dp", "8"])
     parallel.main()
     rows = [line.split()[:5] for line in capsys.readouterr().out.splitlines() if line.startswith("ZeRO-")]
-    assert rows[0] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"] and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"]
+    assert (rows[0] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"]
+            and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"])
 
 
 def activations_of(text, choice, tp, *flags):
     """(bytes alive after forward, bytes predicted) on this rank."""
     device = torch.get_default_device()
-    s = train.parse(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32", "--batch-size", "1",
-                     "--tp", tp, "--device", device.type, *flags])
+    s = train.parse(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
+                     "--batch-size", "1", "--tp", tp, "--device", device.type, *flags])
     config, source = train.model_config(s)
     with torch.device("cpu"):
         train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
@@ -1834,14 +1909,17 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
     if choice == "triton":
         needs_kernels(pool)
     for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))[choice == "triton":]:
-        for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute", recompute):
-            # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as small as these.
+        for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute",
+                                            recompute):
+            # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as
+            # small as these.
             assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.04), (dtype, recompute, kept, predicted)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_gradients_on_their_way_are_no_activations(pool, text, stage):
-    for kept, predicted in pool(2).run(activations_of, text, "torch", "1", "--zero", stage, "--micro-batches", "4", "--batch-size", "8"):
+    for kept, predicted in pool(2).run(activations_of, text, "torch", "1", "--zero", stage, "--micro-batches", "4",
+                                       "--batch-size", "8"):
         assert abs(kept / predicted - 1) < 0.03
 
 
@@ -1863,7 +1941,8 @@ def test_gradients_travel_in_the_reduce_dtype(pool):
 
 def half_gradients(schedule, zero):
     parallel.SCHEDULES["added"] = parallel.zero_bubble_h1  # as README says how to: nobody knows its name
-    net = parallel.parallelize(SMALL, parallel.make_mesh("cpu", pp=2), "cpu", torch.bfloat16, zero=zero, virtual_stages=1 + (schedule == "interleaved"))
+    net = parallel.parallelize(SMALL, parallel.make_mesh("cpu", pp=2), "cpu", torch.bfloat16, zero=zero,
+                               virtual_stages=1 + (schedule == "interleaved"))
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
         net.optimizer.zero_grad()
@@ -1879,7 +1958,8 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
     if pool.device_type == "cuda":
         pytest.skip("products that add to float32 round once less")
     for zero in (0, 1):
-        one, *others = ({name: grad for part in pool(2).run(half_gradients, schedule, zero) for name, grad in part.items()}
+        one, *others = (
+            {name: grad for part in pool(2).run(half_gradients, schedule, zero) for name, grad in part.items()}
                         for schedule in ("1f1b", "gpipe", "zb-h1", "interleaved", "added"))
         for other in others:
             assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
@@ -1892,7 +1972,8 @@ def test_gradients_not_zeroed_add_up(pool, stage):
 
 def overflow_case(text, zero):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
-    s = train.parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device", torch.get_default_device().type])
+    s = train.parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device",
+                            torch.get_default_device().type])
     config, source = train.model_config(s)
     train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
     trainer = train.WatchedTrainer(s, config, source, train.load_data(s), torch.get_default_device())
@@ -1919,7 +2000,8 @@ def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero):
 
 
 def clipped_of_scaled():
-    """Gradients 2**16 times too large: the true norm is reported and clipped to, by our function and by AdamW's kernel as it reads."""
+    """Gradients 2**16 times too large: the true norm is reported and clipped to, by our function and by AdamW's kernel
+    as it reads."""
     device, found = torch.get_default_device(), []
     for max_norm, norm in (0.5, 5.0), (50, 5.0), (0, 5.0):
         p = nn.Parameter(torch.zeros(2, device=device))
@@ -1952,9 +2034,10 @@ def test_low_precision_trains_like_float32(pool, text, tmp_path):
                         ("fp16", ["--zero", "1"]), ("bf16-0", [])]:
         out = str(tmp_path / name)
         os.mkdir(out)
-        pool(2).run(run_training, TINY + ["--data", text, "--dtype", name[:4], "--steps", "40", "--sample", "0", "--eval-every", "40",
-                                          "--lr", "0.01", "--warmup-steps", "3", "--out", out, *flags,
-                                          "--device", "cuda" if GPUS and pool(2).device_type == "cuda" else "cpu"])
+        pool(2).run(run_training,
+                    TINY + ["--data", text, "--dtype", name[:4], "--steps", "40", "--sample", "0", "--eval-every", "40",
+                            "--lr", "0.01", "--warmup-steps", "3", "--out", out, *flags,
+                            "--device", "cuda" if GPUS and pool(2).device_type == "cuda" else "cpu"])
         ends[name] = log_of(out)[-1]["val_loss"]
     assert all(abs(end / ends["fp32"] - 1) < 0.02 for end in ends.values()), ends
 
@@ -1986,7 +2069,8 @@ def vocab_parallel_loss(vocab):
     sent = sum(t.bytes for t in dist.traffic().values())
     want = F.cross_entropy(z.flatten(0, 1), y.flatten())
     (3 * want).backward()
-    assert close(got.detach().cpu(), want.detach().cpu()) and close(mine.grad.cpu(), z.grad.tensor_split(size, -1)[rank].cpu())
+    assert (close(got.detach().cpu(), want.detach().cpu())
+            and close(mine.grad.cpu(), z.grad.tensor_split(size, -1)[rank].cpu()))
     assert sent <= 3 * y.numel() * 8 * size.bit_length()
 
 
@@ -2007,8 +2091,9 @@ def test_shards_gather_to_the_whole(pool):
 
 
 def test_mesh_puts_tensor_peers_side_by_side(pool):
-    assert pool(8).run(mesh_of_eight) == [([r - r % 2, r - r % 2 + 1], [i for i in range(8) if i % 2 == r % 2 and i // 4 == r // 4])
-                                          for r in range(8)]
+    assert (pool(8).run(mesh_of_eight)
+            == [([r - r % 2, r - r % 2 + 1], [i for i in range(8) if i % 2 == r % 2 and i // 4 == r // 4])
+                for r in range(8)])
 
 
 def mesh_of_eight():
@@ -2018,7 +2103,7 @@ def mesh_of_eight():
     return tuple(torch_dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("tp", "dp"))
 
 
-# ---------------------------------------------------------------------------------------------------------- pipeline schedules
+# --------------------------------------------------------------------------------------------------- pipeline schedules
 
 def all_schedules(p, m, most_stages=4):
     yield "gpipe", parallel.gpipe(p, m)
@@ -2042,8 +2127,8 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
     for name, lists in all_schedules(4, 8):
         timeline = parallel.simulate(lists)
         idle[name], peak[name] = {round(t, 9) for t in timeline.idle}, timeline.peak
-    assert idle == {"gpipe": {9}, "1f1b": {9}, "zb-h1": {3}, "interleaved 1": {9}, "interleaved 2": {4.5}, "interleaved 3": {3},
-                    "interleaved 4": {2.25}}
+    assert idle == {"gpipe": {9}, "1f1b": {9}, "zb-h1": {3}, "interleaved 1": {9}, "interleaved 2": {4.5},
+                    "interleaved 3": {3}, "interleaved 4": {2.25}}
     assert peak["gpipe"] == [8] * 4 and peak["1f1b"] == [4, 3, 2, 1] and peak["zb-h1"] == [4] * 4
     for p in range(1, 9):
         for m in (p, 2 * p, 4 * p):
@@ -2062,7 +2147,8 @@ def test_transfers_take_time_in_the_simulation():
 
 
 @pytest.mark.parametrize("how,says", [
-    ("swapped pair", "deadlock"), ("missing receive", "deadlock"), ("missing send", "deadlock"), ("W before its I", "deadlock"),
+    ("swapped pair", "deadlock"), ("missing receive", "deadlock"), ("missing send", "deadlock"),
+    ("W before its I", "deadlock"),
     ("missing B", "must each be there"), ("twice", "is there twice"), ("wrong rank", "does not live on rank"),
     ("crossed sends", "deadlock")])
 def test_broken_schedules_are_rejected(how, says):
@@ -2097,11 +2183,13 @@ def test_broken_schedules_are_rejected(how, says):
 
 
 def test_pipeline_demo_draws_all_four(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["parallel.py", "pipeline", "--stages", "4", "--micro-batches", "8", "--svg", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv",
+                        ["parallel.py", "pipeline", "--stages", "4", "--micro-batches", "8", "--svg", str(tmp_path)])
     parallel.main()
     printed = capsys.readouterr().out
     for line in ("GPipe: idle 9 by the formula | 9 simulated", "1F1B: idle 9 by the formula | 9 simulated",
-                 "interleaved 1F1B, v=2: idle 4.5 by the formula | 4.5 simulated", "ZB-H1: idle 3 by the formula | 3 simulated",
+                 "interleaved 1F1B, v=2: idle 4.5 by the formula | 4.5 simulated",
+                 "ZB-H1: idle 3 by the formula | 3 simulated",
                  "peak activations 4 3 2 1", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0"):
         assert line in printed
     assert sorted(os.listdir(tmp_path)) == [f"pipeline-{n}.svg" for n in ("1f1b", "gpipe", "interleaved", "zb-h1")]
@@ -2140,12 +2228,14 @@ def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(pool):
     lines = pool(3).run(demo_lines, "parallel", "demo_tensor")[0]
     law = 4 * 16 * 128 * 96 * 8 // 3
     assert f"{law:,} a rank" in lines[0] and sum(f"{law:,} bytes sent" in line for line in lines) == 4  # f and g, twice
-    assert [re.findall(r"\([\d, ]+\)", line)[0] for line in lines if line.startswith("  rank")] == 3 * ["(96, 96)"] + 3 * ["(96, 128)"]
+    assert ([re.findall(r"\([\d, ]+\)", line)[0] for line in lines if line.startswith("  rank")]
+            == 3 * ["(96, 96)"] + 3 * ["(96, 128)"])
     errors = [[float(e) for e in re.findall(r"\de-\d+", line)] for line in lines if "off from one" in line]
     assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
 
 
-@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["data", "--ranks", "two"], ["memory", "--model", "gpt9"], []], ids=str)
+@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["data", "--ranks", "two"],
+                                   ["memory", "--model", "gpt9"], []], ids=str)
 def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["parallel.py", *words])
     with pytest.raises(SystemExit, match="2"):
@@ -2153,7 +2243,7 @@ def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, cap
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-# -------------------------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------------------------------- training
 
 TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "8", "--log-every", "1"]
 
@@ -2161,7 +2251,8 @@ TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i} of {i * i}: the quick brown föx\n" for i in range(2000)), "utf-8")  # bytes of each tensor peer's
+    # Bytes of each tensor peer's.
+    path.write_text("".join(f"line {i} of {i * i}: the quick brown föx\n" for i in range(2000)), "utf-8")
     return str(path)
 
 
@@ -2181,11 +2272,13 @@ def log_of(folder):
 
 
 def plain_log(text):
-    """What the test below must log, by a plain loop: (loss, gradient norm, learning rate) of each step, and validation losses."""
+    """What the test below must log, by a plain loop: (loss, gradient norm, learning rate) of each step, and validation
+    losses."""
     tokens, net, steps, losses = np.fromfile(text, np.uint8), GPT(GPTConfig(256, 16, 1, 2, 16)).double(), [], []
     s, parts = train.Settings(steps=10, lr=0.02, warmup_steps=3), np.split(tokens, [len(tokens) - len(tokens) // 10])
-    opt = torch.optim.AdamW([{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
-                             for matrix in (1, 0)], betas=(0.9, 0.95))
+    opt = torch.optim.AdamW(
+        [{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
+         for matrix in (1, 0)], betas=(0.9, 0.95))
 
     def loss_of(part, step):
         x, y = train.batch(part, 0, step, 8, 16, slice(None))
@@ -2205,18 +2298,20 @@ def plain_log(text):
 
 
 def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
-    """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users get them."""
+    """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users
+    get them."""
     logs, device = {}, request.node.callspec.params["pool"]
-    for dp, tp, zero, pp in ((1, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 1, 1, 2),
-                             (1, 1, 0, 3)):
+    for dp, tp, zero, pp in ((1, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (2, 1, 1, 1), (2, 2, 2, 1), (2, 2, 3, 1),
+                             (2, 1, 1, 2), (1, 1, 0, 3)):
         if device == "cuda" and dp * tp * pp > GPUS:
             continue
         out = str(tmp_path / f"dp{dp}tp{tp}zero{zero}pp{pp}")
         os.mkdir(out)
-        pool(dp * tp * pp).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "10", "--dp", str(dp), "--tp", str(tp),
-                                                "--micro-batches", "2", "--eval-every", "5", "--sample", "5", "--out", out,
-                                                "--device", device, "--zero", str(zero), "--pp", str(pp), "--trace", out,
-                                                "--schedule", "zb-h1" if pp == 2 else "1f1b", "--lr", "0.02", "--clip", "0.5", "--warmup-steps", "3"])
+        pool(dp * tp * pp).run(run_training, TINY + [
+            "--data", text, "--dtype", "fp64", "--steps", "10", "--dp", str(dp), "--tp", str(tp),
+            "--micro-batches", "2", "--eval-every", "5", "--sample", "5", "--out", out, "--device", device,
+            "--zero", str(zero), "--pp", str(pp), "--trace", out, "--schedule", "zb-h1" if pp == 2 else "1f1b",
+            "--lr", "0.02", "--clip", "0.5", "--warmup-steps", "3"])
         logs[dp, tp, zero, pp] = log_of(out)
     one = logs.pop((1, 1, 0, 1))
     steps, losses = plain_log(text)
@@ -2236,27 +2331,30 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         for kind in ("parameters", "gradients", "optimizer"):
             predicted, measured = memory["predicted_bytes"][kind], memory["measured_bytes"][kind]
             assert abs(measured - predicted) <= 0.02 * predicted + 200, (layout, kind, memory)  # padding
-        # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing; a GPU's attention in float64 keeps
-        # the probabilities.
+        # ZeRO-2 and 3 have gradients on the wire beside; a stage with no block keeps next to nothing; a GPU's attention
+        # in float64 keeps the probabilities.
         if layout[2] < 2 and layout[3] < 3 and device == "cpu":
             kept = memory["measured_bytes"]["activations"] / memory["predicted_bytes"]["activations"]
             assert 0.9 < kept < 1.1, (layout, memory)
-        models = [GPT.from_hf(tmp_path / name / "step-00000010") for name in ("dp{}tp{}zero{}pp{}".format(*layout), "dp1tp1zero0pp1")]
+        models = [GPT.from_hf(tmp_path / name / "step-00000010")
+                  for name in ("dp{}tp{}zero{}pp{}".format(*layout), "dp1tp1zero0pp1")]
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(m.parameters() for m in models)))
 
 
 def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
     out = str(tmp_path / "trace")
-    pool(2).run(run_training, TINY + ["--data", text, "--steps", "3", "--pp", "2", "--micro-batches", "4", "--schedule", "zb-h1",
-                                      "--sample", "0", "--eval-every", "0", "--trace", out,
-                                      "--device", pool(2).device_type])
+    pool(2).run(run_training,
+                TINY + ["--data", text, "--steps", "3", "--pp", "2", "--micro-batches", "4", "--schedule", "zb-h1",
+                        "--sample", "0", "--eval-every", "0", "--trace", out,
+                        "--device", pool(2).device_type])
     events = [e for e in json.loads(pathlib.Path(out, "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     for rank, actions in enumerate(parallel.lower(parallel.zero_bubble_h1(2, 4))):
         mine = sorted((e for e in events if e["tid"] == rank), key=lambda e: e["ts"])
         assert [e["name"] for e in mine] == [f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
         assert all(e["dur"] >= 0 for e in mine)
     span = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
-    for kind, first in (("F", 0), ("I", 1)):  # waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs
+    # Waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs.
+    for kind, first in (("F", 0), ("I", 1)):
         for i in range(4):
             there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, 1 - first))
             assert here[0] > there[1] - 1e3
@@ -2267,24 +2365,29 @@ def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
     for comm in ("ours", "ring", "torch"):
         out = str(tmp_path / comm)
         os.mkdir(out)
-        pool(2).run(run_training, TINY + ["--data", text, "--dtype", "fp64", "--steps", "3", "--tp", "2", "--sample", "0",
-                                          "--eval-every", "0", "--comm", comm, "--out", out])
+        pool(2).run(run_training,
+                    TINY + ["--data", text, "--dtype", "fp64", "--steps", "3", "--tp", "2", "--sample", "0",
+                            "--eval-every", "0", "--comm", comm, "--out", out])
         losses.append([entry["loss"] for entry in log_of(out)])
     assert all(max(same) - min(same) < 1e-10 for same in zip(*losses))
 
 
 def test_plain_is_the_upper_half(text, tmp_path):
-    """`--plain` logs the whole program's losses, knows no flag of the lower half, and its checkpoints fit another layout."""
-    flags = TINY + ["--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4", "--save-every", "2"]
+    """`--plain` logs the whole program's losses, knows no flag of the lower half, and its checkpoints fit another
+    layout."""
+    flags = TINY + ["--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4",
+                    "--save-every", "2"]
     runs = [(["--dp", "2", "--steps", "4"], "whole", 0), (["--plain", "--dp", "2", "--steps", "4"], "plain", 0),
-            (["--plain", "--zero", "3", "--steps", "4", "--resume", str(tmp_path / "plain" / "step-00000002.pt")], "again", 0),
+            (["--plain", "--zero", "3", "--steps", "4", "--resume", str(tmp_path / "plain" / "step-00000002.pt")],
+             "again", 0),
             (["--plain", "--keep", "2"], "none", 2)]
     for more, out, code in runs:
         ranks = Ranks([*flags, *more, "--out", str(tmp_path / out)], 2, tmp_path / f"{out}.txt")
         assert ranks.end() == [code, code], ranks.printed()
     assert "unrecognized arguments: --keep" in ranks.printed()
     assert sorted(os.listdir(tmp_path / "plain")) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
-    whole, plain, again = ([(e["step"], e["loss"], e["grad_norm"]) for e in log_of(tmp_path / out)] for out in ("whole", "plain", "again"))
+    whole, plain, again = ([(e["step"], e["loss"], e["grad_norm"]) for e in log_of(tmp_path / out)]
+                           for out in ("whole", "plain", "again"))
     assert close(plain, whole) and close(again, whole[2:])
     assert "--- sample, 4 tokens" in (tmp_path / "plain.txt").read_text()
 
@@ -2300,8 +2403,9 @@ def test_plain_empties_every_table_that_a_lower_half_fills():
 def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
     GPT(GPTConfig(256, 16, 1, 2, 16), seed=7).save_hf(tmp_path / "hf")
     os.mkdir(tmp_path / "out")
-    pool(2).run(run_training, ["--init-from", str(tmp_path / "hf"), "--data", text, "--dtype", "fp64", "--steps", "1", "--tp", "2",
-                               "--batch-size", "4", "--sample", "0", "--lr", "0", "--min-lr", "0", "--out", str(tmp_path / "out")])
+    pool(2).run(run_training,
+                ["--init-from", str(tmp_path / "hf"), "--data", text, "--dtype", "fp64", "--steps", "1", "--tp", "2",
+                 "--batch-size", "4", "--sample", "0", "--lr", "0", "--min-lr", "0", "--out", str(tmp_path / "out")])
     before, after = GPT.from_hf(tmp_path / "hf"), GPT.from_hf(tmp_path / "out" / "step-00000001")
     assert all(p.equal(q) for p, q in zip(before.parameters(), after.parameters()))
     tokens = np.fromfile(text, np.uint8)
@@ -2315,7 +2419,8 @@ def test_batches_depend_on_seed_step_and_sample_alone():
     tokens = np.arange(1000, dtype=np.uint16)
     whole = train.batch(tokens, 1, 2, 8, 16, slice(None))
     part = train.batch(tokens, 1, 2, 8, 16, slice(3, 5))
-    assert whole[0][3:5].equal(part[0]) and whole[0][:, 1:].equal(whole[1][:, :-1]) and (whole[1] - whole[0]).unique().tolist() == [1]
+    assert (whole[0][3:5].equal(part[0]) and whole[0][:, 1:].equal(whole[1][:, :-1])
+            and (whole[1] - whole[0]).unique().tolist() == [1])
     for seed, step in (1, 3), (2, 2):
         assert not train.batch(tokens, seed, step, 8, 16, slice(None))[0].equal(whole[0])
 
@@ -2328,7 +2433,8 @@ def test_learning_rate_schedule():
 
 
 def test_mfu_is_of_known_gpus_alone(monkeypatch):
-    for name, tflops in {"NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA GeForce RTX 4090": 165,
+    for name, tflops in {"NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362, "NVIDIA L4": 121,
+                         "NVIDIA GeForce RTX 4090": 165,
                          "NVIDIA L40": None, "NVIDIA H20": None, "AMD Instinct MI300X": None}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert train.peak_flops(torch.device("cuda")) == (tflops and 1e12 * tflops), name
@@ -2352,34 +2458,48 @@ def test_token_files(tmp_path):
     assert bytes(a) + bytes(b) == b"first\nsecond" and is_bytes
     os.mkdir(tmp_path / "folder" / "run")
     (tmp_path / "folder" / "run" / "log.jsonl").write_text("{}")  # what a run writes beside its data is not its data
-    for out, resume, some in (("run", "", b"first\nsecond"), ("", "run", b"first\nsecond"), ("", "run/step-00000001", b"first\nsecond"),
-                              ("", "", b"first\nsecond\n{}"), (".", "", b"first\nsecond\n{}"), ("..", "", b"first\nsecond\n{}")):
+    for out, resume, some in (("run", "", b"first\nsecond"), ("", "run", b"first\nsecond"),
+                              ("", "run/step-00000001", b"first\nsecond"),
+                              ("", "", b"first\nsecond\n{}"), (".", "", b"first\nsecond\n{}"),
+                              ("..", "", b"first\nsecond\n{}")):
         out, resume = (str(tmp_path / "folder" / path) if path else "" for path in (out, resume))
         a, b, is_bytes = train.load_data(train.Settings(data=str(tmp_path / "folder"), out=out, resume=resume))
         assert bytes(a) + bytes(b) == some, (out, resume)
 
 
 BAD = [  # flags, and what the one line must name
-    (["--model", "gpt5"], "--model"), (["--steps", "many"], "--steps"), (["--steps", "-1"], "--steps -1"), (["--bogus", "1"], "--bogus"),
-    (["--lr", "nan"], "--lr nan"), (["--lr", "-1"], "--lr -1"), (["--clip", "inf"], "--clip inf"), (["--min-lr", "1"], "--min-lr 1"),
-    (["--batch-size", "0"], "--batch-size 0"), (["--micro-batches", "3"], "--micro-batches 3"), (["--seed", "-3"], "--seed"),
+    (["--model", "gpt5"], "--model"), (["--steps", "many"], "--steps"), (["--steps", "-1"], "--steps -1"),
+    (["--bogus", "1"], "--bogus"),
+    (["--lr", "nan"], "--lr nan"), (["--lr", "-1"], "--lr -1"), (["--clip", "inf"], "--clip inf"),
+    (["--min-lr", "1"], "--min-lr 1"),
+    (["--batch-size", "0"], "--batch-size 0"), (["--micro-batches", "3"], "--micro-batches 3"),
+    (["--seed", "-3"], "--seed"),
     (["--dp", "0"], "--dp 0"), (["--dp", "3"], "--batch-size 18"), (["--tp", "3"], "--tp 1"), (["--tp", "8"], "--tp 4"),
     (["--n-head", "3"], "--n-embd 129"), (["--seq-len", "0"], "--seq-len"), (["--vocab-size", "100"], "--vocab-size"),
     (["--data", "/no/such/file"], "/no/such/file"), (["--data", "EMPTY"], "empty"), (["--data", "SHORT"], "--seq-len"),
-    (["--data", "EMPTY_BIN", "--vocab-size", "9"], "empty"), (["--data", "ODD_BIN"], "odd.bin"), (["--data", "CUT_BIN"], "cut.bin"),
+    (["--data", "EMPTY_BIN", "--vocab-size", "9"], "empty"), (["--data", "ODD_BIN"], "odd.bin"),
+    (["--data", "CUT_BIN"], "cut.bin"),
     (["--data", "BIG_BIN"], "--vocab-size 60001"), (["--device", "tpu"], "--device"), (["--pp", "7"], "--pp 6"),
-    (["--pp", "2", "--schedule", "zigzag"], "--schedule"), (["--pp", "2", "--virtual-stages", "2"], "--schedule interleaved"),
-    (["--pp", "2", "--virtual-stages", "2", "--schedule", "interleaved"], "--micro-batches 2"), (["--trace", "FILE"], "--trace"),
-    (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs on"), (["--virtual-stages", "0"], "--virtual-stages 0"), (["--comm", "mpi"], "--comm"),
+    (["--pp", "2", "--schedule", "zigzag"], "--schedule"),
+    (["--pp", "2", "--virtual-stages", "2"], "--schedule interleaved"),
+    (["--pp", "2", "--virtual-stages", "2", "--schedule", "interleaved"], "--micro-batches 2"),
+    (["--trace", "FILE"], "--trace"),
+    (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs on"), (["--virtual-stages", "0"], "--virtual-stages 0"),
+    (["--comm", "mpi"], "--comm"),
     (["--init-from", "/no/such/folder"], "--init-from"), (["--init-from", "HF", "--n-layer", "3"], "--n-layer 3"),
     (["--init-from", "BAD_HF"], "config.json"), (["--out", "FILE"], "--out"), (["--out", "OLD_RUN"], "--out"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", "é"], "--prompt"), (["--dtype", "int8"], "--dtype"),
     (["--warmup-steps", "-1"], "--warmup-steps"), (["--zero", "4"], "--zero"), (["--recompute", "all"], "--recompute"),
-    (["--resume"], "--out DIR"), (["--resume", "/no/such/run"], "--resume /no/such/run"), (["--resume", "--out", "HF"], "no complete checkpoint"),
-    (["--resume", "HF"], "leave --resume out"), (["--save-every", "-1"], "--save-every -1"), (["--keep", "-1"], "--keep -1"),
-    (["--keep", "two"], "--keep"), (["--timeout", "0"], "--timeout 0"), (["--on-nan", "pray"], "--on-nan"), (["--out", "READ_ONLY"], "--out"),
-    (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"), (["--sample", "-5"], "--sample"),
-    (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"), (["--out", "NO_LOCK"], "--out")]
+    (["--resume"], "--out DIR"), (["--resume", "/no/such/run"], "--resume /no/such/run"),
+    (["--resume", "--out", "HF"], "no complete checkpoint"),
+    (["--resume", "HF"], "leave --resume out"), (["--save-every", "-1"], "--save-every -1"),
+    (["--keep", "-1"], "--keep -1"),
+    (["--keep", "two"], "--keep"), (["--timeout", "0"], "--timeout 0"), (["--on-nan", "pray"], "--on-nan"),
+    (["--out", "READ_ONLY"], "--out"),
+    (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"),
+    (["--sample", "-5"], "--sample"),
+    (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"),
+    (["--out", "NO_LOCK"], "--out")]
 
 
 @pytest.fixture(scope="session")
@@ -2406,7 +2526,8 @@ def bad_files(tmp_path_factory):
 
 @pytest.mark.parametrize("flags,names", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_bad_input_is_one_line_and_exit_code_2(flags, names, bad_files, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py"] + ["--data", bad_files["ASCII"]] * ("--data" not in flags) + [bad_files.get(f, f) for f in flags])
+    monkeypatch.setattr(sys, "argv", ["train.py"] + ["--data", bad_files["ASCII"]] * ("--data" not in flags)
+                        + [bad_files.get(f, f) for f in flags])
     monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
     monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
     with pytest.raises(SystemExit) as exit:
@@ -2427,27 +2548,32 @@ def test_more_processes_than_gpus(monkeypatch):
     for gpus in (0, 1, 2, 4, 8):
         for processes in (2, 4, 8):
             want = ("cuda", "on") if processes <= gpus else ("cpu", "off")
-            assert layout(processes) == layout(processes, processes, processes) == want  # before and after it starts itself again
+            # Before and after it starts itself again.
+            assert layout(processes) == layout(processes, processes, processes) == want
             assert layout(processes, device="cpu") == ("cpu", "off")
             if processes > gpus:
-                with pytest.raises(train.BadInput, match=f"{processes} processes on this machine need as many GPUs and it has {gpus}: give --device cpu"):
+                with pytest.raises(train.BadInput, match=f"{processes} processes on this machine need as many GPUs and "
+                                   f"it has {gpus}: give --device cpu"):
                     layout(processes, device="cuda")
         s = train.Settings()
         assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
     gpus = 2
-    with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: give --device cpu"):
+    with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: "
+                       "give --device cpu"):
         layout(8, 8, 4)  # the other node might choose otherwise
     with pytest.raises(train.BadInput, match="needs 6 processes, 4 were started: give --dp 2"):
         train.check_layout(train.Settings(dp=3, tp=2), model.PRESETS["tiny"], 4, 4)
     assert train.check_layout(train.Settings(tp=2), model.PRESETS["tiny"], 16, 2) == 16  # eight nodes of two
-    with pytest.raises(train.BadInput, match="--tp 4 would reach over the edge of a node with 2 processes.*give --tp 2"):
+    with pytest.raises(train.BadInput,
+                       match="--tp 4 would reach over the edge of a node with 2 processes.*give --tp 2"):
         train.check_layout(train.Settings(tp=4), model.PRESETS["tiny"], 16, 2)
 
 
-# ----------------------------------------------------------------------------------------------------------- starting and ending
+# -------------------------------------------------------------------------------------------------- starting and ending
 
 def command(*words, **more):
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
+    env = ({k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+           | {"OMP_NUM_THREADS": "1"})
     return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
@@ -2464,12 +2590,15 @@ def processes_with(mark):
     return found
 
 
-TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"  # whatever this machine's name resolves to
+# Whatever this machine's name resolves to.
+TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"
 
 
 def run_and_end(how, text, out):
-    """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is left)."""
-    flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2", "--sample", "4"]
+    """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is
+    left)."""
+    flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2",
+             "--sample", "4"]
     if how == "torchrun":
         process = command(*TORCHRUN, *flags, "--steps", "2")
         return *process.communicate(timeout=120), process.returncode, []
@@ -2493,18 +2622,22 @@ def run_and_end(how, text, out):
 
 
 def test_all_processes_start_and_end_together(text, tmp_path):
-    """Two runs at a time, for what takes time is to start. Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
-    hows = ["torchrun"] + ["Ctrl-C", "killed rank", "killed launcher"] * (sys.platform == "linux")  # those look into /proc
+    """Two runs at a time, for what takes time is to start. Another way is that of
+    test_two_nodes_and_a_killed_rank_that_comes_back."""
+    # Those look into /proc.
+    hows = ["torchrun"] + ["Ctrl-C", "killed rank", "killed launcher"] * (sys.platform == "linux")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
         ends = dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(tmp_path / how)), hows)))
     printed, errors, code, _ = ends.pop("torchrun")
     assert code == 0, errors
-    assert "device   cpu: 2 processes on this machine, " in printed and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1
+    assert ("device   cpu: 2 processes on this machine, " in printed
+            and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1)
     assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
     assert [entry["step"] for entry in log_of(tmp_path / "torchrun")] == [1, 2]
     for how, (_, errors, code, left) in ends.items():
         assert not left, (how, left)
-        assert how != "killed rank" or code == 1 and "ended with exit code -9; all others were stopped" in errors, (code, errors)
+        assert (how != "killed rank"
+                or code == 1 and "ended with exit code -9; all others were stopped" in errors), (code, errors)
         assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
 
 
@@ -2513,8 +2646,8 @@ def test_starts_on_a_machine_whose_name_does_not_resolve(text, tmp_path):
     alone = ["unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("needs root on Linux, and ip")
-    process = command(*alone, sys.executable, "train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--steps", "1",
-                      "--eval-every", "0", "--sample", "0", "--out", str(tmp_path))
+    process = command(*alone, sys.executable, "train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text,
+                      "--steps", "1", "--eval-every", "0", "--sample", "0", "--out", str(tmp_path))
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "step 1/1" in printed, errors
     assert "resolve hostname" not in errors and "(made-up, " not in errors, errors
@@ -2522,14 +2655,15 @@ def test_starts_on_a_machine_whose_name_does_not_resolve(text, tmp_path):
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_train_on_gpus(tmp_path):
-    """And go on from a checkpoint to the bit, though its first steps run eagerly where the other run replayed graphs."""
+    """And go on from a checkpoint to the bit, though its first steps run eagerly where the other run replayed
+    graphs."""
     logs = []
     for out in (tmp_path / "out", tmp_path / "again"):
         if logs:
             shutil.copytree(tmp_path / "out", out)
             shutil.rmtree(out / "step-00000060")
-        process = command(sys.executable, "train.py", "--dp", "2", "--tp", "2", "--dtype", "bf16", "--steps", "60", "--save-every", "50",
-                          "--log-every", "1", "--out", str(out))
+        process = command(sys.executable, "train.py", "--dp", "2", "--tp", "2", "--dtype", "bf16", "--steps", "60",
+                          "--save-every", "50", "--log-every", "1", "--out", str(out))
         printed, errors = process.communicate(timeout=180)
         assert process.returncode == 0, errors
         logs.append([(entry["loss"], entry["grad_norm"]) for entry in log_of(out)])
@@ -2537,10 +2671,11 @@ def test_train_on_gpus(tmp_path):
     assert len(logs[0]) == 60 and logs[0] == logs[1]
 
 
-# ----------------------------------------------------------------------------------------------------------------- benchmark
+# ------------------------------------------------------------------------------------------------------------ benchmark
 
 def bench_traffic(cases):
-    """[(bytes by formula, bytes counted)] of the second step of each case on this rank; small tensors in log2 rounds, others in rings."""
+    """[(bytes by formula, bytes counted)] of the second step of each case on this rank; small tensors in log2 rounds,
+    others in rings."""
     config, found, kept = GPTConfig(67, 16, 5, 4, 48), [], dist.DOUBLING_BYTES
     dist.DOUBLING_BYTES = dict.fromkeys(kept, 2000)
     for case in cases:
@@ -2558,11 +2693,15 @@ def bench_traffic(cases):
 
 TRAFFIC = {
     1: [{"dtype": "bf16", "micro_batches": 2}],
-    2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2}, {"dp": 2, "zero": 3, "micro_batches": 2},
-        {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2}, {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
+    2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2},
+        {"dp": 2, "zero": 3, "micro_batches": 2},
+        {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2},
+        {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
         {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}],
-    3: [{"dp": 3, "batch_size": 6}, {"dp": 3, "zero": 3, "batch_size": 6, "dtype": "bf16"}, {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
-    4: [{"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4}, {"tp": 2, "pp": 2, "micro_batches": 2}]}
+    3: [{"dp": 3, "batch_size": 6}, {"dp": 3, "zero": 3, "batch_size": 6, "dtype": "bf16"},
+        {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
+    4: [{"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
+        {"tp": 2, "pp": 2, "micro_batches": 2}]}
 
 
 @pytest.mark.parametrize("size", list(TRAFFIC))
@@ -2574,7 +2713,8 @@ def test_bytes_of_every_strategy_are_the_formulas(pool, size):
 
 @pytest.fixture
 def run_bench(tmp_path, monkeypatch):
-    """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py and parallel.py."""
+    """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py
+    and parallel.py."""
     def run(*words):
         def start_again(processes):
             ranks = Ranks(list(words), processes, tmp_path / "log", program="bench")
@@ -2599,7 +2739,8 @@ CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 
 
 def collectives_traffic():
-    """{name: (bytes by formula, bytes counted)} of every collective on this rank, an all-reduce in rings and in log2 rounds."""
+    """{name: (bytes by formula, bytes counted)} of every collective on this rank, an all-reduce in rings and in log2
+    rounds."""
     n, rank, device, found = dist.get_world_size(), dist.get_rank(), torch.get_default_device(), {}
     kept = dist.DOUBLING_BYTES
     for op in (*bench.BUS, "barrier"):
@@ -2614,7 +2755,8 @@ def collectives_traffic():
     dist.DOUBLING_BYTES = dict.fromkeys(kept, 0)
     dist.reset_traffic()
     dist.all_reduce(torch.zeros(1003))  # no multiple of any size here
-    found["uneven"] = bench.sent("all_reduce", 1003, 4, n, rank, *bench.law_of(None)), dist.traffic()["all_reduce"].bytes
+    found["uneven"] = (bench.sent("all_reduce", 1003, 4, n, rank, *bench.law_of(None)),
+                       dist.traffic()["all_reduce"].bytes)
     dist.DOUBLING_BYTES = kept
     return found
 
@@ -2626,22 +2768,28 @@ def test_bytes_of_every_collective_are_the_formulas(pool, size):
 
 
 def test_bench_collectives(run_bench, tmp_path):
-    found, printed = bench_rows(run_bench, tmp_path, "collectives", *CPU, "--only", "all_reduce", "scatter", "barrier", "send right")
+    found, printed = bench_rows(run_bench, tmp_path, "collectives", *CPU, "--only", "all_reduce", "scatter", "barrier",
+                                "send right")
     rows = [row for row in found["rows"] if "formula" in row]
-    assert {row["op"] for row in rows} == {"all_reduce", "scatter", "barrier"} and all(row["counted"] == row["formula"] for row in rows)
-    assert all(row["torch_us"] > 0 and row["us"] > 0 for row in rows) and "all_reduce  " in printed and "ours a, us" in printed
-    last = [row for row in rows if row["op"] == "all_reduce"][-1]  # 1 MiB in us: bus bandwidth is 2(N-1)/N of the algorithm's
-    assert close(last["alg"], 2**20 / last["us"] / 1e3) and close(last["bus"], last["alg"]) and last["counted"] == 2 * 2**20
+    assert ({row["op"] for row in rows} == {"all_reduce", "scatter", "barrier"}
+            and all(row["counted"] == row["formula"] for row in rows))
+    assert (all(row["torch_us"] > 0 and row["us"] > 0 for row in rows) and "all_reduce  " in printed
+            and "ours a, us" in printed)
+    # 1 MiB in us: bus bandwidth is 2(N-1)/N of the algorithm's.
+    last = [row for row in rows if row["op"] == "all_reduce"][-1]
+    assert (close(last["alg"], 2**20 / last["us"] / 1e3) and close(last["bus"], last["alg"])
+            and last["counted"] == 2 * 2**20)
     assert bench.Machine(**found["machine"]).link > 0
 
 
 def test_bench_strategies(run_bench, tmp_path):
-    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1", "--seq-len", "32",
-                                "--n-layer", "2", "--batch-size", "8")
+    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1",
+                                "--seq-len", "32", "--n-layer", "2", "--batch-size", "8")
     ours, theirs = (found["rows"][i::2] for i in (0, 1))
     assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "zb-h1"]
     assert [row["who"] for row in theirs] == ["torch DTensor", "torch InterleavedZeroBubble"]
-    assert all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"]) and "MFU %" in printed
+    assert (all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"])
+            and "MFU %" in printed)
     assert all(row["traffic_by_collective"] == row["counted_by_collective"] for row in ours)
     assert all(0.7 < row["memory"] / row["memory_measured"] < 1.2 for row in ours)
     assert close(ours[1]["bubble_measured"], 100 - 100 * 8 * sum(ours[1]["f_i_w_ms"]) / ours[1]["gradients_ms"])
@@ -2667,19 +2815,27 @@ def test_plan_obeys_the_formulas():
     assert one.step == one.compute + one.optimizer and one.tp == one.dp == one.bubble == one.transfers == 0
     assert close(one.compute, dp.compute) and 0.3 < 8 * 1024 * config.flops_per_token() / one.step / H200.peak < 0.6
     k = 4 * config.parameters()
-    assert close(dp.dp_all, 2 * 3 / 4 * k / H200.link, 0.03) and 1 / 3 < dp.dp / dp.dp_all < 0.4  # 2(N-1)/N K; nearly all hidden, at a third of its time
+    # 2(N-1)/N K; nearly all hidden, at a third of its time.
+    assert close(dp.dp_all, 2 * 3 / 4 * k / H200.link, 0.03) and 1 / 3 < dp.dp / dp.dp_all < 0.4
     z3 = bench.predict(config, layout(dp=4, zero=3), H200)
-    assert close(z3.dp_all, (2 / 2 + 1) * 3 / 4 * k / H200.link, 0.05) and z3.optimizer == dp.optimizer / 4  # weights are 16-bit
+    # Weights are 16-bit.
+    assert close(z3.dp_all, (2 / 2 + 1) * 3 / 4 * k / H200.link, 0.05) and z3.optimizer == dp.optimizer / 4
     tp = bench.predict(even, layout(tp=4), H200)
     assert close(tp.tp, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 / H200.link, 0.05)  # 4 all-reduces of BTC a block
-    far = bench.predict(config, layout(dp=64, batch_size=512), H200)  # a ring over eight nodes leaves each by one network card
+    # A ring over eight nodes leaves each by one network card.
+    far = bench.predict(config, layout(dp=64, batch_size=512), H200)
     assert close(far.dp_all, 2 * 63 / 64 * k / H200.network, 0.03)
-    pp = [bench.predict(dataclasses.replace(even, vocab_size=50257, tied=tied), layout(pp=8, micro_batches=8), H200) for tied in (True, False)]
-    assert close(pp[0].transfers - pp[1].transfers, 4 * 50257 * 2048 / H200.link)  # the tied embedding's gradient, between two
-    H200 = dataclasses.replace(H200, elementwise=3e12)  # W no longer than F: with a longer one, ZB-H1 idles more than the formula says
-    for schedule, v in [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]:  # the lecture's bubble is that of the clock
+    pp = [bench.predict(dataclasses.replace(even, vocab_size=50257, tied=tied), layout(pp=8, micro_batches=8), H200)
+          for tied in (True, False)]
+    # The tied embedding's gradient, between two.
+    assert close(pp[0].transfers - pp[1].transfers, 4 * 50257 * 2048 / H200.link)
+    # W no longer than F: with a longer one, ZB-H1 idles more than the formula says.
+    H200 = dataclasses.replace(H200, elementwise=3e12)
+    # The lecture's bubble is that of the clock.
+    for schedule, v in [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]:
         s = layout(pp=4, micro_batches=8, schedule=schedule, virtual_stages=v)
-        costs, stages = bench.predict(even, s, H200), [(i, run) for i, run in enumerate(parallel.split_pieces(even, 4 * v)) if i % 4 == 1]
+        costs, stages = (bench.predict(even, s, H200),
+                         [(i, run) for i, run in enumerate(parallel.split_pieces(even, 4 * v)) if i % 4 == 1])
         timeline = parallel.simulate(parallel.SCHEDULES[schedule](4, 8, v), *bench.stage_seconds(even, s, H200, stages))
         assert close(costs.bubble, max(timeline.idle), 0.05), schedule
 
@@ -2689,10 +2845,12 @@ def test_plan_lets_large_micro_batches_hide_launches():
     config = dataclasses.replace(model.PRESETS["gpt2"], vocab_size=50304)
 
     def step(batch_size, launch, **more):
-        return bench.predict(config, layout(batch_size=batch_size, **more), dataclasses.replace(H200, launch=launch)).step
+        return bench.predict(config, layout(batch_size=batch_size, **more),
+                             dataclasses.replace(H200, launch=launch)).step
 
     assert close(step(32, 5e-3), 0.059, 0.05)
-    assert step(32, 4e-3) == step(32, 0.0) and close(step(32, 0.0), 0.056, 0.02)  # 12 x 4 ms, all of it ahead of the GPU
+    # 12 x 4 ms, all of it ahead of the GPU.
+    assert step(32, 4e-3) == step(32, 0.0) and close(step(32, 0.0), 0.056, 0.02)
     assert step(8, 4e-3) > 12 * 4e-3 > 3 * step(8, 0.0)  # four times fewer tokens: the GPU waits
     assert step(8, 4e-3, cuda_graphs="on") == step(8, 0.0) and step(8, 4e-3, recompute="block") > 4 / 3 * 12 * 4e-3
 
@@ -2710,9 +2868,12 @@ def test_plan_lists_what_can_run_and_fits(tmp_path):
         assert train.check_layout(s, a.config, 1, 1) == 64
     assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 15
     a, rows = plan("--gpus", "40", "--top", "200")  # 25 heads, nodes of 8
-    assert all(train.check_layout(train.Settings(**{**row["settings"], "device": "cpu"}), a.config, 40, 8) == 40 for row in rows)
-    assert plan("--gpus", "4096", "--batch-size", "8192", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288", "--top", "2")[1]
-    assert not plan("--gpus", "1", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288")[1]  # a sixth of GPT-3 on one GPU
+    assert all(train.check_layout(train.Settings(**{**row["settings"], "device": "cpu"}), a.config, 40, 8) == 40
+               for row in rows)
+    assert plan("--gpus", "4096", "--batch-size", "8192", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288",
+                "--top", "2")[1]
+    # A sixth of GPT-3 on one GPU.
+    assert not plan("--gpus", "1", "--n-layer", "16", "--n-head", "96", "--n-embd", "12288")[1]
     small = dict(dataclasses.asdict(H200), memory=12 * 2**30)  # only where something is sharded or cut
     (tmp_path / "machine.json").write_text(json.dumps({"machine": small}))
     _, rows = plan("--gpus", "8", "--machine", str(tmp_path / "machine.json"))
@@ -2732,7 +2893,8 @@ def test_scaling_compares_with_one_gpu(monkeypatch, capsys):
     monkeypatch.setattr(bench, "write_json", lambda *args: None)
     rows = bench.scaling(a).rows
     assert [(row["kind"], row["gpus"], row["batch"]) for row in rows] == [
-        (kind, n, batch) for kind, batches in (("weak", (8, 16, 32)), ("strong", (32, 32, 32))) for n, batch in zip((1, 2, 4), batches)]
+        (kind, n, batch) for kind, batches in (("weak", (8, 16, 32)), ("strong", (32, 32, 32)))
+        for n, batch in zip((1, 2, 4), batches)]
     assert close(rows[2]["efficiency"], 100 * 96 / 99)
 
 
@@ -2742,7 +2904,8 @@ def ring_states():
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_ring_picture_is_the_law(pool, size):
-    """Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1; each step changes no other."""
+    """Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1; each step
+    changes no other."""
     if pool.device_type == "cuda":
         pytest.skip("the picture is of processes on the CPU")
     states = list(zip(*pool(size).run(ring_states)))  # [state][rank][chunk]
@@ -2754,8 +2917,9 @@ def test_ring_picture_is_the_law(pool, size):
             assert after[r][changed[0]].bit_count() == min(s + 2, size)
     assert states[-1] == tuple([(1 << size) - 1] * size for _ in range(size))
     colours = [element for element in drawn(bench.draw_ring(states)) if element.get("fill") in bench.COLOURS[:size]]
-    assert [element.get("d").count("z") for element in colours] == [sum(bits >> r & 1 for state in states for row in state for bits in row)
-                                                                   for r in range(size)]
+    assert ([element.get("d").count("z") for element in colours]
+            == [sum(bits >> r & 1 for state in states for row in state for bits in row)
+               for r in range(size)])
 
 
 def drawn(parts):
@@ -2766,25 +2930,34 @@ def drawn(parts):
 def test_pictures_show_what_files_hold(run_bench, tmp_path):
     GiB = 2**30
     files = {
-        "kernels": [{"op": f"attention T={t} D=64 causal", "way": way, "who": who, "tflops": x, "tb": 1} for t in (1024, 4096)
+        "kernels": [{"op": f"attention T={t} D=64 causal", "way": way, "who": who, "tflops": x, "tb": 1}
+                    for t in (1024, 4096)
                     for way in ("forward", "backward") for who, x in (("SDPA <new>", 200 + t / 64), ("ours", 100))],
-        "collectives": [{"op": "all_reduce", "size": 1024, "bus": 3, "torch_bus": 2}, {"op": "all_reduce", "a": 1, "b": 2}],
+        "collectives": [{"op": "all_reduce", "size": 1024, "bus": 3, "torch_bus": 2},
+                        {"op": "all_reduce", "a": 1, "b": 2}],
         "strategies": [{"strategy": name, "who": "ours", "tokens": 1e4, "peak": peak, "memory_by_rank": [
-            [{"parameters": GiB, "activations": GiB}, {"parameters": GiB, "activations": 3 * GiB}]]} for name, peak in (("ddp", None), ("zero1", 4.5))],
-        "scaling": [{"kind": "weak", "gpus": n, "strategy": "ddp", "who": "ours", "efficiency": 101 - n} for n in (1, 2)]}
+            [{"parameters": GiB, "activations": GiB}, {"parameters": GiB, "activations": 3 * GiB}]]}
+                       for name, peak in (("ddp", None), ("zero1", 4.5))],
+        "scaling": [{"kind": "weak", "gpus": n, "strategy": "ddp", "who": "ours", "efficiency": 101 - n}
+                    for n in (1, 2)]}
     for what, rows in files.items():
-        (tmp_path / f"{what}.json").write_text(json.dumps({"what": what, "hardware": "a machine", "model": "tiny", "rows": rows}))
-    events = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1, "args": {"stage": 0, "micro_batch": 3}}
+        (tmp_path / f"{what}.json").write_text(
+            json.dumps({"what": what, "hardware": "a machine", "model": "tiny", "rows": rows}))
+    events = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1,
+               "args": {"stage": 0, "micro_batch": 3}}
               for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events + [{"ph": "M", "name": "thread_name", "tid": 0}]}))
+    (tmp_path / "trace.json").write_text(
+        json.dumps({"traceEvents": events + [{"ph": "M", "name": "thread_name", "tid": 0}]}))
     paths = [str(tmp_path / f"{what}.json") for what in (*files, "trace")]
     printed = run_bench("pictures", *paths, "--into", str(tmp_path / "made"))
     made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
-    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies", "scaling", "pipeline")}
+    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies",
+                                                    "scaling", "pipeline")}
     assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
 
     def bars(name, colour):  # heights, the legend's box first
-        return [float(height) for path in made[name] if path.get("fill") == colour for height in re.findall(r"v([\d.]+)", path.get("d"))][1:]
+        return [float(height) for path in made[name] if path.get("fill") == colour
+                for height in re.findall(r"v([\d.]+)", path.get("d"))][1:]
     ours, theirs, other = bench.COLOURS[:3]
     tallest = 180 / (200 + 4096 / 64)
     assert bars("attention.svg", ours)[:2] == pytest.approx([100 * tallest] * 2, abs=0.1)
@@ -2794,18 +2967,24 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
     assert bars("scaling.svg", ours) == pytest.approx([180, 99 * 1.8], abs=0.1)
     words = [element.text for element in made["attention.svg"] if element.tag.endswith("text")]
     assert {"attention forward, TFLOP/s; a machine", "SDPA <new>", "ours", "T=4096 D=64 causal", "264"} <= set(words)
-    cells = [(element.get("x"), element.get("fill")) for element in made["pipeline.svg"] if element.tag.endswith("rect")]
+    cells = [(element.get("x"), element.get("fill"))
+             for element in made["pipeline.svg"] if element.tag.endswith("rect")]
     assert cells == [("60.0", "#4c8dd6"), ("636.0", "#e0883a"), ("828.0", "#4ba36b")]  # sends and receives are left out
 
 
 BAD_BENCH = [
-    ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"), ("plan --gpus 0", "--gpus"),
+    ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"),
+    ("plan --gpus 0", "--gpus"),
     ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
-    ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"), ("collectives --only foo", "--only foo"),
-    ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"), ("strategies --only ddp7", "--only ddp7"),
+    ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"),
+    ("collectives --only foo", "--only foo"),
+    ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"),
+    ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
-    ("scaling --only tp --gpus 3", "ddp, zero1, zero2, zero3"), ("kernels --gpus 2", "--gpus 2"), ("strategies --json /", "--json /"),
-    ("scaling --micro-batches 2", "--micro-batches 2"), ("strategies --device tpu", "--device"), ("plan --network -3", "--network"),
+    ("scaling --only tp --gpus 3", "ddp, zero1, zero2, zero3"), ("kernels --gpus 2", "--gpus 2"),
+    ("strategies --json /", "--json /"),
+    ("scaling --micro-batches 2", "--micro-batches 2"), ("strategies --device tpu", "--device"),
+    ("plan --network -3", "--network"),
     ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'what'"), ("pictures --into FILE", "--into"),
     ("pictures TRACE TRACE", "would overwrite"), ("pictures EMPTY", "empty.json")]
 
@@ -2814,10 +2993,12 @@ BAD_BENCH = [
 def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"machine": dict(dataclasses.asdict(H200), network=None)}))
-    event = {"ph": "X", "name": "F stage 0 micro-batch 0", "tid": 0, "ts": 0, "dur": 1, "args": {"stage": 0, "micro_batch": 0}}
+    event = {"ph": "X", "name": "F stage 0 micro-batch 0", "tid": 0, "ts": 0, "dur": 1,
+             "args": {"stage": 0, "micro_batch": 0}}
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
-    words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).replace("EMPTY", str(tmp_path / "empty.json")).split()
+    words = words.replace("FILE", str(path)).replace("TRACE", str(tmp_path / "trace.json")).replace(
+        "EMPTY", str(tmp_path / "empty.json")).split()
     cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
     monkeypatch.setattr(dist, "start_again", lambda n: pytest.fail("processes were started"))
@@ -2835,10 +3016,10 @@ def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
     assert all(f"python bench.py {what} " in printed for what in bench.WHAT)
 
 
-# ------------------------------------------------------------------------------------------------------------- checkpoints, faults
+# -------------------------------------------------------------------------------------------------- checkpoints, faults
 #
-# Here processes die, so they are not the pool's: `Ranks` runs train.py's `main` in new ones, started as torchrun would but in a tenth
-# of its time.
+# Here processes die, so they are not the pool's: `Ranks` runs train.py's `main` in new ones, started as torchrun would
+# but in a tenth of its time.
 
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
@@ -2876,10 +3057,12 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program, cut, lines)
 class Ranks:
     """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    cut: a folder of `write_cut`, whose program runs in place of the whole one. lines: `upper_lines_into` writes there."""
+    cut: a folder of `write_cut`, whose program runs in place of the whole one. lines: `upper_lines_into` writes
+    there."""
 
     def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", cut=None, lines=None):
-        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # theirs; it survives them
+        # Theirs; it survives them.
+        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
         settings = self.store.port, flags, self.log, file_bytes, deaths, program, cut, lines
@@ -2920,21 +3103,25 @@ TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
 
 
 def end_of(run):
-    """(step of the newest checkpoint, losses in the order of the log, checksums of its files, loss scale) of a run's folder."""
+    """(step of the newest checkpoint, losses in the order of the log, checksums of its files, loss scale) of a run's
+    folder."""
     newest = train.open_checkpoint(train.checkpoints(run)[-1], True).manifest
     losses = [(entry["step"], entry["loss"]) for entry in log_of(run) if "loss" in entry]
     return newest["step"], losses, newest["files"], newest["updates"], newest["scaler"]
 
 
-SAME = [(1, []), (2, ["--zero", "1", "--dtype", "bf16"]), (4, ["--tp", "2", "--zero", "2", "--dtype", "fp16"]), (4, ["--zero", "3"]),
-        (4, ["--pp", "2", "--tp", "2", "--micro-batches", "2", "--schedule", "zb-h1"]), (2, ["--zero", "3", "--dtype", "bf16"]),
-        (2, ["--dtype", "bf16"]), (2, ["--tp", "2", "--vocab-size", "259"])]
+SAME = [(1, []), (2, ["--zero", "1", "--dtype", "bf16"]), (4, ["--tp", "2", "--zero", "2", "--dtype", "fp16"]),
+        (4, ["--zero", "3"]),
+        (4, ["--pp", "2", "--tp", "2", "--micro-batches", "2", "--schedule", "zb-h1"]),
+        (2, ["--zero", "3", "--dtype", "bf16"]), (2, ["--dtype", "bf16"]), (2, ["--tp", "2", "--vocab-size", "259"])]
 
 
 @pytest.mark.parametrize("size,flags", SAME, ids=lambda x: " ".join(x) if isinstance(x, list) else str(x))
 def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags):
-    """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for bit."""
-    flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--lr", "0.01", "--clip", "0.5", "--out", str(tmp_path), *flags]
+    """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for
+    bit."""
+    flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--lr", "0.01", "--clip", "0.5", "--out",
+                     str(tmp_path), *flags]
     flags[flags.index("--device") + 1] = pool(size).device_type
     pool(size).run(run_training, flags)
     want = end_of(tmp_path)
@@ -2945,41 +3132,48 @@ def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags):
 
 
 def test_checkpoint_fits_every_layout(pool, text, tmp_path):
-    """A run moves: dp 2 x tp 2, pipeline with ZeRO-1, one process, ZeRO-3, from the middle of one to the middle of the next."""
+    """A run moves: dp 2 x tp 2, pipeline with ZeRO-1, one process, ZeRO-3, from the middle of one to the middle of the
+    next."""
     device = pool(4).device_type
-    flags = TRAIN + ["--data", text, "--steps", "7", "--save-every", "1", "--keep", "0", "--lr", "0.01", "--clip", "0.5", "--dtype", "fp64",
-                     "--device", device]
+    flags = TRAIN + ["--data", text, "--steps", "7", "--save-every", "1", "--keep", "0", "--lr", "0.01", "--clip",
+                     "0.5", "--dtype", "fp64", "--device", device]
     pool(1).run(run_training, flags + ["--out", str(tmp_path / "whole")])
-    moves = [(4, ["--tp", "2"], 2), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4), (4, ["--zero", "3"], 5),
-             (3, ["--pp", "3"], 6), (2, ["--zero", "2", "--tp", "1"], 7)]
+    moves = [(4, ["--tp", "2"], 2), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4),
+             (4, ["--zero", "3"], 5), (3, ["--pp", "3"], 6), (2, ["--zero", "2", "--tp", "1"], 7)]
     out = str(tmp_path / "moved")
     for size, layout, stop in moves:
         assert pool(size).run(run_training, flags + layout + ["--out", out]) == [True] * size
         log = log_of(out)
         assert [entry["step"] for entry in log] == list(range(1, 8))
         for a, b in zip(log, log_of(tmp_path / "whole")):
-            assert all(abs(a[key] - b[key]) <= 1e-10 * abs(b[key]) for key in ("loss", "grad_norm", "lr")), (layout, a, b)
+            assert all(abs(a[key] - b[key]) <= 1e-10 * abs(b[key])
+                       for key in ("loss", "grad_norm", "lr")), (layout, a, b)
         for step in range(stop + 1, 8):  # the next layout goes on from the middle
             shutil.rmtree(os.path.join(out, f"step-{step:08}"))
     for file in ("model", "optimizer"):
-        want, got = (model.read_safetensors(f"{folder}/step-00000007/{file}.safetensors") for folder in (tmp_path / "whole", out))
-        assert want.keys() == got.keys() and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items())
+        want, got = (model.read_safetensors(f"{folder}/step-00000007/{file}.safetensors")
+                     for folder in (tmp_path / "whole", out))
+        assert (want.keys() == got.keys()
+                and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items()))
 
 
 def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
     flags = TRAIN + ["--data", text, "--steps", "3", "--seed", "5", "--save-every", "2", "--out", str(tmp_path / "run")]
     assert Ranks(flags, 1, tmp_path / "log").end() == [0]
-    longer = Ranks(["--resume", "--out", str(tmp_path / "run"), "--steps", "5", "--lr", "0.005", "--device", "cpu", "--log-every", "1",
-                    "--sample", "6", "--prompt", "line"], 1, tmp_path / "log")
+    longer = Ranks(["--resume", "--out", str(tmp_path / "run"), "--steps", "5", "--lr", "0.005", "--device", "cpu",
+                    "--log-every", "1", "--sample", "6", "--prompt", "line"], 1, tmp_path / "log")
     assert longer.end() == [0]
-    assert "step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here" in longer.printed(), longer.printed()
+    assert ("step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here"
+            in longer.printed()), longer.printed()
     assert [entry["step"] for entry in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert train.open_checkpoint(tmp_path / "run" / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
     files = sorted(os.listdir(tmp_path / "run"))
-    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line", "--device", "cpu"], 1, tmp_path / "log")
+    sample = Ranks(["--sample", "6", "--steps", "0", "--resume", str(tmp_path / "run"), "--prompt", "line", "--device",
+                    "cpu"], 1, tmp_path / "log")
     assert sample.end() == [0]
     assert sample.printed().split("---")[-2] == longer.printed().split("---")[-2]  # the same six bytes after "line"
-    assert files == sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
+    assert files == sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "run.json", "step-00000003",
+                                                             "step-00000005"]
 
 
 def test_transformers_reads_a_checkpoint(pool, text, tmp_path):
@@ -2992,11 +3186,13 @@ def test_transformers_reads_a_checkpoint(pool, text, tmp_path):
 
 
 def test_killed_at_each_point_of_a_write(text, tmp_path):
-    """The same run, killed again and again, each time a little later in the writing of its first or second checkpoint."""
+    """The same run, killed again and again, each time a little later in the writing of its first or second
+    checkpoint."""
     flags = TRAIN + ["--data", text, "--steps", "16", "--save-every", "2", "--keep", "1"]
     assert Ranks(flags + ["--out", str(tmp_path / "whole")], 1, tmp_path / "log").end() == [0]
     out, half, last = str(tmp_path / "run"), 0, 0
-    for nth in (1, 6, 8, 11, 13, 15, 16, 17, 18, 20, 21, 22):  # 5 is the log, 15 the checkpoint's name, 17 the older one's, which then goes
+    # 5 is the log, 15 the checkpoint's name, 17 the older one's, which then goes.
+    for nth in (1, 6, 8, 11, 13, 15, 16, 17, 18, 20, 21, 22):
         assert Ranks(flags + ["--out", out], 1, tmp_path / "log", deaths=(nth, nth % 2)).end() == [-9]
         found = [train.open_checkpoint(path, True).manifest["step"] for path in train.checkpoints(out)]
         assert max(found, default=0) >= last  # never less than before
@@ -3012,9 +3208,10 @@ def test_killed_at_each_point_of_a_write(text, tmp_path):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=slow)])
 def test_killed_runs_lose_nothing(text, tmp_path, kills):
-    """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the same command
-    ends with the loss, and the files, of the run that nobody killed."""
-    flags = TRAIN + ["--data", text, "--steps", "30", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero", "1"]
+    """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the
+    same command ends with the loss, and the files, of the run that nobody killed."""
+    flags = TRAIN + ["--data", text, "--steps", "30", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero",
+                     "1"]
     assert Ranks(flags + ["--out", str(tmp_path / "whole")], 2, tmp_path / "log").end() == [0, 0]
     want, rng, killed, unfinished = end_of(tmp_path / "whole"), np.random.default_rng(kills), 0, 0
 
@@ -3064,9 +3261,11 @@ def test_killed_or_stalled_rank_is_named_by_the_others(text, tmp_path):
         stalled.processes[1].kill()  # or pytest would wait for it in the end
     lines = [line for line in killed.printed().splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 2 and any("rank 2 gives no sign of life since step" in line for line in lines), lines
-    assert all(re.match(r"train.py: rank [01]: step \d+, \w.*", line) for line in lines) and "Traceback" not in killed.printed()
+    assert (all(re.match(r"train.py: rank [01]: step \d+, \w.*", line) for line in lines)
+            and "Traceback" not in killed.printed())
     lines = [line for line in stalled.printed().splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 3 and all("rank 1 gives no sign of life since step" in line for line in lines), stalled.printed()
+    assert (len(lines) == 3
+            and all("rank 1 gives no sign of life since step" in line for line in lines)), stalled.printed()
 
 
 def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
@@ -3085,7 +3284,8 @@ def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
 
 def not_finite(text, out, on_nan, zero):
     """One rank's loss is NaN in step 3; what the others do."""
-    flags = TRAIN + ["--data", text, "--steps", "5", "--on-nan", on_nan, "--zero", str(zero), "--save-every", "1", "--out", out]
+    flags = TRAIN + ["--data", text, "--steps", "5", "--on-nan", on_nan, "--zero", str(zero), "--save-every", "1",
+                     "--out", out]
     run = train.WatchedRun(flags)
     whole, calls = parallel.cross_entropy, []
 
@@ -3120,16 +3320,19 @@ def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
     assert [(m["updates"], m["skipped"]) for m in manifests] == [(3, 1), (4, 1)]
     want = end_of(tmp_path / "skip")
     shutil.rmtree(tmp_path / "skip" / "step-00000005")
-    assert pool(2).run(not_finite, text, str(tmp_path / "skip"), "skip", zero) == [True, True] and end_of(tmp_path / "skip") == want
+    assert (pool(2).run(not_finite, text, str(tmp_path / "skip"), "skip", zero) == [True, True]
+            and end_of(tmp_path / "skip") == want)
 
 
 def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
     flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--out", str(tmp_path / "run"), "--dp", "2"]
     assert Ranks(flags + ["--steps", "2"], 2, tmp_path / "log").end() == [0, 0]
     before = end_of(tmp_path / "run")
-    full = Ranks(flags + ["--resume"], 2, tmp_path / "log", file_bytes=40_000)  # room for the weights, not for the optimizer
+    # Room for the weights, not for the optimizer.
+    full = Ranks(flags + ["--resume"], 2, tmp_path / "log", file_bytes=40_000)
     assert full.end() == [1, 0], full.printed()
-    assert re.search(r"step 4/4  not saved in .*: File too large; ended, step-00000002 is complete", full.printed()), full.printed()
+    assert re.search(r"step 4/4  not saved in .*: File too large; ended, step-00000002 is complete",
+                     full.printed()), full.printed()
     assert end_of(tmp_path / "run")[2:] == before[2:] and log_of(tmp_path / "run")[-1]["not_saved"]
     assert not any(name.startswith(".step") for name in os.listdir(tmp_path / "run"))
     assert Ranks(flags + ["--resume"], 2, tmp_path / "log").end() == [0, 0] and end_of(tmp_path / "run")[0] == 4
@@ -3143,7 +3346,8 @@ def trace_into(folder):
 
 
 def test_trace_that_cannot_be_written_is_all_that_is_lost(pool, text):
-    assert pool(1).run(trace_into, os.path.join(text, "below-a-file")) == [[f"no trace in {text}/below-a-file: Not a directory"]]
+    assert (pool(1).run(trace_into, os.path.join(text, "below-a-file"))
+            == [[f"no trace in {text}/below-a-file: Not a directory"]])
 
 
 def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
@@ -3166,7 +3370,8 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
-    """Two torchrun agents, as on two machines. A rank is killed; torchrun starts all of them again, and they go on by themselves."""
+    """Two torchrun agents, as on two machines. A rank is killed; torchrun starts all of them again, and they go on by
+    themselves."""
     flags = TRAIN + ["--data", text, "--steps", "150", "--save-every", "25", "--log-every", "25"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -3193,24 +3398,33 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
 
 
 BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must say
-    ("no manifest", [], "holds no complete checkpoint"), ("manifest gone", [], "manifest.json: No such file"), ("manifest cut", [], "manifest.json"),
-    ("manifest flipped", [], "manifest.json: it does not match its own checksum"), ("newer format", [], "its format is 2"),
+    ("no manifest", [], "holds no complete checkpoint"), ("manifest gone", [], "manifest.json: No such file"),
+    ("manifest cut", [], "manifest.json"),
+    ("manifest flipped", [], "manifest.json: it does not match its own checksum"),
+    ("newer format", [], "its format is 2"),
     ("weights cut", [], "model.safetensors: it has"), ("weights flipped", [], "model.safetensors: its checksum"),
-    ("moments flipped", [], "optimizer.safetensors: its checksum"), ("moments gone", [], "optimizer.safetensors: No such file"),
-    ("config flipped", [], "config.json: its checksum"), ("other shape", [], "wpe.weight is (16, 16), config.json makes it (12, 16)"),
+    ("moments flipped", [], "optimizer.safetensors: its checksum"),
+    ("moments gone", [], "optimizer.safetensors: No such file"),
+    ("config flipped", [], "config.json: its checksum"),
+    ("other shape", [], "wpe.weight is (16, 16), config.json makes it (12, 16)"),
     ("other moments", [], "exp_avg.wpe.weight is ((8, 32)"), ("moment missing", [], "exp_avg_sq.wpe.weight is missing"),
-    ("moment half precision", [], "exp_avg.wpe.weight is ((16, 16), torch.bfloat16)"), ("pickled weights", [], "model.safetensors: not a whole .safetensors file"),
+    ("moment half precision", [], "exp_avg.wpe.weight is ((16, 16), torch.bfloat16)"),
+    ("pickled weights", [], "model.safetensors: not a whole .safetensors file"),
     ("pickled moments", [], "not a whole .safetensors file"),
-    ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"), ("", ["--n-layer", "2"], "--n-layer 2"),
+    ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"),
+    ("", ["--n-layer", "2"], "--n-layer 2"),
     ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
-    ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"), ("", ["--out", "LOCKED"], "process 1 on here writes there"),
-    ("", ["--out", "NEW"], "a run goes on in its own folder"), ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
+    ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"),
+    ("", ["--out", "LOCKED"], "process 1 on here writes there"),
+    ("", ["--out", "NEW"], "a run goes on in its own folder"),
+    ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
 
 
 @pytest.fixture(scope="session")
 def finished_run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--out", str(folder / "run")], 1, folder / "log")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--out", str(folder / "run")], 1,
+                  folder / "log")
     assert ranks.end() == [0], ranks.printed()
     return folder / "run"
 
@@ -3218,7 +3432,8 @@ def finished_run(text, tmp_path_factory):
 def damage_checkpoint(path, how):
     """Flip, cut, forge. Where the manifest is made to match what was forged, only the contents can tell."""
     part, _, what = how.partition(" ")
-    file = path / {"manifest": "manifest.json", "weights": "model.safetensors", "config": "config.json"}.get(part, "optimizer.safetensors")
+    file = path / {"manifest": "manifest.json", "weights": "model.safetensors",
+                   "config": "config.json"}.get(part, "optimizer.safetensors")
     if how == "no manifest":
         shutil.rmtree(path)
         os.mkdir(path.parent / ".step-00000003.part")
@@ -3256,14 +3471,16 @@ def damage_checkpoint(path, how):
                 new = json.dumps(header).encode()
                 file.write_bytes(struct.pack("<Q", len(new)) + new + text[8 + struct.unpack("<Q", text[:8])[0]:])
             else:
-                model.write_safetensors(str(file), {name: (dtypes[name], tuple(t.shape)) for name, t in moments.items()}, moments.__getitem__)
+                model.write_safetensors(str(file), {name: (dtypes[name], tuple(t.shape))
+                                                    for name, t in moments.items()}, moments.__getitem__)
         if file.name in manifest["files"]:
             manifest["files"][file.name] = {"bytes": os.path.getsize(file), "crc32": model.crc_of_file(file)}
         (path / "manifest.json").write_text(json.dumps(manifest | {"crc32": train.crc_of(manifest)}))
 
 
 @pytest.mark.parametrize("how,flags,says", BAD_CHECKPOINTS, ids=lambda x: " ".join(x) if isinstance(x, list) else x)
-def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_run, bad_files, tmp_path, text, monkeypatch, capsys):
+def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_run, bad_files, tmp_path, text,
+                                                    monkeypatch, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     step = run / "step-00000003"
@@ -3271,7 +3488,8 @@ def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_r
         shutil.rmtree(run / "step-00000002")
     damage_checkpoint(step, how)
     monkeypatch.chdir(tmp_path)
-    special = {"OTHER": bad_files["ASCII"], "OTHER_RUN": str(tmp_path / "other"), "LOCKED": str(run), "IN_THE_WAY": str(run), "NEW": str(tmp_path / "new")}
+    special = {"OTHER": bad_files["ASCII"], "OTHER_RUN": str(tmp_path / "other"), "LOCKED": str(run),
+               "IN_THE_WAY": str(run), "NEW": str(tmp_path / "new")}
     resume = run if how == "no manifest" else run / "step-00000002" if "IN_THE_WAY" in flags else step
     resume = ["--resume", str(resume)]
     if "OTHER_RUN" in flags:
@@ -3292,14 +3510,17 @@ def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_r
 
 
 def test_bad_input_ends_real_processes_before_they_meet(finished_run, tmp_path):
-    for size, flags, says in [(1, ["--resume", str(finished_run), "--tp", "3"], "--tp 3"), (2, ["--resume", "/no/such", "--dp", "2"], "/no/such")]:
+    for size, flags, says in [(1, ["--resume", str(finished_run), "--tp", "3"], "--tp 3"),
+                              (2, ["--resume", "/no/such", "--dp", "2"], "/no/such")]:
         ranks = Ranks(flags, size, tmp_path / "log")
-        assert ranks.end() == [2] * size and ranks.printed().count("\n") == 1 and says in ranks.printed(), ranks.printed()
+        assert (ranks.end() == [2] * size and ranks.printed().count("\n") == 1
+                and says in ranks.printed()), ranks.printed()
 
 
-# --------------------------------------------------------------------------------------------------------------------- kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 #
-# Without a GPU the kernels run in Triton's interpreter: the same code, line by line, in NumPy. With one, they run on it.
+# Without a GPU the kernels run in Triton's interpreter: the same code, line by line, in NumPy. With one, they run on
+# it.
 
 KERNEL_DEVICE = "cuda" if GPUS else "cpu"
 LENGTHS = [1, 17, 127, 1000, 4096]
@@ -3320,14 +3541,15 @@ def triton_kernels():
 
 def random(*shape, dtype=torch.float32, gaps=False):
     x = torch.randn(*shape, device=KERNEL_DEVICE).to(dtype)
-    return _spread(x.cpu()).to(KERNEL_DEVICE) if gaps and KERNEL_DEVICE == "cpu" else x.t().contiguous().t() if gaps else x
+    return (_spread(x.cpu()).to(KERNEL_DEVICE) if gaps and KERNEL_DEVICE == "cpu"
+            else x.t().contiguous().t() if gaps else x)
 
 
 def no_worse_than_pytorch(ours, theirs, inputs, units=2):
     """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
 
-    Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has such errors, `units`.
-    The interpreter does not round to bf16 but cuts digits off: twice the error.
+    Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has
+    such errors, `units`. The interpreter does not round to bf16 but cuts digits off: twice the error.
     """
     runs = []
     for function, cast in ((ours, lambda x: x), (theirs, lambda x: x), (theirs, lambda x: x.double())):
@@ -3351,23 +3573,28 @@ def test_hand_derived_backwards_equal_autograd():
     x, w, b, dy = (torch.randn(5, 7, dtype=torch.float64) for _ in range(4))
     x.requires_grad_()
     for forward, backward, library in [(kernels.elu_reference, kernels.elu_backward_reference, F.elu),
-                                       (kernels.gelu_reference, kernels.gelu_backward_reference, lambda x: F.gelu(x, approximate="tanh"))]:
-        assert close(forward(x), library(x), 1e-14) and close(backward(x, dy).detach(), torch.autograd.grad(library(x), x, dy)[0], 1e-14)
+                                       (kernels.gelu_reference, kernels.gelu_backward_reference,
+                                        lambda x: F.gelu(x, approximate="tanh"))]:
+        assert (close(forward(x), library(x), 1e-14)
+                and close(backward(x, dy).detach(), torch.autograd.grad(library(x), x, dy)[0], 1e-14))
     w, b = w[0].clone().requires_grad_(), b[0].clone().requires_grad_()
     y, m, k = kernels.layer_norm_reference(x, w, b, 1e-5)
     assert close(y, F.layer_norm(x, (7,), w, b), 1e-14)
-    for mine, exact in zip(kernels.layer_norm_backward_reference(x, dy, w, m, k), torch.autograd.grad(y, (x, w, b), dy)):
+    for mine, exact in zip(kernels.layer_norm_backward_reference(x, dy, w, m, k),
+                           torch.autograd.grad(y, (x, w, b), dy)):
         assert close(mine.detach(), exact, 1e-14)
     q, k, v, do = (torch.randn(2, 3, T, 4, dtype=torch.float64, requires_grad=True) for T in (5, 7, 7, 5))
     for is_causal in (True, False):
         o, lse = kernels.attention_reference(q, k, v, is_causal)
         assert close(o.detach(), plain_attention(q, k, v, is_causal).detach(), 1e-14)
-        for mine, exact in zip(kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal), torch.autograd.grad(o, (q, k, v), do)):
+        for mine, exact in zip(kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
+                               torch.autograd.grad(o, (q, k, v), do)):
             assert close(mine.detach(), exact, 1e-13)
     targets = torch.tensor([0, 6, 3, 3, 1])
     loss = F.cross_entropy(x, targets)
     assert close(kernels.cross_entropy_reference(x, targets), loss, 1e-14)
-    assert close(kernels.cross_entropy_backward_reference(x, targets, 3.0).detach(), torch.autograd.grad(3 * loss, x)[0], 1e-14)
+    assert close(kernels.cross_entropy_backward_reference(x, targets, 3.0).detach(),
+                 torch.autograd.grad(3 * loss, x)[0], 1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -3378,14 +3605,17 @@ def test_activations(name, dtype, triton_kernels):
         no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(n, dtype=dtype)])
     no_worse_than_pytorch(getattr(kernels, name), theirs, [random(3, 50, 7, dtype=dtype).transpose(0, 2)])
     for rows, width in [(1, 1), (300, 130)]:
-        no_worse_than_pytorch(getattr(kernels, name), lambda x, b: theirs(x + b), [random(2, rows, width, dtype=dtype), random(width, dtype=dtype)])
+        no_worse_than_pytorch(getattr(kernels, name), lambda x, b: theirs(x + b),
+                              [random(2, rows, width, dtype=dtype), random(width, dtype=dtype)])
     tiny = torch.tensor([-1e-7, -1e-3, -0.3, -0.36, -100.0, 0.0, 1e-7, 50.0], device=KERNEL_DEVICE)
-    assert torch.allclose(getattr(kernels, name)(tiny).double(), theirs(tiny.double()), rtol=1e-6, atol=0 if name == "elu" else 1e-8)
+    assert torch.allclose(getattr(kernels, name)(tiny).double(), theirs(tiny.double()), rtol=1e-6,
+                          atol=0 if name == "elu" else 1e-8)
     assert getattr(kernels, name)(torch.empty(0, 4, device=KERNEL_DEVICE)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,width", [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []))
+@pytest.mark.parametrize("rows,width",
+                         [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []))
 def test_layer_norm(rows, width, dtype, triton_kernels):
     """Rows so wide that several programs share one: test_python_kernels_py."""
     def plain(x, w, b):
@@ -3396,33 +3626,40 @@ def test_layer_norm(rows, width, dtype, triton_kernels):
     no_worse_than_pytorch(lambda *a: kernels.layer_norm(*a, 1e-3), plain, [x, w, b])
     no_worse_than_pytorch(lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-3),
                           lambda x, r, w, b: (x + r, plain(x + r, w, b)), [x, r, w, b])
-    no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b, 1e-3), lambda x, w, b: (x, plain(x, w, b)),
+    no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b, 1e-3),
+                          lambda x, w, b: (x, plain(x, w, b)),
                           [random(2, width, rows, dtype=dtype).transpose(1, 2), w, b])
 
 
 def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
-    x, r, w, b = random(50, 96).requires_grad_(), random(50, 96), random(96).requires_grad_(), random(96).requires_grad_()
+    x, r, w, b = (random(50, 96).requires_grad_(), random(50, 96), random(96).requires_grad_(),
+                  random(96).requires_grad_())
     grads = [torch.autograd.grad(kernels.add_layer_norm(x, r, w, b)[1].square().sum(), (x, w, b)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*grads))
     assert torch.equal(torch.autograd.grad(kernels.add_layer_norm(x, r, w, b)[0].sum(), x)[0], torch.ones_like(x))
 
 
 def plain_attention(q, k, v, is_causal):
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2]) if is_causal else None
-    whole = torch.contiguous_format  # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow
+    mask = (torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+            if is_causal else None)
+    # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow.
+    whole = torch.contiguous_format
     return F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
+# No bf16 dot in the interpreter.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128), (5, 20, 256)] + ([(1000, 1000, 64)] if GPUS else []))
+@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128), (5, 20, 256)]
+                         + ([(1000, 1000, 64)] if GPUS else []))
 def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
-    """A GPU multiplies and adds scores with one rounding, the interpreter with two: there float32 may be four units off, or PyTorch's
-    luck with the instructions of one CPU or another decides."""
-    q, k, v = random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3), random(2, 3, Tk, D, dtype=dtype)
+    """A GPU multiplies and adds scores with one rounding, the interpreter with two: there float32 may be four units
+    off, or PyTorch's luck with the instructions of one CPU or another decides."""
+    q, k, v = (random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3),
+               random(2, 3, Tk, D, dtype=dtype))
     units = 2 if GPUS else 4
-    no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal), functools.partial(plain_attention, is_causal=is_causal),
-                          [q, k, v], units)
+    no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
+                          functools.partial(plain_attention, is_causal=is_causal), [q, k, v], units)
     if Tq == Tk:
         qkv = random(2, Tq, 3, 3, D, dtype=dtype)
         no_worse_than_pytorch(functools.partial(kernels.attention, is_causal=is_causal), lambda qkv: plain_attention(
@@ -3432,15 +3669,18 @@ def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
 def test_flash_attention_by_specialized_warps(triton_kernels):
     """Not causal, keys in whole blocks, head dim 128: another path through the forward kernel."""
     for Tq, Tk in [(130, 256)] + ([(1000, 1024), (4096, 4096)] if GPUS else []):
-        q, k, v = (random(2, T, 2, 128, dtype=torch.bfloat16 if GPUS else torch.float16).transpose(1, 2) for T in (Tq, Tk, Tk))
-        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, False), functools.partial(plain_attention, is_causal=False), [q, k, v])
+        q, k, v = (random(2, T, 2, 128, dtype=torch.bfloat16 if GPUS else torch.float16).transpose(1, 2)
+                   for T in (Tq, Tk, Tk))
+        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, False),
+                              functools.partial(plain_attention, is_causal=False), [q, k, v])
 
 
 def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
     q, k, v = (random(1, 2, T, 16).requires_grad_() for T in (20, 5, 5))
     y = kernels.FlashAttention.apply(q, k, v, True)
     y.sum().backward()
-    assert not y[:, :, :15].any() and not q.grad[:, :, :15].any() and y[:, :, 15:].any() and q.grad.isfinite().all() and v.grad.isfinite().all()
+    assert (not y[:, :, :15].any() and not q.grad[:, :, :15].any() and y[:, :, 15:].any() and q.grad.isfinite().all()
+            and v.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -3461,10 +3701,13 @@ def test_cross_entropy(rows, vocab, dtype, triton_kernels):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_outputs_that_8_does_not_divide(dtype, triton_kernels):
-    """The weight is padded with zeros and the result is a view without them, whatever gradient comes back and however often."""
+    """The weight is padded with zeros and the result is a view without them, whatever gradient comes back and however
+    often."""
     one = random(16, dtype=dtype).requires_grad_()  # a row alone
-    assert torch.autograd.grad(kernels.linear(one, random(37, 16, dtype=dtype), random(37, dtype=dtype)).sum(), one)[0].shape == (16,)
-    x, w, targets = random(2, 3, 16, dtype=dtype).requires_grad_(), random(37, 16, dtype=dtype).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
+    assert torch.autograd.grad(kernels.linear(one, random(37, 16, dtype=dtype), random(37, dtype=dtype)).sum(),
+                               one)[0].shape == (16,)
+    x, w, targets = (random(2, 3, 16, dtype=dtype).requires_grad_(), random(37, 16, dtype=dtype).requires_grad_(),
+                     torch.arange(6, device=KERNEL_DEVICE))
     kernels.use("torch")
     want = kernels.linear(x, w)
     want_grads = [torch.autograd.grad(f(want), [x, w], retain_graph=True) for f in (
@@ -3472,7 +3715,8 @@ def test_outputs_that_8_does_not_divide(dtype, triton_kernels):
     kernels.use("triton")
     got = kernels.linear(x, w)
     assert got.shape == want.shape and close(got.detach(), want.detach(), 1e-2)
-    for f, grads in zip((lambda y: y.square().sum(), lambda y: kernels.cross_entropy(y.flatten(0, 1), targets)), want_grads):
+    for f, grads in zip((lambda y: y.square().sum(), lambda y: kernels.cross_entropy(y.flatten(0, 1), targets)),
+                        want_grads):
         for g, h in zip(torch.autograd.grad(f(got), [x, w], retain_graph=True), grads):
             assert g.shape == h.shape and close(g, h, 2e-2)
 
@@ -3512,17 +3756,21 @@ def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
         assert close(loss, exact_loss, 1e-6) and close(grad, exact_grad, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
+# No bf16 dot in the interpreter.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
 def test_matmul(dtype, triton_kernels):
-    for (M, K, N), tiles in [((1, 1, 1), (16, 16, 16, 1)), ((17, 127, 33), (16, 16, 32, 2)), ((127, 40, 100), (32, 16, 16, 3))]:
+    for (M, K, N), tiles in [((1, 1, 1), (16, 16, 16, 1)), ((17, 127, 33), (16, 16, 32, 2)),
+                             ((127, 40, 100), (32, 16, 16, 3))]:
         a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
         product = a.double() @ b.double()
         unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 0.5)  # as above
         for ours, theirs, exact in ((kernels.matmul(a, b, None, tiles), a @ b, product), (
-                kernels.matmul(a, b, kernels._gelu, tiles), F.gelu(a @ b, approximate="tanh"), kernels.gelu_reference(product))):
+                kernels.matmul(a, b, kernels._gelu, tiles), F.gelu(a @ b, approximate="tanh"),
+                kernels.gelu_reference(product))):
             error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (ours, theirs))
             assert error <= 1.1 * max(allowed, unit), (M, K, N, error, allowed)
-    assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
+    # Rows + columns of tiles.
+    assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16
 
 
 @pytest.fixture
@@ -3535,54 +3783,68 @@ def plain_kernels(triton_kernels, monkeypatch):
 def test_activations_and_layer_norm_plain(dtype, plain_kernels):
     for name, theirs in (("elu", F.elu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
         no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(5, 50, 7, dtype=dtype).transpose(0, 2)])
-        no_worse_than_pytorch(getattr(kernels, name), lambda x, b: theirs(x + b), [random(2, 30, 130, dtype=dtype), random(130, dtype=dtype)])
+        no_worse_than_pytorch(getattr(kernels, name), lambda x, b: theirs(x + b),
+                              [random(2, 30, 130, dtype=dtype), random(130, dtype=dtype)])
     for rows, width in [(1, 1), (7, 127)]:
         w, b = (1 + random(width)).to(dtype), random(width, dtype=dtype)
         x, r = 1 + 2 * random(2, rows, width, dtype=dtype), random(2, rows, width, dtype=dtype)
         norm = lambda x, w, b: F.layer_norm(x, w.shape, w, b)
         no_worse_than_pytorch(kernels.layer_norm, norm, [x, w, b])
         no_worse_than_pytorch(kernels.add_layer_norm, lambda x, r, w, b: (x + r, norm(x + r, w, b)), [x, r, w, b])
-        no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b), lambda x, w, b: (x, norm(x, w, b)), [x, w, b])
+        no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b), lambda x, w, b: (x, norm(x, w, b)),
+                              [x, w, b])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)  # no bf16 dot in the interpreter
+# No bf16 dot in the interpreter.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
 @pytest.mark.parametrize("Tq,Tk,D", [(17, 100, 16), (130, 130, 64), (33, 70, 128), (20, 5, 256)])
 def test_flash_attention_plain(Tq, Tk, D, dtype, plain_kernels):
-    q, k, v = random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3), random(2, 3, Tk, D, dtype=dtype)
+    q, k, v = (random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3),
+               random(2, 3, Tk, D, dtype=dtype))
     for is_causal in (True, False) if Tq <= Tk else (False,):
-        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal), functools.partial(plain_attention, is_causal=is_causal),
-                              [q, k, v], 2 if GPUS else 4)
+        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
+                              functools.partial(plain_attention, is_causal=is_causal), [q, k, v], 2 if GPUS else 4)
     q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     y = kernels.FlashAttention.apply(q, k, v, True)
     y.sum().backward()  # of 20 rows the first 15 see none of 5 keys
-    assert not y[:, :, :max(0, Tq - Tk)].any() and not q.grad[:, :, :max(0, Tq - Tk)].any() and q.grad.isfinite().all() and v.grad.isfinite().all()
-    no_worse_than_pytorch(kernels.attention, lambda qkv: plain_attention(*qkv.permute(2, 0, 3, 1, 4), True).transpose(1, 2),
+    assert (not y[:, :, :max(0, Tq - Tk)].any() and not q.grad[:, :, :max(0, Tq - Tk)].any() and q.grad.isfinite().all()
+            and v.grad.isfinite().all())
+    no_worse_than_pytorch(kernels.attention,
+                          lambda qkv: plain_attention(*qkv.permute(2, 0, 3, 1, 4), True).transpose(1, 2),
                           [random(2, 9, 3, 3, D, dtype=dtype)], 2 if GPUS else 4)
 
 
 def test_product_plain(plain_kernels):
     a, b = random(70, 40), random(40, 130)
     assert close(kernels.matmul(a, b, kernels._elu).double(), F.elu(a.double() @ b.double()), 1e-6)
-    x, w, bias, taken = random(2, 3, 16).requires_grad_(), random(37, 16).requires_grad_(), random(37).requires_grad_(), []
+    x, w, bias, taken = (random(2, 3, 16).requires_grad_(), random(37, 16).requires_grad_(),
+                         random(37).requires_grad_(), [])
     y = kernels.Linear.apply(x, w, bias, None)
     assert y.equal(kernels.linear(x, w, bias))
     dx, dw, db = torch.autograd.grad(y.square().sum(), (x, w, bias))
-    assert all(close(a, b, 1e-5) for a, b in zip((dx, dw, db), torch.autograd.grad(F.linear(x, w, bias).square().sum(), (x, w, bias))))
-    kernels.Linear.apply(x, w.detach(), bias.detach(), lambda dy, x: taken.extend((dy.T @ x, kernels.bias_gradient(dy)))).square().sum().backward()
+    assert all(close(a, b, 1e-5)
+               for a, b in zip((dx, dw, db), torch.autograd.grad(F.linear(x, w, bias).square().sum(), (x, w, bias))))
+    kernels.Linear.apply(x, w.detach(), bias.detach(),
+                         lambda dy, x: taken.extend((dy.T @ x, kernels.bias_gradient(dy)))).square().sum().backward()
     assert x.grad.equal(dx) and taken[0].equal(dw) and taken[1].equal(db)
 
 
 def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
     x, w = random(3, 4), random(4)
-    for call, words in [(lambda: kernels.gelu(x.double()), r"\(3, 4\) of torch.float64"), (lambda: kernels.elu(x.int()), "torch.int32"),
+    for call, words in [(lambda: kernels.gelu(x.double()), r"\(3, 4\) of torch.float64"),
+                        (lambda: kernels.elu(x.int()), "torch.int32"),
                         (lambda: kernels.layer_norm(x, w[:3], w), r"\(3, 4\) with weight \(3,\)"),
                         (lambda: kernels.layer_norm(random(1, 65537), random(65537), random(65537)), "1 to 65536"),
                         (lambda: kernels.add_layer_norm(x, x[:1], w, w), r"\(1, 4\)"),
-                        (lambda: kernels.cross_entropy(x, torch.zeros(2, dtype=torch.int64)), r"\(3, 4\) and targets \(2,\)"),
-                        (lambda: kernels.FlashAttention.apply(*3 * [random(1, 2, 5, 24)], True), r"head dim 24 .*\(1, 2, 5, 24\)"),
-                        (lambda: kernels.FlashAttention.apply(*2 * [random(1, 2, 5, 16)], random(1, 2, 6, 16), True), r"v \(1, 2, 6, 16\)"),
+                        (lambda: kernels.cross_entropy(x, torch.zeros(2, dtype=torch.int64)),
+                         r"\(3, 4\) and targets \(2,\)"),
+                        (lambda: kernels.FlashAttention.apply(*3 * [random(1, 2, 5, 24)], True),
+                         r"head dim 24 .*\(1, 2, 5, 24\)"),
+                        (lambda: kernels.FlashAttention.apply(*2 * [random(1, 2, 5, 16)], random(1, 2, 6, 16), True),
+                         r"v \(1, 2, 6, 16\)"),
                         (lambda: kernels.attention(random(1, 5, 2, 2, 16)), r"packed attention .*\(1, 5, 2, 2, 16\)"),
-                        (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"), (lambda: kernels.use("cuda"), "'cuda'")]:
+                        (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"),
+                        (lambda: kernels.use("cuda"), "'cuda'")]:
         with pytest.raises(ValueError, match=words):
             call()
 
@@ -3654,11 +3916,13 @@ def test_sum_rows(dtype, triton_kernels):
             expected = (expected / ranks if divide else expected).to(dtype)
             out = torch.full_like(rows[0], math.nan)
             kernels.sum_rows(rows, [out], divide)
-            assert torch.equal(out, expected) if exactly and not divide else close(out, expected, torch.finfo(dtype).eps)  # the order too
+            # The order too.
+            assert (torch.equal(out, expected) if exactly and not divide
+                    else close(out, expected, torch.finfo(dtype).eps))
             kernels.sum_rows(rows, rows, divide)
             assert all(torch.equal(row, out) for row in rows)
-    for wrong in [(rows, [out[1:]]), ([rows[0], rows[1][1:]], [out]), ([random(n, 2).to(dtype)[:, 0]], [out]), (rows, [out.int()]),
-                  ([out.int()], [out.int()])]:
+    for wrong in [(rows, [out[1:]]), ([rows[0], rows[1][1:]], [out]), ([random(n, 2).to(dtype)[:, 0]], [out]),
+                  (rows, [out.int()]), ([out.int()], [out.int()])]:
         with pytest.raises(ValueError, match="sum of rows"):
             kernels.sum_rows(*wrong, False)
 
@@ -3671,10 +3935,13 @@ def test_python_kernels_py(monkeypatch, capsys):
     kernels.use("auto")
     printed = capsys.readouterr().out
     if kernels.HAVE_TRITON:
-        rows = {line[:24].strip(): [part.split() for part in line[24:].split(" | ")] for line in printed.splitlines() if re.search(r"e-\d\d ", line)}
-        assert {"cross-entropy", "product + GELU", "layer norm 20000"} < set(rows) and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n")
+        rows = {line[:24].strip(): [part.split() for part in line[24:].split(" | ")]
+                for line in printed.splitlines() if re.search(r"e-\d\d ", line)}
+        assert ({"cross-entropy", "product + GELU", "layer norm 20000"} < set(rows)
+                and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n"))
         for name, (*ours, theirs) in rows.items():  # by all of the file, and by its upper half
-            assert len(ours) == 2 and all(float(a) <= 2 * max(float(b), 1e-6) for half in ours for a, b in zip(half, theirs)), (name, ours, theirs)
+            assert len(ours) == 2 and all(float(a) <= 2 * max(float(b), 1e-6) for half in ours
+                                          for a, b in zip(half, theirs)), (name, ours, theirs)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cut
@@ -3961,11 +4228,11 @@ def test_no_upper_function_is_long():
     assert {name: size for name, size in sizes.items() if size > 45} == {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------- README
+# --------------------------------------------------------------------------------------------------------------- README
 
 README = pathlib.Path(HERE, "README.md").read_text()
-MODULES = {"model": model, "kernels": kernels, "collectives": dist, "parallel": parallel, "train": train, "bench": bench,
-           "test_all": sys.modules[__name__]}
+MODULES = {"model": model, "kernels": kernels, "collectives": dist, "parallel": parallel, "train": train,
+           "bench": bench, "test_all": sys.modules[__name__]}
 
 
 def readme_commands():
@@ -3974,11 +4241,13 @@ def readme_commands():
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
     lines = [part.split("   ")[0].strip() for line in lines for part in line.split(" && ")]
-    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--", line)]
+    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--",
+                                                              line)]
 
 
 def readme_tables():
-    """The reading guide's tables, of what stands above the bars and of what stands below: rows (read, run, look for)."""
+    """The reading guide's tables, of what stands above the bars and of what stands below: rows (read, run, look
+    for)."""
     tables = re.findall(r"(?m)(?:^\|.*\n)+", README.split("## Reading guide")[1].split("\n## ")[0])
     return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:] for line in table.splitlines()[2:]]
             for table in tables]
@@ -3997,7 +4266,8 @@ def test_readme_names_what_is_there():
     """Every file, class, function, flag and link; in the guide's "read" columns, names after a file are of that file,
     above its bar in the first table, below it in the second."""
     sources = {name: inspect.getsource(module) for name, module in MODULES.items()}
-    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)} | {name for _, name, _ in bench.FLAGS}
+    flags = ({"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)}
+             | {name for _, name, _ in bench.FLAGS})
     wrong, text = [], "".join(sources.values())
     for half, read in [(half, read) for half, table in enumerate(readme_tables()) for read, _, _ in table]:
         for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
@@ -4011,7 +4281,8 @@ def test_readme_names_what_is_there():
     for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL)):
         if re.fullmatch(r"\w+\.py", token):
             wrong += [token] * (token[:-3] not in MODULES)
-        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # others are the environment's
+        # Others are the environment's.
+        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):
             wrong += [token] * (not named(token) and not re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text))
         elif token.startswith("--"):
             wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
@@ -4027,7 +4298,8 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
         rest = words[words.index(script) + 1:] if script else words
         if words[0].endswith("pytest"):
             tests = [name for name in globals() if name.startswith("test_")]
-            assert "-k" not in rest or any(rest[rest.index("-k") + 1] in name or rest[rest.index("-k") + 1] == "NAME" for name in tests), line
+            assert "-k" not in rest or any(rest[rest.index("-k") + 1] in name or rest[rest.index("-k") + 1] == "NAME"
+                                           for name in tests), line
         elif script == "train.py" and "--help" not in rest:
             train.parse(rest)
         elif script == "bench.py":
@@ -4042,7 +4314,8 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
     assert understood["train.py"] > 12 and understood["bench.py"] > 5 and understood["parallel.py"] > 1
 
 
-@pytest.mark.parametrize("line,says", [("python model.py", "6 (K - T C) + 12 L C T"), ("python bench.py plan --gpus 64", "beside computation")])
+@pytest.mark.parametrize("line,says", [("python model.py", "6 (K - T C) + 12 L C T"),
+                                       ("python bench.py plan --gpus 64", "beside computation")])
 def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert line in readme_commands()
     monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
@@ -4067,7 +4340,8 @@ def test_readme_command_that_starts_processes_runs(tmp_path, monkeypatch):
 
 def readme_code(folder):
     """README's Python as a module that has what parallel.py and kernels.py have."""
-    code = "\n\n".join(["from kernels import *", "from parallel import *", *re.findall(r"```python\n(.*?)```", README, re.DOTALL)])
+    code = "\n\n".join(["from kernels import *", "from parallel import *",
+                        *re.findall(r"```python\n(.*?)```", README, re.DOTALL)])
     with open(os.path.join(folder, "readme_code.py"), "w") as file:
         file.write(code)
     spec = importlib.util.spec_from_file_location("readme_code", file.name)
