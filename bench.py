@@ -1232,7 +1232,7 @@ def draw_ring(states):
     out, cells, filled, cell = [], [], [[] for _ in range(n)], (width - 15) / n
     for s, state in enumerate(states):
         out.append(words(width * s + width / 2, 14,
-                         "start" if s == 0 else f"reduce-scatter {s}" if s < n else f"all-gather {s - n + 1}"))
+                         "start" if s == 0 else f"reduce-scatter {s - 1}" if s < n else f"all-gather {s - n}"))
         for rank, row in enumerate(state):
             for c, bits in enumerate(row):
                 x, y, w = width * s + 8 + cell * c, 22 + 30 * rank, (cell - 3) / n
