@@ -371,6 +371,7 @@ def main():
 
 import contextlib
 import errno
+import functools
 import fcntl
 import re
 import shutil
@@ -408,7 +409,12 @@ class Settings(Flags):
 
 def schedule_of(s):
     """The pipeline's actions, a list for each rank. ValueError if they cannot be made or would not run to their end."""
-    lists = parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
+    return checked(parallel.SCHEDULES[s.schedule], s.pp, s.micro_batches, s.virtual_stages)
+
+
+@functools.cache  # a plan asks for the same ones in thousands of layouts
+def checked(schedule, p, m, v):
+    lists = schedule(p, m, v)
     parallel.check(parallel.lower(lists))
     return lists
 
