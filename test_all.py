@@ -4194,12 +4194,13 @@ def ranges(numbers):
 
 @slow
 def test_the_whole_program_runs_the_upper_lines(pool, whole_run, tmp_path, capsys, triton_kernels):
-    """Training, demos and collectives on a CPU, Triton's kernels in its interpreter. Prints which lines of functions
-    above the bars none of them runs. At most a tenth may be such."""
+    """Training, once with --plain, demos and collectives on a CPU, Triton's kernels in its interpreter. Prints which
+    lines of functions above the bars none of them runs. At most a tenth may be such."""
     if GPUS:
         pytest.skip("kernels are interpreted on machines with no GPU")
     more = [(2, "--dtype bf16 --zero 2 --reduce-dtype bf16 --recompute block --eval-every 2 --sample 3 --comm ring"),
-            (3, "--pp 3 --schedule gpipe --recompute attention --save-every 2")]
+            (3, "--pp 3 --schedule gpipe --recompute attention --save-every 2"),
+            (2, "--plain --dtype bf16 --zero 1 --eval-every 2 --sample 3 --save-every 2")]
     seen = set().union(*(whole_run(*program)[2] for program in PROGRAMS + more))
     for i, job in enumerate([("traffic_counts", 4000), ("all_to_all_cases",), ("demo_lines", "parallel", "demo_data"),
                              ("demo_lines", "parallel", "demo_tensor"),
