@@ -1583,6 +1583,8 @@ class Early:
     @torch.no_grad()
     def collect(self, bucket):
         fresh = bucket.total is None
+        if not fresh and all(param.grad is None for param in bucket.params):
+            return  # a complete bucket is emptied when its last gradient comes, and asked again when it leaves
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -1653,7 +1655,11 @@ class EarlyReducer(Early, HookedReducer):
 
 class EarlyShardReducer(Early, ShardReducer):
     """At stage 2 the first micro-batch's average is the shard's .grad from its start on, and fills later."""
-    promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
+
+    def restart(self):
+        super().restart()
+        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
+        self.promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
 
     def complete(self, bucket):
         if self.stage < 2:
@@ -1671,7 +1677,7 @@ class EarlyShardReducer(Early, ShardReducer):
             if bucket.shard.grad is None:
                 same = average.dtype == bucket.shard.dtype
                 bucket.shard.grad = average if same else torch.zeros_like(bucket.shard)
-            self.promised = self.promised | {bucket: bucket.shard.grad}
+            self.promised[bucket] = bucket.shard.grad
             while len(self.under_way) > 2:
                 self.receive()
 
@@ -1690,12 +1696,6 @@ class EarlyShardReducer(Early, ShardReducer):
             self.leave()
         self.next = len(self.buckets) if self.stage == 2 else self.next
         super().finish()
-        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
-        self.promised = {}
-
-    def forget(self):
-        super().forget()
-        self.promised = {}
 
     @property
     def finished(self):
