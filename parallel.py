@@ -1043,7 +1043,7 @@ def check(lists):
             if wrong:
                 raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
             seen.add(action)
-    for s, i in {(s, a.micro_batch) for a in seen for s in range(stages)}:
+    for s, i in itertools.product(range(stages), {action.micro_batch for action in seen}):
         if "".join(kind for kind in "FBIW" if Action(kind, s, i) in seen) not in ("FB", "FIW"):
             why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
             raise ScheduleError(lists, [-1] * p, why)

@@ -1891,8 +1891,8 @@ def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
 def activations_of(text, choice, tp, *flags):
     """(bytes alive after forward, bytes predicted) on this rank."""
     device = torch.get_default_device()
-    s = train.parse(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
-                     "--batch-size", "1", "--tp", tp, "--device", device.type, *flags])
+    s = train.parse(["--data", text, "--n-layer", "1" if choice == "triton" else "2", "--seq-len", "64", "--n-head", "2",
+                     "--n-embd", "32", "--batch-size", "1", "--tp", tp, "--device", device.type, *flags])
     config, source = train.model_config(s)
     with torch.device("cpu"):
         train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
@@ -3939,7 +3939,7 @@ def test_python_kernels_py(monkeypatch, capsys):
     if kernels.HAVE_TRITON:
         rows = {line[:24].strip(): [part.split() for part in line[24:].split(" | ")]
                 for line in printed.splitlines() if re.search(r"e-\d\d ", line)}
-        assert ({"cross-entropy", "product + GELU", "layer norm 20000"} < set(rows)
+        assert ({"cross-entropy", "product + GELU", "layer norm 5000"} < set(rows)
                 and printed.endswith("kernels']\n" if GPUS else "times need a GPU\n"))
         for name, (*ours, theirs) in rows.items():  # by all of the file, and by its upper half
             assert len(ours) == 2 and all(float(a) <= 2 * max(float(b), 1e-6) for half in ours
