@@ -4,17 +4,18 @@ The names and arguments are those of `torch.distributed`, so `import collectives
 
     collective                           algorithm                         takes            elements sent
     broadcast  reduce  gather  scatter   binomial tree                     log2(N) rounds   N-1 messages by all together
-    reduce_scatter_tensor                ring                              N-1 steps        (N-1)/N x K by each rank
-    all_gather_into_tensor               ring                              N-1 steps        (N-1)/N x K
+    reduce_scatter(_tensor)              ring                              N-1 steps        (N-1)/N x K by each rank
+    all_gather(_into_tensor)             ring                              N-1 steps        (N-1)/N x K
     all_reduce                           reduce-scatter, then all-gather   2(N-1) steps     2(N-1)/N x K
       of fewer than N elements           recursive doubling                log2(N) rounds   log2(N) x K
-    all_to_all_single                    pairwise exchange                 N-1 steps        (N-1)/N x K
+    all_to_all(_single)                  pairwise exchange                 N-1 steps        (N-1)/N x K
     barrier                              dissemination                     log2(N) rounds   a byte a round
 
 Where N is no power of two, log2(N) is rounded up; recursive doubling rounds it down and takes two rounds more.
+send, recv, isend, irecv and batch_isend_irecv are torch.distributed's own, counted.
 
 `Link` is a process group as messages. Algorithms are loops of `link.exchange`. Public functions run them on their
-group's link. Below the bar stand links that do the same faster.
+group's link. `TwoLevels` is a link for groups on several nodes. Below the bar stand links that do the same faster.
 
     torchrun --nproc_per_node 4 collectives.py        walks through all of them
 
@@ -29,21 +30,23 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_rank, get_world_size, init_process_group
-from torch.distributed import irecv, is_initialized, new_group  # noqa: F401  for those who import this module as `dist`
+from torch.distributed import ReduceOp, get_rank, get_world_size, init_process_group, irecv, new_group
+from torch.distributed import is_initialized, recv  # noqa: F401  for those who import this module as `dist`
 
 # ---------------------------------------------------------------------------------------------------------- traffic log
 
 @dataclass
 class Traffic:
-    """What this rank has done under one operation's name: calls, messages sent, bytes sent."""
+    """What this rank has done under one operation's name: calls, messages sent, bytes sent, of them to other nodes."""
     calls: int = 0
     messages: int = 0
     bytes: int = 0
+    outside: int = 0
 
-    def count(self, message):
+    def count(self, message, outside=False):
         self.messages += 1
         self.bytes += message.nbytes
+        self.outside += message.nbytes * outside
 
 
 _traffic = defaultdict(Traffic)
@@ -62,6 +65,14 @@ def reset_traffic():
 # --------------------------------------------------------------------------------------------- a group seen as messages
 
 DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
+
+
+TAG = 1 << 30  # of the messages of collectives, so that no `recv` of the caller's takes one. (NCCL knows no tags)
+
+
+def node_of(rank):
+    """The node on which torchrun started a global rank."""
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
 
 
 class Handle:
@@ -85,6 +96,7 @@ class Link:
         self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
+        self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
         self.log = Traffic()  # of the operation under way
 
     @torch.no_grad()
@@ -109,10 +121,13 @@ class Link:
         ops = [(irecv, t, peer) for t, peer in receives if t.numel()]
         for t, peer in sends:
             if t.numel():
-                self.log.count(t)
+                self.count(t, peer)
                 ops.append((torch_dist.isend, t, peer))
-        ops = [P2POp(op, t.view(torch.uint8), group=self.group, group_peer=peer) for op, t, peer in ops]
-        return batch_isend_irecv(ops) if ops else []
+        ops = [torch_dist.P2POp(op, t.view(torch.uint8), None, self.group, TAG, peer) for op, t, peer in ops]
+        return torch_dist.batch_isend_irecv(ops) if ops else []
+
+    def count(self, message, peer):
+        self.log.count(message, self.nodes[peer] != self.nodes[self.rank])
 
     def scratch(self, like, count):
         """Room for `count` elements of `like`'s dtype and device, not initialised."""
@@ -121,7 +136,7 @@ class Link:
     def close(self):
         """Called before the group is destroyed."""
 
-    # Subclasses replace these four. chunks: N flat tensors, none longer than the one before; chunk r is mine.
+    # Subclasses replace these four. chunks: N flat tensors; chunk r is mine.
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
@@ -162,6 +177,81 @@ class Library(Link):
         return getattr(torch_dist, name)(**arguments, group=self.group, async_op=async_op)
 
 
+class TwoLevels(Link):
+    """A group on M nodes with L ranks on each; rank r is number r mod L of node r // L.
+
+    In a ring only one rank of a node sends to the next node, through one network card. Here all L send, each its Lth:
+
+        all-reduce       reduce-scatter inside the node | all-reduce of my Lth between the nodes | all-gather inside
+        reduce-scatter   inside, once for the chunks of each node | between
+        all-gather       between | inside, once for the chunks of each node
+
+    Elements sent by each rank in an all-reduce: 2(L-1)/L x K inside, 2(M-1)/M x K/L between. The halves send half.
+    """
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.inside, self.between = map(link_of, _levels[group])  # my node; the ranks of my number in all nodes
+
+    def levels(self):
+        """Both links, which count what they send under the operation that is under way."""
+        self.inside.log = self.between.log = self.log
+        return self.inside, self.between
+
+    def of_each_node(self, chunks):
+        return [chunks[first:first + self.inside.size] for first in range(0, self.size, self.inside.size)]
+
+    def all_reduce(self, flat, op):
+        (inside, between), add = self.levels(), ReduceOp.SUM if op == ReduceOp.AVG else op
+        chunks = flat.tensor_split(inside.size)
+        mine = chunks[inside.rank]
+        inside.reduce_scatter(chunks, mine, add)
+        between.all_reduce(mine, add)
+        _average(op, mine, self.size)
+        inside.all_gather(chunks)
+
+    def reduce_scatter(self, chunks, result, op):
+        (inside, between), add = self.levels(), ReduceOp.SUM if op == ReduceOp.AVG else op
+        sums = [torch.empty_like(own[inside.rank]) for own in self.of_each_node(chunks)]  # over the ranks of my node
+        for node, own in enumerate(self.of_each_node(chunks)):
+            inside.reduce_scatter(own, sums[node], add)
+        between.reduce_scatter(sums, result, add)
+        _average(op, result, self.size)
+
+    def all_gather(self, chunks):
+        inside, between = self.levels()
+        between.all_gather(chunks[inside.rank::inside.size])
+        for own in self.of_each_node(chunks):
+            inside.all_gather(own)
+
+
+_levels = {}  # group -> (this rank's group inside its node, its group between the nodes), where TwoLevels serves it
+
+
+def two_levels(group, groups):
+    """Let a group work in two levels, if it has as many ranks, more than one, on each of several nodes.
+
+    groups: [the ranks, ascending, of each group of a mesh's axis], of which `group` is this rank's. Call it on all
+    ranks of the world, before the group is used, because every rank must take part in making every sub-group.
+    """
+    for ranks in groups:
+        nodes = {}
+        for rank in ranks:
+            nodes.setdefault(node_of(rank), []).append(rank)
+        counts = {len(node) for node in nodes.values()}
+        if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
+            mine = rows_and_columns([*nodes.values()])
+            if mine:
+                _levels[group or torch_dist.group.WORLD] = mine
+
+
+def rows_and_columns(grid):
+    """[the group of this rank's row, that of its column] in a grid of global ranks, [] outside of it. On all ranks."""
+    lines = [*grid, *zip(*grid)]
+    groups = [new_group(list(ranks)) for ranks in lines]
+    return [group for group, ranks in zip(groups, lines) if get_rank() in ranks]
+
+
 LINKS = {}    # backend -> what makes the Link of a group, given the group; where there is none, Link itself
 PREPARE = []  # what `initialize` calls first: f(device_type, timeout); may return arguments for init_process_group
 _links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use": the one that serves the group}
@@ -172,7 +262,7 @@ def use(group, comm):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
-    plain = {"ours": Link, "ring": Link, "torch": Library}[comm]
+    plain = {"ours": TwoLevels if group in _levels else Link, "ring": Link, "torch": Library}[comm]
     make, links = LINKS.get(torch_dist.get_backend(group) if comm == "ours" else comm, plain), _links[group]
     links["in use"] = links[comm] = links.get(comm) or make(group)
 
@@ -208,6 +298,12 @@ def _unflatten(flat, tensor):
         tensor.copy_(flat.view(tensor.shape))
 
 
+def _into(flats, tensors):
+    """The lists' `_unflatten`."""
+    for flat, tensor in zip(flats, tensors):
+        _unflatten(flat, tensor)
+
+
 def _nths(whole, part, n):
     """Cut a flat tensor into n chunks of the size and dtype of `part`."""
     if len(whole) != n * len(part) or whole.dtype != part.dtype:
@@ -235,7 +331,7 @@ def _blocks(tensor, flat, sizes, n):
 def ring_reduce_scatter(link, chunks, op):
     """Combine chunk c of all ranks into chunk c of rank c, in place; the other chunks are left with partial sums."""
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
-    received = link.scratch(chunks[0], len(chunks[0]))
+    received = link.scratch(chunks[0], max(map(len, chunks)))
     for s in range(link.size - 1):
         outgoing, mine = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
         theirs = received[:len(mine)]
@@ -305,11 +401,36 @@ def _start(name, operation, group, async_op, **arguments):
     return link_of(group).run(name, operation, arguments, async_op)
 
 
+def _count_sent(name, tensor, group, dst, group_dst):
+    if group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
+        dst = torch_dist.get_global_rank(group or torch_dist.group.WORLD, group_dst) if dst is None else dst
+        _traffic[name].calls += 1
+        _traffic[name].count(tensor, node_of(dst) != node_of(get_rank()))
+
+
+def send(tensor, dst=None, group=None, tag=0, group_dst=None):
+    """torch.distributed's own, counted: returns when `tensor` may be written again."""
+    _count_sent("send", tensor, group, dst, group_dst)
+    torch_dist.send(tensor, dst, group, tag, group_dst)
+
+
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-    """torch.distributed's own, counted in the traffic log: what pipelines send."""
-    _traffic["isend"].calls += 1
-    _traffic["isend"].count(tensor)
+    """torch.distributed's own, counted: what pipelines send. Returns a handle."""
+    _count_sent("isend", tensor, group, dst, group_dst)
     return torch_dist.isend(tensor, dst, group, tag, group_dst)
+
+
+def P2POp(op, tensor, peer=None, group=None, tag=0, group_peer=None):
+    """A message for `batch_isend_irecv`. op: isend or irecv."""
+    return torch_dist.P2POp({isend: torch_dist.isend}.get(op, op), tensor, peer, group, tag, group_peer)
+
+
+def batch_isend_irecv(p2p_op_list):
+    """torch.distributed's own, counted: start all these messages, so that none waits for another. Returns handles."""
+    for p2p in p2p_op_list:
+        if p2p.op is torch_dist.isend:
+            _count_sent("isend", p2p.tensor, p2p.group, p2p.peer, None)
+    return torch_dist.batch_isend_irecv(p2p_op_list)
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
@@ -374,6 +495,17 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
     return _start("scatter", operation, group, async_op, **arguments)
 
 
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Put `tensor` of rank i into `tensor_list[i]` of every rank, for all i; sizes may differ from rank to rank.
+    Ring: each rank sends all but the next one's."""
+    def operation(link):
+        flats = [_flat(t) for t in tensor_list]
+        flats[link.rank].copy_(_flat(tensor))
+        link.all_gather(flats)
+        _into(flats, tensor_list)
+    return _start("all_gather", operation, group, async_op, tensor_list=tensor_list, tensor=tensor)
+
+
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
     """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank.
     Ring: (N-1)/N x K elements sent. `input_tensor` may be this rank's slice of `output_tensor`."""
@@ -385,6 +517,16 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
         _unflatten(flat, output_tensor)
     tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
     return _start("all_gather_into_tensor", operation, group, async_op, **tensors)
+
+
+def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
+    """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ. Ring: each rank sends all but its
+    own."""
+    def operation(link):
+        result = _flat(output)
+        link.reduce_scatter([_flat(t) for t in input_list], result, op)
+        _unflatten(result, output)
+    return _start("reduce_scatter", operation, group, async_op, output=output, input_list=input_list, op=op)
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -405,6 +547,18 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
         link.all_reduce(flat, op)
         _unflatten(flat, tensor)
     return _start("all_reduce", operation, group, async_op, tensor=tensor, op=op)
+
+
+def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
+    """Send `input_tensor_list[i]` to rank i, put what rank i sent into `output_tensor_list[i]`; sizes may differ.
+    Pairwise exchange: a rank sends all but its own, once."""
+    def operation(link):
+        outgoing, incoming = ([_flat(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
+        incoming[link.rank].copy_(outgoing[link.rank])
+        link.all_to_all(outgoing, incoming)
+        _into(incoming, output_tensor_list)
+    lists = {"output_tensor_list": output_tensor_list, "input_tensor_list": input_tensor_list}
+    return _start("all_to_all", operation, group, async_op, **lists)
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
@@ -447,6 +601,7 @@ def initialize(device_type, timeout=600):
     for prepare in PREPARE:
         world |= prepare(device_type, timeout) or {}
     init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu, **world)
+    two_levels(None, [range(get_world_size())])
     return gpu or torch.device("cpu")
 
 
@@ -455,6 +610,8 @@ def destroy_process_group(group=None):
     for served in list(_links) if group is None else [group]:
         for link in set(_links.pop(served, {}).values()):
             link.close()
+    for level in _levels.pop(group, ()):
+        destroy_process_group(level)
     torch_dist.destroy_process_group(group)
 
 
@@ -509,7 +666,7 @@ OPEN_FROM, OPEN_BYTES = 1 << 12, 3 << 23
 def traffic_since(before):
     """What has been added to the log since `before = traffic()`."""
     zero = Traffic()
-    return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes)
+    return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes, t.outside - b.outside)
             for name, t in _traffic.items() for b in [before.get(name, zero)] if t != b}
 
 
@@ -520,6 +677,7 @@ def count_traffic(more, times=1):
         log.calls += times * t.calls
         log.messages += times * t.messages
         log.bytes += times * t.bytes
+        log.outside += times * t.outside
 
 
 _progress = [0, "starting", 0]
@@ -574,6 +732,17 @@ class Watched(Link):
                                  f"but {argument} is on {t.device}")
         if arguments.get("op", ReduceOp.SUM) not in COMBINE:
             raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        for argument, own in (("tensor_list", "tensor"), ("input_list", "output"),
+                              ("output_tensor_list", "input_tensor_list")):
+            if argument in arguments:
+                tensors, t = arguments[argument], arguments[own]
+                t = t[self.rank] if isinstance(t, list) and len(t) == self.size else t
+                if not (isinstance(tensors, list) and isinstance(t, torch.Tensor) and len(tensors) == self.size
+                        and tensors[self.rank].numel() == t.numel()):
+                    raise ValueError(f"{name}: {argument} must hold {self.size} tensors, one for each rank, and this "
+                                     f"rank's must be as large as {own}")
+                if len({t.dtype for _, t in tensors_of(arguments)}) > 1:
+                    raise ValueError(f"{name}: all tensors must have one dtype")
         for argument, end in ("gather_list", "dst"), ("scatter_list", "src"):
             if argument in arguments:
                 root = _tree(self, arguments[end], arguments[f"group_{end}"])[0] is None
@@ -626,10 +795,13 @@ class PiecewiseLink(Watched):
 
     def reduce_scatter(self, chunks, result, op):
         """Partial sums go through the result, so it may not lie over the input, which other steps still read."""
+        if len({*map(len, chunks)}) > 1:  # the result has no room for the partial sums of others
+            super().reduce_scatter(chunks, result, op)
+            return
         if self.size == 1:
             result.copy_(chunks[0])
             return
-        over_input = result.untyped_storage().data_ptr() == chunks[0].untyped_storage().data_ptr()
+        over_input = result.untyped_storage().data_ptr() in {c.untyped_storage().data_ptr() for c in chunks}
         into = torch.empty_like(result) if over_input else result
         self._ring_reduce_scatter(chunks, [into] * (self.size - 1), op)
         _average(op, into, self.size)
@@ -712,11 +884,11 @@ class GlooLink(PiecewiseLink):
 
     def post(self, sends=(), receives=()):
         with self.naming():
-            handles = [irecv(t.view(torch.uint8), None, self.group, 0, peer) for t, peer in receives if t.numel()]
+            handles = [irecv(t.view(torch.uint8), None, self.group, TAG, peer) for t, peer in receives if t.numel()]
             for t, peer in sends:
                 if t.numel():
-                    self.log.count(t)
-                    handles.append(torch_dist.isend(t.view(torch.uint8), None, self.group, 0, peer))
+                    self.count(t, peer)
+                    handles.append(torch_dist.isend(t.view(torch.uint8), None, self.group, TAG, peer))
         return handles
 
     def run(self, name, operation, arguments, async_op):
@@ -938,7 +1110,8 @@ def make_window(link, nbytes):
         return numbers.tolist()
 
     import torch.distributed._symmetric_memory as symmetric_memory
-    gpus = [gpu for _, gpu in places_of(link.group)]
+    gpus = [rank % int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+            for rank in torch_dist.get_process_group_ranks(link.group)]
     mine = window = None
     with contextlib.suppress(RuntimeError):
         if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
@@ -953,9 +1126,9 @@ def make_window(link, nbytes):
 
 
 def _in_step(chunks, nbytes):
-    """Chunks, the first the longest, cut into parts of at most `nbytes`; every rank gets as many, some are empty."""
+    """Chunks cut into parts of at most `nbytes`; every rank gets as many, some are empty."""
     n = nbytes // chunks[0].itemsize
-    return ([chunk[start:start + n] for chunk in chunks] for start in range(0, len(chunks[0]), n))
+    return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
 def _sum_rows(rows, results, op):
@@ -1012,7 +1185,7 @@ class Direct:
             self.log.count(chunks[self.rank])
 
     def reduce_scatter(self, chunks, result, op):
-        if self.size * chunks[0].nbytes >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+        if sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
             for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
                 _sum_rows(window.scatter(parts), [into], op)
             return
@@ -1023,7 +1196,7 @@ class Direct:
         _sum_rows(rows, [result], op)
 
     def all_gather(self, chunks):
-        if self.size * chunks[0].nbytes >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+        if sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
             for parts in _in_step(chunks, WINDOW_BYTES):
                 window.gather(parts)
         else:
@@ -1058,18 +1231,37 @@ class NodeLink(Direct, NcclLink):
         super().close()
 
 
-def places_of(group):
-    """(node, GPU in it) of each rank of the group."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or torch_dist.get_world_size())
-    return [divmod(rank, local) for rank in torch_dist.get_process_group_ranks(group)]
+class WatchedLevels(TwoLevels, Watched):
+    """Both links do their parts of the operation under way as if it was theirs."""
+
+    def levels(self):
+        for link in self.inside, self.between:
+            link.name, link.aside = self.name, self.aside
+        return super().levels()
+
+
+class TwoLevelGlooLink(WatchedLevels, GlooLink):
+    """Processes on the CPUs of several nodes."""
+
+
+class TwoLevelNcclLink(WatchedLevels, NcclLink):
+    """GPUs of several nodes: copies and windows inside, rings between."""
+
+    def levels(self):
+        self.inside.replays = self.between.replays = self.replays  # a recording holds what all three do
+        return super().levels()
+
+
+def gloo_link(group):
+    return TwoLevelGlooLink(group) if group in _levels else GlooLink(group)
 
 
 def nccl_link(group):
-    nodes = {node for node, _ in places_of(group)}
-    return NodeLink(group) if len(nodes) == 1 else NcclLink(group)
+    nodes = {node_of(rank) for rank in torch_dist.get_process_group_ranks(group)}
+    return NodeLink(group) if len(nodes) == 1 else TwoLevelNcclLink(group) if group in _levels else NcclLink(group)
 
 
-LINKS.update(gloo=GlooLink, nccl=nccl_link, ring=Watched, torch=WatchedLibrary)
+LINKS.update(gloo=gloo_link, nccl=nccl_link, ring=Watched, torch=WatchedLibrary)
 
 
 # --------------------------------------------------------------------------------------------------- starting processes

@@ -228,6 +228,14 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
         lists = [prepare(_values(shape, dtype, i + 10)) for i in range(size)] if rank == root else None
         t, args = every[0], {"tensor": every[0], "scatter_list": lists, "src": root}
         out = [t]
+    elif name == "all_gather":
+        args, out = {"tensor_list": every, "tensor": t}, every
+    elif name == "reduce_scatter":
+        lists = [prepare(_values(shape, dtype, rank + i)) for i in range(size)]
+        args, out = {"output": t, "input_list": lists, "op": op}, [t]
+    elif name == "all_to_all":
+        lists = [prepare(_values(shape, dtype, rank + i)) for i in range(size)]
+        args, out = {"output_tensor_list": every, "input_tensor_list": lists}, every
     elif name == "all_gather_into_tensor":
         whole = prepare(torch.zeros((size * shape[0],) + shape[1:], dtype=dtype))
         args, out = {"output_tensor": whole, "input_tensor": t}, [whole]
@@ -250,6 +258,34 @@ class DirectGlooLink(dist.Direct, dist.GlooLink):
     """What GPUs of a node do, but for memory of their own, on CPUs."""
 
 
+@contextlib.contextmanager
+def served_by(kind):
+    serve_world_by(kind)
+    try:
+        yield
+    finally:
+        back_to_ours()
+
+
+@contextlib.contextmanager
+def nodes_of(count):
+    """As if torchrun had started nodes of so many ranks: the world works in two levels, even if one has no use for it.
+    """
+    size = dist.get_world_size()
+    with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
+        grid = [range(first, first + count) for first in range(0, size, count)]
+        dist._levels[torch_dist.group.WORLD] = dist.rows_and_columns(grid)
+        kinds = {"gloo": "TwoLevelGlooLink", "nccl": "TwoLevelNcclLink"}  # above the bar there is only one
+        serve_world_by(getattr(dist, kinds[torch_dist.get_backend()], dist.TwoLevels))
+        try:
+            yield
+        finally:
+            levels = dist._levels.pop(torch_dist.group.WORLD)
+            back_to_ours()
+            for group in levels:
+                dist.destroy_process_group(group)
+
+
 def serve_world_by(kind):
     """A new link, which knows nothing of earlier calls; `back_to_ours` brings back the old one."""
     dist._links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
@@ -261,7 +297,7 @@ def back_to_ours():
 
 
 def compare_with_library(name, cases, direct):
-    cuda, wrong = torch_dist.get_backend() == "nccl", []
+    cuda = torch_dist.get_backend() == "nccl"
     names = "PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES"
     kept = {name: getattr(dist, name) for name in names}
     dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 18}  # large tensors travel in pieces
@@ -269,8 +305,21 @@ def compare_with_library(name, cases, direct):
         (0, 0, 1 << 14, 1 << 14) if direct == "windows" else (1 << 40, 0, -1, 0))
     if direct == "windows":
         dist.DOUBLING_BYTES = {"switched": 0}
-    serve_world_by({"plain": dist.Link, False: dist.NcclLink if cuda else dist.GlooLink}.get(
-        direct, dist.NodeLink if cuda else DirectGlooLink))
+    if isinstance(direct, int):  # nodes of so many ranks
+        with nodes_of(direct):
+            wrong = wrong_results(name, cases)
+    else:
+        serve_world_by({"plain": dist.Link, "ring": dist.NcclLink if cuda else dist.GlooLink}.get(
+            direct, dist.NodeLink if cuda else DirectGlooLink))
+        wrong = wrong_results(name, cases)
+        back_to_ours()
+    vars(dist).update(kept)
+    assert not wrong, wrong[0]
+
+
+def wrong_results(name, cases):
+    """Where a collective leaves something else than the library's."""
+    wrong = []
     for shape, dtype, op, root, spread, async_op in cases:
         # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same
         # numbers.
@@ -287,13 +336,12 @@ def compare_with_library(name, cases, direct):
             if (not dtype.is_complex and g.dtype != dtype
                     or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6)):
                 wrong.append((name, shape, dtype, str(op), root, spread, async_op, w, g))
-    vars(dist).update(kept)
-    back_to_ours()
-    assert not wrong, wrong[0]
+    return wrong
 
 
-NAMES = ["broadcast", "reduce", "gather", "scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]
-DIRECT = NAMES[-3:]  # those that go straight from rank to rank where a switch joins them
+NAMES = ["broadcast", "reduce", "gather", "scatter", "all_to_all", "all_gather", "reduce_scatter",
+         "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]
+DIRECT = NAMES[-6:]  # those that go straight from rank to rank where a switch joins them
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -317,10 +365,120 @@ def test_collective_equals_library(pool, name, size):
     elif size < 5:
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
-    pool(size).run(compare_with_library, name, cases, False)
-    pool(size).run(compare_with_library, name, cases, "plain")
-    for direct in ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ():
-        pool(size).run(compare_with_library, name, cases, direct)
+    direct = ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ()
+    for way in ("ring", "plain", *direct):
+        pool(size).run(compare_with_library, name, cases, way)
+
+
+@pytest.mark.parametrize("name", DIRECT[1:])
+@pytest.mark.parametrize("size,node", [(2, 1), (2, 2), (4, 2), (8, 4), (8, 2)])
+def test_two_levels_equal_library(pool, name, size, node):
+    cases = [((n,), torch.float64, op, 0, n == 7, n == 1001) for n in (0, 1, 2, 7, 1001, BIG // size)
+             for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG, dist.ReduceOp.MAX] * ("reduce" in name))]
+    pool(size).run(compare_with_library, name, cases, node)
+
+
+def uneven_lists(node):
+    """Each rank's own size, some of them 0."""
+    rank, size, three = dist.get_rank(), dist.get_world_size(), lambda i: (i * 5 % 3, 3)
+    kinds = [dist.Link, type(dist.link_of(None))] + [DirectGlooLink] * (torch_dist.get_backend() == "gloo")
+    for served in [nodes_of(node)] if node else map(served_by, kinds):
+        with served:
+            gathered = [torch.zeros(three(i)) for i in range(size)]
+            dist.all_gather(gathered, _values(three(rank), torch.float32, rank))
+            assert all(torch.equal(t, _values(three(i), torch.float32, i)) for i, t in enumerate(gathered))
+            total = torch.zeros(three(rank))
+            handle = dist.reduce_scatter(total, [_values(three(i), torch.float32, rank) for i in range(size)],
+                                         async_op=True)
+            handle.wait()
+            assert torch.equal(total, sum(_values(three(rank), torch.float32, i) for i in range(size)))
+            incoming = [torch.zeros(three(rank + i)) for i in range(size)]
+            dist.all_to_all(incoming, [_values(three(rank + i), torch.float32, rank) for i in range(size)])
+            assert all(torch.equal(t, _values(three(rank + i), torch.float32, i)) for i, t in enumerate(incoming))
+
+
+@pytest.mark.parametrize("size,node", [(1, None), (2, None), (4, None), (5, None), (4, 2)])
+def test_lists_may_be_uneven(pool, size, node):
+    pool(size).run(uneven_lists, node)
+
+
+def wrong_lists():
+    t, n = torch.ones(2), dist.get_world_size()
+    for call, what in [(lambda: dist.all_gather([t] * (n + 1), t), f"tensor_list must hold {n} tensors"),
+                       (lambda: dist.all_gather([t] * n, torch.ones(3)), "as large as tensor"),
+                       (lambda: dist.reduce_scatter(t, [t] * (n - 1)), f"input_list must hold {n}"),
+                       (lambda: dist.all_to_all([t] * n, [t]), f"output_tensor_list must hold {n}"),
+                       (lambda: dist.all_to_all([t] * n, [t.int()] * n), "all tensors must have one dtype")]:
+        with pytest.raises(ValueError, match=what):
+            call()
+
+
+def test_wrong_lists_are_refused_before_anything_is_sent(pool):
+    pool(2).run(wrong_lists)
+
+
+def pass_on(comm, how, group, tensor):
+    """Hand a tensor to the next rank of the group and take the one before's; returns what came, and from whom."""
+    ranks = torch_dist.get_process_group_ranks(group or torch_dist.group.WORLD)
+    me, n, received = ranks.index(dist.get_rank()), len(ranks), torch.zeros_like(tensor)
+    right, left, source = ranks[(me + 1) % n], ranks[me - 1], None
+    if how == "send" and me % 2:
+        source = comm.recv(received, left, group)
+        comm.send(tensor, right, group)
+    elif how == "send":
+        comm.send(tensor, group=group, group_dst=(me + 1) % n)
+        source = comm.recv(received, group=group, group_src=(me - 1) % n)
+    elif how == "isend":
+        for handle in [comm.isend(tensor, dst=right, group=group), comm.irecv(received, src=left, group=group)]:
+            handle.wait()
+    else:
+        for handle in comm.batch_isend_irecv([comm.P2POp(comm.isend, tensor, right, group=group),
+                                              comm.P2POp(comm.irecv, received, group=group, group_peer=(me - 1) % n)]):
+            handle.wait()
+    return received, source
+
+
+def point_to_point():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [None] + [g for g in [dist.new_group([0, size - 1])] if rank in (0, size - 1)] * (size > 2)
+    for group, how in itertools.product(groups, ("send", "isend", "batch_isend_irecv")):
+        for shape, dtype in [((1,), torch.float64), ((3, 5), torch.bfloat16), ((100_000,), torch.int64)]:
+            tensor = _values(shape, dtype, rank)
+            dist.reset_traffic()
+            ours, theirs = (pass_on(comm, how, group, tensor) for comm in (dist, torch_dist))
+            assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
+            name = "send" if how == "send" else "isend"
+            assert dist.traffic() == {name: dist.Traffic(1, 1, tensor.nbytes)}
+    if torch_dist.get_backend() == "gloo":  # from whoever sends
+        t = torch.zeros(3)
+        assert (dist.send(t + 5, 1) if rank == 0 else dist.recv(t) if rank == 1 else None) == (0 if rank == 1 else None)
+        assert rank != 1 or (t == 5).all()
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_point_to_point_equals_library(pool, size):
+    pool(size).run(point_to_point)
+
+
+def messages_beside_a_collective():
+    """What the caller sends by himself is not taken for a message of a collective that is under way, nor the other way
+    round."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    large, mine, theirs = torch.full((BIG,), 1.0 + rank), torch.full((1000,), 10.0 + rank), torch.zeros(1000)
+    sent = dist.isend(mine, (rank + 1) % size)
+    handle = dist.all_reduce(large, async_op=True)
+    dist.all_reduce(small := torch.ones(1000))
+    dist.recv(theirs, (rank - 1) % size)
+    sent.wait()
+    handle.wait()
+    assert (large == size * (size + 1) / 2).all() and (small == size).all()
+    assert (theirs == 10.0 + (rank - 1) % size).all()
+
+
+def test_messages_beside_a_collective(pool):
+    if pool.device_type == "cuda":
+        pytest.skip("NCCL knows no tags: there messages and collectives keep one order")
+    pool(3).run(messages_beside_a_collective)
 
 
 def all_reduce_through_windows(rank, windows, barrier, tensors):
@@ -583,6 +741,46 @@ def small_traffic():
     dist.reset_traffic()
     dist.all_reduce(torch.ones(10))
     return dist.traffic()["all_reduce"]
+
+
+@ring_only
+def traffic_by_level(node, elements):
+    """{collective: (bytes that stay on this rank's node, bytes that leave it)} in nodes of `node` ranks; in rings."""
+    size, t = dist.get_world_size(), torch.ones(elements)
+    slice_ = torch.ones(elements // size)
+    calls = {"all_reduce": lambda: dist.all_reduce(t),
+             "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(slice_, t),
+             "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(t, slice_),
+             "all_gather": lambda: dist.all_gather([torch.empty_like(slice_) for _ in range(size)], slice_),
+             "reduce_scatter": lambda: dist.reduce_scatter(slice_, list(t.view(size, -1)))}
+
+    def count():
+        counted = {}
+        for name, call in calls.items():
+            dist.reset_traffic()
+            call()
+            log = dist.traffic()[name]
+            counted[name] = log.bytes - log.outside, log.outside
+        return counted
+    with nodes_of(node):
+        levels = count()
+        with served_by(dist.Link):
+            rings = count()
+    return levels, rings
+
+
+@pytest.mark.parametrize("size,node", [(4, 2), (8, 2), (8, 4)])
+def test_between_nodes_every_rank_sends_its_share(pool, size, node):
+    """M nodes of L ranks: an all-reduce sends 2(L-1)/L x K inside, 2(M-1)/M x K/L between; its halves half of each."""
+    m, elements = size // node, 400 * size * size
+    k = 4 * elements
+    inside, between = (node - 1) * k // node, (m - 1) * k // size
+    results = pool(size).run(traffic_by_level, node, elements)
+    for rank, (levels, rings) in enumerate(results):
+        assert levels.pop("all_reduce") == (2 * inside, 2 * between)
+        assert set(levels.values()) == {(inside, between)} and len(levels) == 4
+        last = rank % node == node - 1  # of its node: who sends all that leaves it, where there is one ring
+        assert rings["all_reduce"][last] == 2 * (size - 1) * k // size and not rings["all_reduce"][not last]
 
 
 @pytest.mark.parametrize("size,messages", [(2, 1), (4, 2), (8, 3)])
