@@ -685,6 +685,116 @@ def test_subgroups(pool):
     pool(5).run(subgroup_results)
 
 
+def examples(comm):
+    """What lectures show first, with `comm` for torch.distributed: each collective, then an MLP in parallel."""
+    rank, size = comm.get_rank(), comm.get_world_size()
+
+    def say(what, *values):
+        print(f"rank {rank} {what}", *[v.tolist() if isinstance(v, torch.Tensor) else v for v in values])
+
+    t = torch.arange(3) + 10 * rank
+    comm.broadcast(t, src=0)
+    say("broadcast", t)
+    t = torch.tensor([rank + 1.0, 2.0 * rank])
+    comm.reduce(t, dst=0, op=comm.ReduceOp.SUM)
+    say("reduce", t if rank == 0 else "")
+    for op in (comm.ReduceOp.SUM, comm.ReduceOp.MAX, comm.ReduceOp.MIN, comm.ReduceOp.PRODUCT):
+        t = torch.tensor([rank + 1.0, 2.0])
+        comm.all_reduce(tensor=t, op=op)
+        say("all_reduce", t)
+    work = comm.all_reduce(t, async_op=True)
+    work.wait()
+    say("all_reduce, waited for", t)
+    mine = torch.full((2,), float(rank))
+    gathered = [torch.empty(2) for _ in range(size)] if rank == 1 else None
+    comm.gather(mine, gathered, dst=1)
+    say("gather", *gathered or [])
+    gathered = [torch.empty(2) for _ in range(size)]
+    comm.all_gather(gathered, mine)
+    say("all_gather", *gathered)
+    comm.scatter(mine, [torch.full((2,), 5.0 * i) for i in range(size)] if rank == 0 else None, src=0)
+    say("scatter", mine)
+    comm.reduce_scatter(mine, [torch.full((2,), rank + 10.0 * i) for i in range(size)], op=comm.ReduceOp.SUM)
+    say("reduce_scatter", mine)
+    whole = torch.empty(2 * size)
+    comm.all_gather_into_tensor(output_tensor=whole, input_tensor=mine)
+    comm.reduce_scatter_tensor(output=mine, input=whole)
+    say("reduce-scatter + all-gather", whole, mine)
+    comm.all_to_all(gathered, list(whole.view(size, 2) + rank))
+    say("all_to_all", *gathered)
+    comm.all_to_all_single(whole, torch.arange(2.0 * size) + rank)
+    say("all_to_all_single", whole)
+    comm.barrier()
+    pair = comm.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        comm.all_reduce(mine, group=pair)
+    say("in a group", mine, comm.get_world_size(pair))
+
+    # An MLP of `size` layers of 8 x 8, on 16 samples, float64: each strategy ends with the same loss.
+    layers = [torch.sin(torch.arange(64.0, dtype=torch.float64) * (i + 1)).view(8, 8) for i in range(size)]
+    x = torch.cos(torch.arange(128.0, dtype=torch.float64)).view(16, 8)
+
+    # Data parallel: each rank its part of the batch; gradients are averaged.
+    params = [w.clone().requires_grad_() for w in layers]
+    for _ in range(2):
+        y = x.chunk(size)[rank]
+        for w in params:
+            y = torch.tanh(y @ w)
+        loss = y.square().mean()
+        loss.backward()
+        for w in params:
+            comm.all_reduce(w.grad, op=comm.ReduceOp.SUM)
+            w.data -= 0.1 * w.grad / size
+            w.grad = None
+        comm.all_reduce(loss.data)
+        say("data parallel", round(loss.item() / size, 12))
+
+    # Tensor parallel: each rank some columns of every matrix; activations are gathered.
+    y, width = x, 8 // size
+    for w in layers:
+        part = torch.tanh(y @ w[:, rank * width:(rank + 1) * width])
+        parts = [torch.empty_like(part) for _ in range(size)]
+        comm.all_gather(tensor_list=parts, tensor=part)
+        y = torch.cat(parts, dim=1)
+    say("tensor parallel", round(y.square().mean().item(), 12))
+
+    # Pipeline parallel: each rank a layer; micro-batches pass from rank to rank, and their gradients back.
+    w, saved, losses = layers[rank].clone().requires_grad_(), [], []
+    for i in range(4):
+        y = x.chunk(4)[i].clone()
+        if rank > 0:
+            comm.recv(tensor=y, src=rank - 1)
+        y.requires_grad_()
+        out = torch.tanh(y @ w)
+        saved.append((y, out))
+        if rank < size - 1:
+            comm.send(tensor=out.detach(), dst=rank + 1)
+        else:
+            losses.append(out.square().mean())
+    for i, (y, out) in enumerate(saved):
+        grad = torch.empty_like(out)
+        if rank < size - 1:
+            comm.recv(grad, src=rank + 1)
+        torch.autograd.backward(losses[i] if losses else out, None if losses else grad)
+        if rank > 0:
+            comm.isend(y.grad, dst=rank - 1).wait()
+    say("pipeline", round(w.grad.sum().item(), 9), *[round(loss.item(), 12) for loss in losses])
+
+
+def printed_by(comm):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        examples({"ours": dist, "library": torch_dist}[comm])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_examples_print_the_same(pool, size):
+    """`import collectives as dist` is the only line that examples for torch.distributed must change."""
+    ours, library = (pool(size).run(printed_by, comm) for comm in ("ours", "library"))
+    assert ours == library and all(len(text.splitlines()) == 19 for text in ours)
+
+
 def ring_only(function):
     """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
     @functools.wraps(function)
@@ -4210,6 +4320,9 @@ def cases_of(test):
 
 @pytest.mark.parametrize("test,arguments", [(test, arguments) for test, some in [
     (test_bytes_sent_are_the_formulas, [(3,), (4,)]),
+    (test_between_nodes_every_rank_sends_its_share, [(4, 2)]),
+    (test_point_to_point_equals_library, [(4,)]),
+    (test_examples_print_the_same, [(4,)]),
     (test_all_to_all_equals_library, [(3,)]),
     (test_data_parallel_sends_two_n_minus_one_over_n, [(3, None)]),
     (test_zero_sends_what_the_table_says, [(3, 1), (2, 3)]),
