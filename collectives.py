@@ -234,7 +234,8 @@ def two_levels(group, groups):
     groups: [the ranks, ascending, of each group of a mesh's axis], of which `group` is this rank's. Call it on all
     ranks of the world, before the group is used, because every rank must take part in making every sub-group.
     """
-    for ranks in groups:
+    group = group or torch_dist.group.WORLD
+    for ranks in groups if group not in _levels else ():  # a mesh of one axis takes the world's group, which has them
         nodes = {}
         for rank in ranks:
             nodes.setdefault(node_of(rank), []).append(rank)
@@ -242,7 +243,7 @@ def two_levels(group, groups):
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
             mine = rows_and_columns([*nodes.values()])
             if mine:
-                _levels[group or torch_dist.group.WORLD] = mine
+                _levels[group] = mine
 
 
 def rows_and_columns(grid):
@@ -610,8 +611,7 @@ def destroy_process_group(group=None):
     for served in list(_links) if group is None else [group]:
         for link in set(_links.pop(served, {}).values()):
             link.close()
-    for level in _levels.pop(group, ()):
-        destroy_process_group(level)
+    _levels.pop(group, None)
     torch_dist.destroy_process_group(group)
 
 

@@ -72,7 +72,21 @@ def make_mesh(device_type, dp=1, tp=1, pp=1):
     if pp * dp * tp != dist.get_world_size():
         raise ValueError(f"pp {pp} x dp {dp} x tp {tp} needs {pp * dp * tp} processes, there are "
                          f"{dist.get_world_size()}")
-    return init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    dist.two_levels(mesh["dp"].get_group(), ranks_along(mesh, "dp"))  # the axis that leaves a node with most to send
+    return mesh
+
+
+def ranks_along(mesh, axis):
+    """[the ranks of each group of an axis]"""
+    place = mesh.mesh_dim_names.index(axis)
+    return mesh.mesh.movedim(place, -1).reshape(-1, mesh.shape[place]).tolist()
+
+
+def split_axis(mesh, axis, n):
+    """[this rank's group of n neighbours on an axis, the group of those who have its place in theirs]. On all ranks."""
+    grids = [[ranks[first:first + n] for first in range(0, len(ranks), n)] for ranks in ranks_along(mesh, axis)]
+    return sum([dist.rows_and_columns(grid) for grid in grids], [])
 
 
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
@@ -102,6 +116,7 @@ class Bucket:
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
+        self.between = None         # the group of the ranks that keep the same shard, where `group` is not all replicas
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -140,7 +155,7 @@ def group_or_world(group):
 BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own choice) is not best
 
 
-def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket):
+def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
     """Parameters in buckets of about `megabytes`, last layers first, the order in which backward finishes gradients.
 
     A bucket holds one dtype, one device, one set of groups that its parameters are cut, summed or averaged over, and one
@@ -154,7 +169,10 @@ def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=B
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             buckets.append(bucket_class(filling.pop(key), over))
         filling.setdefault(key, []).append(param)
-    return buckets + [bucket_class(some, key[2]) for key, some in filling.items()]
+    buckets += [bucket_class(some, key[2]) for key, some in filling.items()]
+    for bucket in buckets:
+        bucket.between = between
+    return buckets
 
 
 def split_over(param):
@@ -273,7 +291,9 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# (Stage 3 gathers the last unit once, because backward begins with it.) A gradient between two micro-batches lies in
+# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, n ranks of a node can
+# shard among themselves, N/n such groups being replicas: the table with n for N inside a node, and between the nodes one
+# all-reduce a step of each shard's gradient, K/n elements (hybrid sharding). A gradient between two micro-batches lies in
 # .grad under DDP; in `bucket.total` at stages 0 and 1 of what follows; in the shard's .grad at stages 2 and 3.
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
@@ -293,6 +313,7 @@ class ShardReducer(Reducer):
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
         super().__init__(buckets, reduce_dtype)
         self.stage, self.on_complete = stage, on_complete
+        self.apart = set()  # buckets that are averaged over `bucket.group` alone, not yet over all replicas
         self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient has not come in this backward
         call_when_gradients_come(self.bucket_of, self.came)
 
@@ -323,6 +344,8 @@ class ShardReducer(Reducer):
         return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 adds nothing up: it sends at once
 
     def start(self, bucket):
+        if bucket.between:
+            self.apart.add(bucket)
         if self.stage == 0:
             return super().start(bucket)
         wire = self.wire(bucket)
@@ -343,6 +366,20 @@ class ShardReducer(Reducer):
                 self.collect(bucket)
                 self.send(bucket)
             self.missing[bucket] = set(bucket.params)
+        self.average_between()
+
+    @torch.no_grad()
+    def average_between(self):
+        """Average what the groups that shard have averaged, once a step, however many micro-batches it has."""
+        waiting = []
+        for bucket in filter(self.apart.__contains__, self.buckets):  # in one order on all ranks
+            wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
+            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between, async_op=True)
+            waiting.append((bucket.shard.grad, wire, handle))
+        for grad, wire, handle in waiting:
+            handle.wait()
+            grad.copy_(wire)
+        self.apart.clear()
 
     def holds(self, bucket):
         """Whether gradients of this bucket have not been sent yet."""
@@ -350,10 +387,11 @@ class ShardReducer(Reducer):
 
     @property
     def finished(self):
-        return not any(map(self.holds, self.buckets))
+        return not (self.apart or any(map(self.holds, self.buckets)))
 
     def forget(self):
         super().forget()
+        self.apart.clear()
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
 
@@ -378,11 +416,12 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
     optimizer_class: any whose update is element by element (SGD, Adam, ...), since a shard cuts through tensors.
     compute_dtype: the parameters become bf16 or fp16, and the shards are their float32 masters. reduce_dtype: what
     gradients travel in. stage=0 shards nothing: masters for plain data parallelism. A parameter that no rank used has a
-    gradient of zero, not None. stage=2: all ranks must use the same parameters in each backward.
+    gradient of zero, not None. stage=2: all ranks must use the same parameters in each backward. between: the group of
+    this rank's number in all groups that are replicas of `group`, where `group` is not all of them.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 reduce_dtype=None, **kwargs):
+                 reduce_dtype=None, between=None, **kwargs):
         groups = list(params)
         groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [{"params": groups}]
         self.group, self.stage = group_or_world(group), stage
@@ -392,10 +431,10 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
                 if p.requires_grad:
                     which.setdefault(p, i)
                 elif not p.is_meta:
-                    dist.broadcast(p.detach(), group=group, group_src=0)
+                    spread(p.detach(), self.group, between)
                     p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
         self.params = list(which)
-        self.buckets = make_buckets(self.params, bucket_mb, self.group, which.get)
+        self.buckets = make_buckets(self.params, bucket_mb, self.group, which.get, between=between)
         for bucket in self.buckets:
             values = make_shard(bucket, stage > 0)
             bucket.dtype = compute_dtype or bucket.dtype
@@ -444,6 +483,13 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
             handle.wait()
 
 
+def spread(tensor, group, between):
+    """Give every replica the first one's values."""
+    if between:
+        dist.broadcast(tensor, group=between, group_src=0)
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 bits, and would round an Adam step of 0.001 away."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -465,7 +511,7 @@ def make_shard(bucket, sharded):
     if not first.is_meta:
         for view, p in zip(bucket.views(values), bucket.params):
             view.copy_(p.detach())
-        dist.broadcast(values, group=bucket.group, group_src=0)
+        spread(values, bucket.group, bucket.between)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
     bucket.shard = shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)))
     shard.split_over, shard.sums = split_over(first) + ((bucket.group,) if sharded else ()), sums(first)
@@ -544,21 +590,22 @@ class FSDP(Replaceable, nn.Module):
     both uses have added to its gradient; a frozen one, once gathered in backward, until `finish_grad_sync`.
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype. A
     module on the meta device is never whole anywhere: name the device it shall live on, and give its values to `load`.
-    All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`.
+    All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`. between: as for
+    ShardedOptimizer.
 
     Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
-    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
+    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None, between=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
         for buffer in module.buffers():
             if not buffer.is_meta:
-                dist.broadcast(buffer, group=group, group_src=0)
+                spread(buffer, self.group, between)
         units = fsdp_units(module)
         unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
         self.buckets = make_buckets(list(module.parameters()), math.inf, self.group,
-                                    lambda p: (p.requires_grad, p.dim() > 1 and unit_of[p]), FlatParameter)
+                                    lambda p: (p.requires_grad, p.dim() > 1 and unit_of[p]), FlatParameter, between)
         replaced = {}
         for flat in self.buckets:
             replaced.update(flat.become_flat(device, compute_dtype, stays_whole=flat.params[0].dim() <= 1))
@@ -1341,18 +1388,20 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 
 
 def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None,
-                recompute="none", virtual_stages=1):
+                recompute="none", virtual_stages=1, zero_within=None):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
-    seed and name decide it. zero: the ZeRO stage, over dp. recompute: "block" or "attention" is run again in backward
-    instead of being kept. The order of the five steps matters.
+    seed and name decide it. zero: the ZeRO stage, over dp, or over every `zero_within` neighbours on it, a divisor of
+    dp. recompute: "block" or "attention" is run again in backward instead of being kept. The order of the five steps
+    matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
     p, master = dist.get_world_size(pp), master_dtype(dtype)
+    within, between = split_axis(mesh, "dp", zero_within) if zero_within not in (None, mesh.shape[1]) else (dp, None)
     channels, ends = pipeline_groups(mesh, virtual_stages > 1, config.tied)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, cuts = {}, split_pieces(config, p * virtual_stages)
@@ -1375,7 +1424,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every
         # layout.
         if zero == 3:
-            model = FSDP(model.to(master), dp, dtype, reduce_dtype, device)
+            model = FSDP(model.to(master), within, dtype, reduce_dtype, device, between)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
@@ -1384,7 +1433,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, dp)
         stages[stage] = model
-    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype, channels, ends)
+    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype, channels, ends, within,
+                       between)
 
 
 def cut_like(param, whole):
@@ -1402,11 +1452,14 @@ class ParallelGPT(Replaceable):
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype, channels, ends):
+    def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype, channels, ends, within, between):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
         self.channels, self.ends, self.lists = channels, ends, {}
         self.pp, self.dp, self.tp = (mesh[axis].get_group() for axis in ("pp", "dp", "tp"))
+        self.within, self.between = within, between  # ZeRO's groups: who shares the shards out, who keeps the same one
+        self.cut_over = [group for group in (within, between, self.tp, self.pp) if group]  # all ranks, axis by axis
+        self.groups = [*dict.fromkeys([*self.cut_over, self.dp, ends, None])]  # all that serve training; None: all ranks
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
@@ -1430,8 +1483,8 @@ class ParallelGPT(Replaceable):
             self.params = [p for group in groups for p in group["params"]]
             self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
         else:
-            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.dp, self.zero, None, self.dtype,
-                                              self.reduce_dtype, **kwargs)
+            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.within, self.zero, None, self.dtype,
+                                              self.reduce_dtype, self.between, **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
@@ -1483,7 +1536,7 @@ class ParallelGPT(Replaceable):
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         """As the function of this name, over the whole model."""
-        return clip_grad_norm_(self.params, max_norm, [self.dp, self.tp, self.pp], scale)
+        return clip_grad_norm_(self.params, max_norm, self.cut_over, scale)
 
     def kept(self, stage, name):
         """(a parameter of one of this rank's stages, the tensor that the optimizer steps for it, their bucket).
@@ -1696,6 +1749,7 @@ class EarlyShardReducer(Early, ShardReducer):
             self.leave()
         self.next = len(self.buckets) if self.stage == 2 else self.next
         super().finish()
+        self.average_between()
 
     @property
     def finished(self):
@@ -1803,7 +1857,7 @@ class LeanGPT(ParallelGPT):
         inner = getattr(self.optimizer, "inner", self.optimizer)
         if not isinstance(inner, kernels.AdamW):
             return super().clip_grad_norm_(max_norm, scale)
-        norm = clip_grad_norm_(self.params, 0, [self.dp, self.tp, self.pp]) / scale
+        norm = clip_grad_norm_(self.params, 0, self.cut_over) / scale
         inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
         return norm
 

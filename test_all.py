@@ -1311,7 +1311,7 @@ def whole_gradients(net, shapes):
     for bucket in getattr(net.optimizer, "buckets", []):
         flat = bucket.new(bucket.shard.dtype)
         if net.zero:
-            torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=net.dp)
+            torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=net.within)
         else:
             flat.copy_(bucket.shard.grad)
         for view, p in zip(bucket.views(flat), bucket.params):
@@ -1360,6 +1360,13 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
             setattr(dist, name, function)
 
 
+def in_layout_on_nodes(node, layout, *args, **options):
+    """`in_layout`, as if torchrun had started nodes of `node` ranks; and whether the dp group works in two levels."""
+    with nodes_of(node):
+        results = in_layout(layout, *args, **options)
+        return results, layout["dp"] in map(dist.get_world_size, dist._levels)
+
+
 def differences(got, want):
     """What of (losses, norms, gradients, weights) differs by more than 1e-10, by name."""
     losses, norms, grads, weights = got
@@ -1391,6 +1398,17 @@ def test_zero_equals_one_process(pool, layout, zero):
         for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, zero=zero,
                                                         recompute=recompute):
             assert not differences(got, want), (optimizer, micro_batches, change, recompute)
+
+
+@pytest.mark.parametrize("zero,within", [(0, None), (1, None), (3, None), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize("layout,micro_batches,schedule", [
+    ({"dp": 4}, 2, "1f1b"), ({"dp": 4, "tp": 2}, 1, "1f1b"), ({"dp": 4, "pp": 2}, 2, "zb-h1")], ids=str)
+def test_two_nodes_equal_one_process(pool, layout, micro_batches, schedule, zero, within):
+    """dp in two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between."""
+    want, size = one_process("adamw"), math.prod(layout.values())
+    for got, two_levels in pool(size).run(in_layout_on_nodes, size // 2, layout, "adamw", micro_batches, {},
+                                          schedule=schedule, zero=zero, zero_within=within):
+        assert not differences(got, want) and two_levels == ("pp" not in layout)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -1623,16 +1641,17 @@ def test_uneven_tensor_parallel(pool):
     ("ShardReducer.start", {"dp": 2, "zero": 2}),
     ("ShardReducer.start", {"dp": 2, "zero": 3}), ("ShardedOptimizer.publish", {"dp": 2, "zero": 1}),
     ("FlatParameter.start", {"dp": 2, "zero": 3}),
+    *(("ShardReducer.average_between", {"dp": 4, "zero": zero, "zero_within": 2}) for zero in (1, 2, 3)),
     ("clip_grad_norm_", {"dp": 2, "zero": 2}), ("clip_grad_norm_", {"dp": 2, "zero": 3}),
     ("ParallelGPT.forward_backward", {"pp": 2}), ("clip_grad_norm_", {"pp": 2}), ("CopyToGroup.backward", {"tp": 2}),
     ("ReduceFromGroup.forward", {"tp": 2}),
     ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}),
     ("clip_grad_norm_", {"dp": 2, "tp": 2}), ("Reducer.start", {"dp": 2, "tp": 2})], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
-    zero = layout.get("zero", 0)
-    layout = {axis: size for axis, size in layout.items() if axis != "zero"}
+    options = {name: value for name, value in layout.items() if name.startswith("zero")}
+    layout = {axis: size for axis, size in layout.items() if axis not in options}
     want = one_process("sgd")
-    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, zero=zero):
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, **options):
         assert differences(got, want)
 
 
@@ -1834,19 +1853,22 @@ def test_zero_makes_ranks_equal_that_start_apart(pool, stage):
 
 
 @ring_only
-def zero_traffic(stage, micro_batches, reduce_dtype=None):
-    """Bytes a step of each collective, for K float32 elements that divide evenly; and the largest full-size gradient
-    kept."""
+def zero_traffic(stage, micro_batches, reduce_dtype=None, within=None):
+    """(Bytes a step of each collective, of K elements), for K float32 elements that divide evenly."""
+    groups, ranks = {}, range(dist.get_world_size())
+    if within:
+        grid = [ranks[first:first + within] for first in range(0, len(ranks), within)]
+        groups = dict(zip(("group", "between"), dist.rows_and_columns(grid)))
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     if stage == 0:
         model = sync = parallel.DDP(net)
         opt = torch.optim.SGD(net.parameters(), 0.1)
     elif stage < 3:
         model, opt = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, bucket_mb=0.009,
-                                                    reduce_dtype=reduce_dtype, lr=0.1)
+                                                    reduce_dtype=reduce_dtype, lr=0.1, **groups)
         sync = opt
     else:
-        model = sync = parallel.FSDP(net, reduce_dtype=reduce_dtype)
+        model = sync = parallel.FSDP(net, reduce_dtype=reduce_dtype, **groups)
         opt = torch.optim.SGD(model.parameters(), 0.1)
     dist.reset_traffic()
     for i in range(micro_batches):
@@ -1880,6 +1902,18 @@ def test_zero_sends_what_the_table_says(pool, size, micro_batches):
             for sent, k in pool(size).run(zero_traffic, stage, m, torch.bfloat16):
                 assert (sent["reduce_scatter_tensor"]
                         == law["reduce_scatter_tensor"] * (size - 1) * k // size // 2), stage
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_hybrid_sharding_sends_little_between(pool, micro_batches, dtype):
+    """The table's with 2 for N inside; between two groups once a step an Nth of the gradients, however many
+    micro-batches."""
+    half = 2 if dtype else 1
+    for stage in (1, 2, 3):
+        for sent, k in pool(4).run(zero_traffic, stage, micro_batches, dtype, 2):
+            assert sent["all_reduce"] == 2 * (2 - 1) / 2 * k / 2 / half, stage
+            assert sent["reduce_scatter_tensor"] == (1 if stage == 1 else micro_batches) * k / 2 / half, stage
 
 
 class Rows(nn.Module):
@@ -4354,10 +4388,11 @@ def bytes_alive():
 KEEPER = dict(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64)
 
 
-def bytes_kept(zero):
+def bytes_kept(zero, within):
     """Bytes that this rank keeps between backward and step, in bf16 with AdamW."""
     before = bytes_alive()
-    net = parallel.parallelize(GPTConfig(**KEEPER), parallel.make_mesh("cpu", dp=4), "cpu", torch.bfloat16, zero=zero)
+    net = parallel.parallelize(GPTConfig(**KEEPER), parallel.make_mesh("cpu", dp=4), "cpu", torch.bfloat16, zero=zero,
+                               zero_within=within)
     opt = net.make_optimizer(torch.optim.AdamW, lr=0.1)
     x, y = (torch.randint(256, (2, 16)).split(1) for _ in range(2))
     for step in range(2):
@@ -4372,10 +4407,10 @@ def bytes_kept(zero):
 def test_zero_keeps_what_the_table_says(pool, cut_pool, half):
     if pool.device_type == "cuda":
         pytest.skip("the table is that of any device")
-    for zero in range(4):
-        table = MODULES["parallel"].memory_bytes(model.GPTConfig(**KEEPER), zero, 4, dtype=torch.bfloat16)
+    for zero, within in [*((zero, 4) for zero in range(4)), (2, 2), (3, 2)]:
+        table = MODULES["parallel"].memory_bytes(model.GPTConfig(**KEEPER), zero, within, dtype=torch.bfloat16)
         table = sum(table[kind] for kind in ("parameters", "gradients", "optimizer"))
-        for kept in (cut_pool if half == "upper" else pool)(4).run(bytes_kept, zero):
+        for kept in (cut_pool if half == "upper" else pool)(4).run(bytes_kept, zero, within):
             assert abs(kept / table - 1) < 0.05, (zero, kept, table)
 
 

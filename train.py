@@ -75,6 +75,7 @@ class Flags:
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=range(4))
+    zero_within: int = flag(None, "ranks of dp that ZeRO shards over, e.g. a node's; other such groups are replicas")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(DTYPES))
     reduce_dtype: str = flag("same", "what gradients travel in over dp; same: as they add up", choices=["same", "bf16"])
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
@@ -185,9 +186,9 @@ class Trainer:
         self.control = dist.new_group(backend="gloo")  # all ranks, on the CPU: for `agree`
         reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
         self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
-                                        reduce_dtype, s.recompute, s.virtual_stages)
+                                        reduce_dtype, s.recompute, s.virtual_stages, s.zero_within)
         self.dp, self.tp, self.pp = self.net.dp, self.net.tp, self.net.pp
-        for group in (self.dp, self.tp, self.pp, self.net.ends, None):  # None: all ranks
+        for group in self.net.groups:
             dist.use(group, s.comm)
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
@@ -490,6 +491,10 @@ def check_layout(s, config, world, local_world):
     reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
            f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
     check_schedule(s, config)
+    within = s.zero_within or s.dp
+    reject(within < 1 or s.dp % within, f"--zero-within {within} does not divide --dp {s.dp}: give --zero-within "
+           f"{math.gcd(within, s.dp) or s.dp}")
+    reject(s.zero_within and not s.zero, f"--zero-within {within} says how far ZeRO shards: give --zero 1, 2 or 3")
     reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64")
     local, gpus = local_world if world > 1 else processes, gpus_here()
     short = f"need as many GPUs and it has {gpus}: give --device cpu"
@@ -835,7 +840,8 @@ def describe(trainer):
     trainer.say(
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
         f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {mesh.size()} processes, {device} "
-        f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}, collectives: {s.comm}\n"
+        f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
+        f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{c.parameters():,} parameters, {s.dtype}\n"
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
@@ -853,7 +859,7 @@ def describe(trainer):
 
 def predicted_bytes(trainer):
     s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
-    return parallel.memory_bytes(trainer.config, s.zero, s.dp, s.tp, trainer.net.dtype, s.recompute,
+    return parallel.memory_bytes(trainer.config, s.zero, s.zero_within or s.dp, s.tp, trainer.net.dtype, s.recompute,
                                  s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
                                  math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
