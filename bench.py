@@ -195,10 +195,27 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
             "scatter": (below - 1) * k // n}[op]
 
 
+def sent_in(link, op, elements, width, waited=True):
+    """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
+    if not isinstance(link, dist.TwoLevels) or op not in ("all_reduce", *HALVES):
+        return sent(op, elements, width, link.size, link.rank, *law_of(link.group, waited))
+    inside, between = link.inside, link.between
+    if op == "all_reduce":
+        mine = elements // inside.size + (inside.rank < elements % inside.size)
+        return (sum(sent_in(inside, half, elements, width) for half in HALVES)
+                + sent_in(between, op, mine, width, waited))
+    return (between.size * sent_in(inside, op, elements // between.size, width)
+            + sent_in(between, op, elements // inside.size, width))
+
+
+HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+
+
 class Message(NamedTuple):
     what: str
     op: str
-    axis: str           # the group it goes through: "dp", "tp", "pp", "all", or "ends", first and last stage
+    axis: str           # the group it goes through: "dp", "tp", "pp", "all", or "ends", first and last stage; ZeRO's:
+                        # "within" and "between" where those that shard are not all of dp
     elements: list      # of the tensor of each call
     width: int          # bytes an element
     times: int = 1      # a step, for each of `elements`
@@ -222,16 +239,21 @@ def messages(config, s, stages, buckets, tp_rank=0):
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     tokens = s.batch_size // s.dp // m * config.seq_len
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
+    shards = s.zero_within or s.dp
+    axis = "dp" if shards == s.dp else "within"
     yield from {  # the table in front of ShardedOptimizer, in code
-        0: [Message("gradients", "all_reduce", "dp", whole, wide)],
-        1: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide),
-            Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
-        2: [Message("gradients", "reduce_scatter_tensor", "dp", whole, wide, m),
-            Message("weights", "all_gather_into_tensor", "dp", whole, narrow)],
-        3: [Message("weights", "all_gather_into_tensor", "dp", once + 2 * twice, narrow, m),
-            Message("gradients", "reduce_scatter_tensor", "dp", once + twice, wide, m),
-            Message("1-D gradients", "all_reduce", "dp", whole, wide)],
+        0: [Message("gradients", "all_reduce", axis, whole, wide)],
+        1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
+            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
+        2: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide, m),
+            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
+        3: [Message("weights", "all_gather_into_tensor", axis, once + 2 * twice, narrow, m),
+            Message("gradients", "reduce_scatter_tensor", axis, once + twice, wide, m),
+            Message("1-D gradients", "all_reduce", axis, whole, wide)],
     }[s.zero]
+    if axis == "within":
+        kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
+        yield Message("averages of shards", "all_reduce", "between", kept, wide)
     blocks, first, last = contents(config, stages)
     activation = [tokens * config.n_embd]
     if s.tp > 1:
@@ -246,9 +268,9 @@ def messages(config, s, stages, buckets, tp_rank=0):
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-            yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (s.dp if s.zero else 1))],
+            yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (shards if s.zero else 1))],
                           wide, first + last)
-    for axis in ("dp", "tp", "pp"):
+    for axis in (["dp"] if shards == s.dp else ["within", "between"]) + ["tp", "pp"]:
         yield Message("gradient norm", "all_reduce", axis, [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
@@ -293,20 +315,29 @@ def rounds(op, elements, width, n, direct, small=False):
     return (2 if op == "all_reduce" else 1) * (1 if direct or op == "isend" else n - 1), sent(op, elements, width, n, 0)
 
 
-def message_seconds(item, n, machine, near):
-    """Seconds of a Message in a group of n ranks, `near` where they share a node: rounds x hop + bytes / bandwidth,
-    call by call.
+def message_seconds(item, n, machine, here):
+    """Seconds of a Message in a group of n ranks, `here` of them on each node: rounds x hop + bytes / bandwidth, call
+    by call.
 
-    A ring that leaves the node is as fast as one network card, for one rank of a node sends all that leaves it. (NCCL's
-    own, --comm torch, shares that out over all cards.) An all-reduce goes the faster of its two ways here;
+    Where a node has some but not all, the group works in two levels, and each rank sends its part through a network card
+    of its own. A ring with one rank a node has one card, too. An all-reduce goes the faster of its two ways here;
     collectives.py decides by DOUBLING_BYTES.
     """
-    total, hop, rate = 0.0, *((machine.hop, machine.link) if near
-                              else (machine.network_hop, min(machine.link, machine.network)))
-    for elements in item.elements if n > 1 else ():
-        ways = [rounds(item.op, elements, item.width, n, machine.switched and near, small) for small in (False, True)]
-        total += min(count * hop + k / rate for count, k in ways)
-    return item.times * total
+    def seconds(op, elements, n, near):
+        hop, rate = ((machine.hop, machine.link) if near
+                     else (machine.network_hop, min(machine.link, machine.network)))
+        ways = [rounds(op, elements, item.width, n, machine.switched and near, small) for small in (False, True)]
+        return min(count * hop + k / rate for count, k in ways)
+
+    def call(op, elements):
+        if here in (1, n) or op not in ("all_reduce", *HALVES):
+            return seconds(op, elements, n, here == n)
+        nodes = n // here
+        if op == "all_reduce":
+            return (sum(seconds(half, elements, here, True) for half in HALVES)
+                    + seconds(op, elements // here, nodes, False))
+        return nodes * seconds(op, elements // nodes, here, True) + seconds(op, elements // here, nodes, False)
+    return item.times * sum(call(item.op, elements) for elements in item.elements) if n > 1 else 0.0
 
 
 class Costs(NamedTuple):
@@ -390,10 +421,10 @@ def predict(config, s, machine):
     matrices = (blocks * (4 * c * c + 2 * c * config.inner) + max(first, last) * c * config.vocab_size) // s.tp
     count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
 
-    # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the span from first to last)}, tp innermost.
-    each, every = s.dp * s.tp, s.dp * s.tp * s.pp
-    groups = {"tp": (s.tp, s.tp), "dp": (s.dp, each), "pp": (min(s.pp, 2), 2 * each), "ends": (min(s.pp, 2), every),
-              "all": (every, every)}
+    # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
+    each, every, shards = s.dp * s.tp, s.dp * s.tp * s.pp, s.zero_within or s.dp
+    groups = {"tp": (s.tp, 1), "dp": (s.dp, s.tp), "within": (shards, s.tp), "between": (s.dp // shards, shards * s.tp),
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "all": (every, 1)}
     unit = matrices // count
     buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
     buckets.append((vectors, 0))
@@ -401,8 +432,10 @@ def predict(config, s, machine):
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
     spent = Counter()
     for item in mine + ends:
-        n, span = groups[item.axis]
-        spent[item.axis, item.what] += message_seconds(item, n, machine, span <= machine.node)
+        n, distance = groups[item.axis]
+        local = max(1, machine.node // distance)
+        here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
+        spent[item.axis, item.what] += message_seconds(item, n, machine, here)
     tp = sum(seconds for (axis, _), seconds in spent.items() if axis == "tp")
     f, i = f + tp / m / 2, i + tp / m / 2
 
@@ -415,7 +448,8 @@ def predict(config, s, machine):
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
     # last, which is there.
-    gather, reduce = spent["dp", "weights"], spent["dp", "gradients"]
+    axis = "dp" if shards == s.dp else "within"
+    gather, reduce, between = spent[axis, "weights"], spent[axis, "gradients"], spent["between", "averages of shards"]
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
@@ -424,12 +458,12 @@ def predict(config, s, machine):
         dp = max(reduce / count, reduce - sends * (i + w)) + gather
     # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks.
     # DDP of GPT-2 XL on four H200s saved 64 % of its traffic's time.
-    dp += (gather + reduce - dp) / 3
+    dp += (gather + reduce - dp) / 3 + between  # which leaves when all else is there
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    optimizer = matrices / (s.dp if s.zero else 1) * moved / machine.hbm
-    return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce)
+    optimizer = matrices / (shards if s.zero else 1) * moved / machine.hbm
+    return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce + between)
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
@@ -723,22 +757,23 @@ def make_trainer(config, s, device):
     return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
+WAITED = "tp", "pp", "ends", "all"  # whose all-reduces the caller waits for
+
+
 def predicted_traffic(trainer):
     """{collective: bytes} that this rank sends in a step, by the formulas."""
-    s, (pp_rank, dp_rank, tp_rank) = trainer.s, trainer.mesh.get_coordinate()
+    s, net, (pp_rank, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
               if i % s.pp == pp_rank]
-    where = {"dp": (trainer.dp, s.dp, dp_rank), "tp": (trainer.tp, s.tp, tp_rank), "pp": (trainer.pp, s.pp, pp_rank),
-             "ends": (trainer.net.ends, 2, int(pp_rank > 0)),
-             "all": (trainer.control, dist.get_world_size(), dist.get_rank())}
+    where = {"dp": net.dp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within, "between": net.between,
+             "all": trainer.control}
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
                                  for reducer in trainer.net.reducers for b in reducer.buckets]
     for item in messages(trainer.config, s, stages, buckets, tp_rank):
-        group, *place = where[item.axis]
-        total[item.op] += item.times * sum(sent(item.op, elements, item.width, *place,
-                                                *law_of(group, item.axis != "dp"))
-                                          for elements in item.elements)
+        link = dist.link_of(where[item.axis])
+        total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
+                                           for elements in item.elements)
     return {op: n for op, n in total.items() if n}
 
 
@@ -994,7 +1029,7 @@ def measure_strategy(name, s, a, device, machines):
         return in_pytorch, "torch " + title
 
     def ours(comm):
-        for group in [trainer.pp, trainer.dp, trainer.tp] + [trainer.net.ends] * (trainer.net.ends is not None):
+        for group in trainer.net.groups:
             dist.use(group, comm)
         trainer.net.pipeline.graphs = graphs[comm]  # they send by what they were recorded with
         trainer.step(2)
@@ -1063,8 +1098,9 @@ def needed_bytes(config, s, fused):
     cuts, dtype, each = parallel.split_pieces(config,
         s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
-    return max(sum(parallel.memory_bytes(config, s.zero, s.dp, s.tp, dtype, s.recompute, each, cuts[rank::s.pp],
-                                         math.ceil(peak[rank]), fused).values()) for rank in range(s.pp))
+    return max(sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp, s.tp, dtype, s.recompute, each,
+                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused).values())
+               for rank in range(s.pp))
 
 
 def divisors(n):
@@ -1089,16 +1125,20 @@ def all_layouts(config, gpus, batch_size, dtype, node):
                     lists = few_of(schedule, pp, m, v)
                     if lists is None or v * pp > config.n_layer + 2 or (splits := splits_backward(lists)) and m < pp:
                         continue
-                    for zero in range(4) if dp > 1 else [0]:
-                        for recompute in ("none", "attention", "block"):
-                            if not splits or recompute == "none":
-                                yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule,
-                                                     virtual_stages=v, dtype=dtype, batch_size=batch_size,
-                                                     micro_batches=m, recompute=recompute)
+                    local = node // tp  # ranks of dp on a node, if no pipeline is there
+                    shards = [(zero, None) for zero in range(4 if dp > 1 else 1)]
+                    if 1 < local < dp and dp % local == 0:
+                        shards += [(zero, local) for zero in (1, 2, 3)]
+                    for (zero, within), recompute in itertools.product(shards, ("none", "attention", "block")):
+                        if not splits or recompute == "none":
+                            yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
+                                                 virtual_stages=v, dtype=dtype, batch_size=batch_size,
+                                                 micro_batches=m, recompute=recompute)
 
 
 def describe_layout(s):
-    return "  ".join([f"dp {s.dp}" + f" ZeRO-{s.zero}" * (s.zero > 0)] * (s.dp > 1) + [f"tp {s.tp}"] * (s.tp > 1) + [
+    within = f" within {s.zero_within}" if s.zero_within else ""
+    return "  ".join([f"dp {s.dp}" + f" ZeRO-{s.zero}{within}" * (s.zero > 0)] * (s.dp > 1) + [f"tp {s.tp}"] * (s.tp > 1) + [
         f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
         + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
 
@@ -1125,7 +1165,7 @@ def plan(a):
         "pp": "pp %:>6.1f", "limit": "beside computation:<28"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
-        key = (s.dp, s.tp, s.pp, s.zero, s.schedule)  # one row each, the fastest
+        key = (s.dp, s.tp, s.pp, s.zero, s.zero_within, s.schedule)  # one row each, the fastest
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)

@@ -1029,9 +1029,9 @@ def lost_at_once():
     said = []
     for comm, call in [("ring", calls[0]), *(("ours", call) for call in calls)]:
         dist.use(None, comm)
-        names = ["batch_isend_irecv"] if comm == "ring" else ["irecv"]
-        with unittest.mock.patch.multiple(dist, **dict.fromkeys(names, gone)), unittest.mock.patch.object(
-                torch_dist, "isend", torch_dist.isend if comm == "ring" else gone):
+        library = ["batch_isend_irecv"] if comm == "ring" else ["isend"]
+        with unittest.mock.patch.multiple(torch_dist, **dict.fromkeys(library, gone)), unittest.mock.patch.object(
+                dist, "irecv", dist.irecv if comm == "ring" else gone):
             with pytest.raises(dist.PeerError) as error:
                 call()
             said.append(str(error.value))
@@ -3042,7 +3042,8 @@ TRAFFIC = {
         {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}],
     3: [{"dp": 3, "batch_size": 6}, {"dp": 3, "zero": 3, "batch_size": 6, "dtype": "bf16"},
         {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
-    4: [{"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
+    4: [{"dp": 4, "zero": 2, "zero_within": 2, "micro_batches": 2}, {"dp": 4, "zero": 3, "zero_within": 2},
+        {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
         {"tp": 2, "pp": 2, "micro_batches": 2}]}
 
 
@@ -3101,6 +3102,25 @@ def collectives_traffic():
                        dist.traffic()["all_reduce"].bytes)
     dist.DOUBLING_BYTES = kept
     return found
+
+
+def two_level_traffic():
+    """{name: (bytes by formula, bytes counted)} in nodes of two ranks, small and large."""
+    found, n = {}, dist.get_world_size()
+    with nodes_of(2):
+        for op, elements in itertools.product(("all_reduce", *bench.HALVES), (4 * n, 400_000)):
+            whole, part = torch.ones(elements + (op == "all_reduce")), torch.ones(elements // n)
+            tensors = {"all_reduce": [whole], bench.HALVES[0]: [part, whole], bench.HALVES[1]: [whole, part]}[op]
+            dist.reset_traffic()
+            getattr(dist, op)(*tensors)
+            found[op, elements] = bench.sent_in(dist.link_of(None), op, len(whole), 4), dist.traffic()[op].bytes
+    return found
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_bytes_in_two_levels_are_the_formulas(pool, size):
+    for rank, found in enumerate(pool(size).run(two_level_traffic)):
+        assert len(found) == 6 and all(formula == counted for formula, counted in found.values()), (rank, found)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
@@ -3164,9 +3184,15 @@ def test_plan_obeys_the_formulas():
     assert close(z3.dp_all, (2 / 2 + 1) * 3 / 4 * k / H200.link, 0.05) and z3.optimizer == dp.optimizer / 4
     tp = bench.predict(even, layout(tp=4), H200)
     assert close(tp.tp, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 / H200.link, 0.05)  # 4 all-reduces of BTC a block
-    # A ring over eight nodes leaves each by one network card.
-    far = bench.predict(config, layout(dp=64, batch_size=512), H200)
-    assert close(far.dp_all, 2 * 63 / 64 * k / H200.network, 0.03)
+    # Eight nodes in two levels: every rank's eighth through a network card of its own, and both halves inside.
+    far, z3 = (bench.predict(config, layout(dp=64, batch_size=512, zero=zero), H200) for zero in (0, 3))
+    assert close(far.dp_all, 2 * 7 / 8 * k / 8 / H200.network + 2 * 7 / 8 * k / H200.link, 0.03)
+    assert close(z3.dp_all, far.dp_all, 0.05)  # half as many bytes thrice
+    hybrid = bench.predict(config, layout(dp=64, batch_size=512, zero=3, zero_within=8), H200)
+    assert close(hybrid.dp_all, 2 * 7 / 8 * k / 8 / H200.network + 2 * 7 / 8 * k / H200.link, 0.05)
+    # A ring with one rank on each node leaves it by one network card.
+    lone = bench.predict(config, layout(dp=8, batch_size=64), dataclasses.replace(H200, node=1))
+    assert close(lone.dp_all, 2 * 7 / 8 * k / H200.network, 0.03)
     pp = [bench.predict(dataclasses.replace(even, vocab_size=50257, tied=tied), layout(pp=8, micro_batches=8), H200)
           for tied in (True, False)]
     # The tied embedding's gradient, between two.
