@@ -1400,7 +1400,7 @@ def test_zero_equals_one_process(pool, layout, zero):
             assert not differences(got, want), (optimizer, micro_batches, change, recompute)
 
 
-@pytest.mark.parametrize("zero,within", [(0, None), (1, None), (3, None), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize("zero,within", [(0, None), (1, None), (3, None), (1, 1), (1, 2), (2, 2), (3, 2)])
 @pytest.mark.parametrize("layout,micro_batches,schedule", [
     ({"dp": 4}, 2, "1f1b"), ({"dp": 4, "tp": 2}, 1, "1f1b"), ({"dp": 4, "pp": 2}, 2, "zb-h1")], ids=str)
 def test_two_nodes_equal_one_process(pool, layout, micro_batches, schedule, zero, within):
@@ -2838,6 +2838,8 @@ BAD = [  # flags, and what the one line must name
     (["--keep", "-1"], "--keep -1"),
     (["--keep", "two"], "--keep"), (["--timeout", "0"], "--timeout 0"), (["--on-nan", "pray"], "--on-nan"),
     (["--out", "READ_ONLY"], "--out"),
+    (["--dp", "8", "--zero", "2", "--zero-within", "6"], "--zero-within 6 does not divide --dp 8: give --zero-within 2"),
+    (["--dp", "2", "--zero-within", "2"], "give --zero 1, 2 or 3"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"),
     (["--sample", "-5"], "--sample"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"),
@@ -3738,14 +3740,16 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
-    """Two torchrun agents, as on two machines. A rank is killed; torchrun starts all of them again, and they go on by
-    themselves."""
-    flags = TRAIN + ["--data", text, "--steps", "150", "--save-every", "25", "--log-every", "25"]
+    """Two torchrun agents, as on two machines, of two ranks each; ZeRO within each, replicas between. A rank is killed;
+    torchrun starts all of them again, and they go on by themselves, to the losses of one process."""
+    flags = TRAIN + ["--data", text, "--steps", "60", "--save-every", "20", "--log-every", "20", "--dtype", "fp64"]
+    one = Ranks([*flags, "--out", str(tmp_path / "one")], 1, tmp_path / "log")
+    flags += ["--zero", "3", "--zero-within", "2"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     out = str(tmp_path / "run")
-    nodes = [command(*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2",
+    nodes = [command(*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "2", "--max-restarts", "2",
                      "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "train.py", *flags, "--out", out)
              for _ in range(2)]
     try:
@@ -3760,9 +3764,12 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
             node.kill()  # its rank goes with it
     assert [node.returncode for node in nodes] == [0, 0], printed
     text_of = "".join(out for out, _ in printed)
-    assert "nodes    2 of 1 processes: dp between nodes, pp and tp inside" in text_of
+    assert "nodes    2 of 2 processes: dp between nodes, pp and tp inside" in text_of
+    assert "ZeRO stage 3 within 2" in text_of and one.end() == [0]
+    losses, alone = ([entry["loss"] for entry in log_of(folder)] for folder in (out, tmp_path / "one"))
+    assert close(losses, alone) and len(alone) == 4
     assert re.search(r"resume   \S+/run/step-00000(\d+): after step \d+\n", text_of), text_of
-    assert [entry["step"] for entry in log_of(out)] == [1, *range(25, 151, 25)] and end_of(out)[0] == 150
+    assert [entry["step"] for entry in log_of(out)] == [1, 20, 40, 60] and end_of(out)[0] == 60
 
 
 BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must say

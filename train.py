@@ -492,8 +492,8 @@ def check_layout(s, config, world, local_world):
            f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
     check_schedule(s, config)
     within = s.zero_within or s.dp
-    reject(within < 1 or s.dp % within, f"--zero-within {within} does not divide --dp {s.dp}: give --zero-within "
-           f"{math.gcd(within, s.dp) or s.dp}")
+    reject(s.dp % within, f"--zero-within {within} does not divide --dp {s.dp}: give --zero-within "
+           f"{math.gcd(within, s.dp)}")
     reject(s.zero_within and not s.zero, f"--zero-within {within} says how far ZeRO shards: give --zero 1, 2 or 3")
     reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64")
     local, gpus = local_world if world > 1 else processes, gpus_here()
