@@ -268,8 +268,8 @@ def messages(config, s, stages, buckets, tp_rank=0):
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-            yield Message("tied embedding", "all_reduce", "ends", [-(-rows * config.n_embd // (shards if s.zero else 1))],
-                          wide, first + last)
+            kept = -(-rows * config.n_embd // (shards if s.zero else 1))
+            yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
     for axis in (["dp"] if shards == s.dp else ["within", "between"]) + ["tp", "pp"]:
         yield Message("gradient norm", "all_reduce", axis, [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
@@ -319,8 +319,8 @@ def message_seconds(item, n, machine, here):
     """Seconds of a Message in a group of n ranks, `here` of them on each node: rounds x hop + bytes / bandwidth, call
     by call.
 
-    Where a node has some but not all, the group works in two levels, and each rank sends its part through a network card
-    of its own. A ring with one rank a node has one card, too. An all-reduce goes the faster of its two ways here;
+    Where a node has some but not all, the group works in two levels, and each rank sends its part through a network
+    card of its own. A ring with one rank a node has one card, too. An all-reduce goes the faster of its two ways here;
     collectives.py decides by DOUBLING_BYTES.
     """
     def seconds(op, elements, n, near):
@@ -1138,7 +1138,8 @@ def all_layouts(config, gpus, batch_size, dtype, node):
 
 def describe_layout(s):
     within = f" within {s.zero_within}" if s.zero_within else ""
-    return "  ".join([f"dp {s.dp}" + f" ZeRO-{s.zero}{within}" * (s.zero > 0)] * (s.dp > 1) + [f"tp {s.tp}"] * (s.tp > 1) + [
+    zero = f" ZeRO-{s.zero}{within}" if s.zero else ""
+    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1) + [f"tp {s.tp}"] * (s.tp > 1) + [
         f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
         + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
 

@@ -84,7 +84,10 @@ def ranks_along(mesh, axis):
 
 
 def split_axis(mesh, axis, n):
-    """[this rank's group of n neighbours on an axis, the group of those who have its place in theirs]. On all ranks."""
+    """[this rank's group of n neighbours on an axis, the group of those who have its place in theirs]; where n is None
+    or all of them, [the axis's group, None]. On all ranks."""
+    if n in (None, mesh[axis].size()):
+        return [mesh[axis].get_group(), None]
     grids = [[ranks[first:first + n] for first in range(0, len(ranks), n)] for ranks in ranks_along(mesh, axis)]
     return sum([dist.rows_and_columns(grid) for grid in grids], [])
 
@@ -158,8 +161,8 @@ BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own cho
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
     """Parameters in buckets of about `megabytes`, last layers first, the order in which backward finishes gradients.
 
-    A bucket holds one dtype, one device, one set of groups that its parameters are cut, summed or averaged over, and one
-    `kind`.
+    A bucket holds one dtype, one device, one set of groups that its parameters are cut, summed or averaged over, and
+    one `kind`.
     """
     buckets, filling = [], {}
     for param in reversed(params):
@@ -291,11 +294,11 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, n ranks of a node can
-# shard among themselves, N/n such groups being replicas: the table with n for N inside a node, and between the nodes one
-# all-reduce a step of each shard's gradient, K/n elements (hybrid sharding). A gradient between two micro-batches lies in
-# .grad under DDP; in `bucket.total` at stages 0 and 1 of what follows; in the shard's .grad at stages 2 and 3.
-# Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, n ranks of a node
+# can shard among themselves, N/n such groups being replicas: the table with n for N inside a node, and between the
+# nodes one all-reduce a step of each shard's gradient, K/n elements (hybrid sharding). A gradient between two
+# micro-batches lies in .grad under DDP; in `bucket.total` at stages 0 and 1 of what follows; in the shard's .grad at
+# stages 2 and 3. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardReducer(Reducer):
     """The reducer of parameters whose optimizer steps `bucket.shard`: averages end up in the shard's .grad.
@@ -314,7 +317,7 @@ class ShardReducer(Reducer):
         super().__init__(buckets, reduce_dtype)
         self.stage, self.on_complete = stage, on_complete
         self.apart = set()  # buckets that are averaged over `bucket.group` alone, not yet over all replicas
-        self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient has not come in this backward
+        self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient this backward lacks
         call_when_gradients_come(self.bucket_of, self.came)
 
     def came(self, param):
@@ -585,13 +588,13 @@ class FSDP(Replaceable, nn.Module):
         forward    before a unit: gather it       after it: free it, but for the last one, with which backward begins
         backward   before a unit: gather it       when its last gradient is there: free it, reduce-scatter its gradients
 
-    Matrices are sharded, one flat parameter a unit; 1-D parameters (biases, norms; a thousandth of K) stay whole, and are
-    all-reduced once a step. A tied parameter stays whole from its first use in forward to its last, and in backward until
-    both uses have added to its gradient; a frozen one, once gathered in backward, until `finish_grad_sync`.
-    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype. A
-    module on the meta device is never whole anywhere: name the device it shall live on, and give its values to `load`.
-    All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`. between: as for
-    ShardedOptimizer.
+    Matrices are sharded, one flat parameter a unit; 1-D parameters (biases, norms; a thousandth of K) stay whole, and
+    are all-reduced once a step. A tied parameter stays whole from its first use in forward to its last, and in backward
+    until both uses have added to its gradient; a frozen one, once gathered in backward, until `finish_grad_sync`.
+    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype.
+    A module on the meta device is never whole anywhere: name the device it shall live on, and give its values to
+    `load`. All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`. between: as
+    for ShardedOptimizer.
 
     Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
@@ -725,7 +728,7 @@ def tensors_in(value):
 # cut by rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
 #
 #          ┌─ X ─ A_0 ─ GeLU ─ B_0 ─ Y_0 ─┐
-#     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all ranks: dX adds up)
+#     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
 # Attention is the same with heads for columns. By ring, a block sends 2 x 2(N-1)/N x BTC forward and as much
@@ -945,7 +948,7 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 
 class Action(NamedTuple):
-    kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send or receive an activation; SB, RB: a gradient
+    kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
     stage: int
     micro_batch: int
 
@@ -1059,9 +1062,9 @@ def in_order(lists):
 def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is there.
 
-    When an output is made, its send is appended to its rank's list and its receive to the other's, so before all that the
-    other has still to run. So each pair of ranks sees its transfers in one order, from both ends, and no two of them can
-    wait for each other.
+    When an output is made, its send is appended to its rank's list and its receive to the other's, so before all that
+    the other has still to run. So each pair of ranks sees its transfers in one order, from both ends, and no two of
+    them can wait for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1113,7 +1116,8 @@ def check(lists):
 class WeightGradients:
     """Takes the weight gradients of a stage's Linears, dA = dy^T x and db, which no other stage waits for.
 
-    While `put_off` is a list, they are appended to it as functions, for a "W" to call; while it is None they run at once.
+    While `put_off` is a list, they are appended to it as functions, for a "W" to call; while it is None they run at
+    once.
     """
     put_off = None
 
@@ -1137,8 +1141,8 @@ class WeightGradients:
 def split_linears(module):
     """Let every Linear of the module hand its weight gradients to the WeightGradients that this returns.
 
-    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and tied
-    weights stay with autograd, and so in "I".
+    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and
+    tied weights stay with autograd, and so in "I".
     """
     weight_gradients = WeightGradients()
 
@@ -1249,8 +1253,8 @@ class Pipeline(Replaceable):
     def run(self, actions, x, y, scale=1.0, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        Backward starts from `scale` times the mean of the losses. syncs: {stage: object whose no_sync() surrounds each of
-        the stage's backwards but the last}; None for forwards alone.
+        Backward starts from `scale` times the mean of the losses. syncs: {stage: object whose no_sync() surrounds each
+        of the stage's backwards but the last}; None for forwards alone.
         """
         self.begin(actions, x, y, scale, syncs)
         for action in actions:
@@ -1393,15 +1397,14 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
-    seed and name decide it. zero: the ZeRO stage, over dp, or over every `zero_within` neighbours on it, a divisor of
-    dp. recompute: "block" or "attention" is run again in backward instead of being kept. The order of the five steps
-    matters.
+    seed and name decide it. zero: the ZeRO stage, over dp, or over each `zero_within` neighbours of it. recompute:
+    "block" or "attention" is run again in backward instead of being kept. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
     p, master = dist.get_world_size(pp), master_dtype(dtype)
-    within, between = split_axis(mesh, "dp", zero_within) if zero_within not in (None, mesh.shape[1]) else (dp, None)
+    within, between = split_axis(mesh, "dp", zero_within)
     channels, ends = pipeline_groups(mesh, virtual_stages > 1, config.tied)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, cuts = {}, split_pieces(config, p * virtual_stages)
@@ -1421,8 +1424,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        # 4. Weights, one whole parameter at a time, of which each rank keeps its part: the same numbers in every
-        # layout.
+        # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if zero == 3:
             model = FSDP(model.to(master), within, dtype, reduce_dtype, device, between)
             model.load(lambda param, name: cut_like(param, source(name)))
@@ -1433,8 +1435,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, dp)
         stages[stage] = model
-    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, reduce_dtype, channels, ends, within,
-                       between)
+    zero_groups = within, between
+    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, zero_groups, reduce_dtype, channels, ends)
 
 
 def cut_like(param, whole):
@@ -1452,14 +1454,14 @@ class ParallelGPT(Replaceable):
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, device, dtype, stages, count, zero, reduce_dtype, channels, ends, within, between):
+    def __init__(self, config, mesh, device, dtype, stages, count, zero, zero_groups, reduce_dtype, channels, ends):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
         self.channels, self.ends, self.lists = channels, ends, {}
         self.pp, self.dp, self.tp = (mesh[axis].get_group() for axis in ("pp", "dp", "tp"))
-        self.within, self.between = within, between  # ZeRO's groups: who shares the shards out, who keeps the same one
-        self.cut_over = [group for group in (within, between, self.tp, self.pp) if group]  # all ranks, axis by axis
-        self.groups = [*dict.fromkeys([*self.cut_over, self.dp, ends, None])]  # all that serve training; None: all ranks
+        self.within, self.between = zero_groups  # who shares the shards out; who keeps the same ones
+        self.cut_over = [group for group in (*zero_groups, self.tp, self.pp) if group]  # all ranks, axis by axis
+        self.groups = [*dict.fromkeys([*self.cut_over, self.dp, ends, None])]  # all that training uses; None: the world
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
