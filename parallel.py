@@ -1404,7 +1404,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
     p, master = dist.get_world_size(pp), master_dtype(dtype)
-    within, between = split_axis(mesh, "dp", zero_within)
+    within, between = zero_groups = split_axis(mesh, "dp", zero_within)
     channels, ends = pipeline_groups(mesh, virtual_stages > 1, config.tied)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, cuts = {}, split_pieces(config, p * virtual_stages)
@@ -1435,7 +1435,6 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, dp)
         stages[stage] = model
-    zero_groups = within, between
     return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, zero_groups, reduce_dtype, channels, ends)
 
 
