@@ -117,9 +117,9 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):                                                                     # (B, T, C)
-        B, T, _ = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, -1, self.head_dim)                                 # (B, T, 3, H, D)
-        y = kernels.attention(qkv)                                                            # (B, T, H, D)
+        qkv = self.c_attn(x)                                                                  # (B, T, 3C)
+        B, T, _ = qkv.shape
+        y = kernels.attention(qkv.view(B, T, 3, -1, self.head_dim))                           # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 
@@ -179,7 +179,12 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens are more than the {self.config.seq_len} positions this model has")
-        return self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))             # (B, T, C)
+        return self.wte(tokens) + self.wpe(self.positions(torch.arange(T, device=tokens.device)))   # (B, T, C)
+
+    @staticmethod
+    def positions(every):
+        """Those of the tokens that are embedded here, out of `every` one of the sequence: all."""
+        return every
 
     def head(self, x):
         return self.lm_head(self.ln_f(x))                                                     # (B, T, V)

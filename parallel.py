@@ -4,6 +4,7 @@
     data        replicas average their gradients: one all-reduce a parameter, then one a bucket
     ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
+    sequence    between them the tokens are cut: f and g become all-gather and reduce-scatter
     pipeline    layers are spread over ranks: GPipe, 1F1B, interleaved, zero-bubble, as lists of actions
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
@@ -42,6 +43,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -795,40 +797,41 @@ class Cut:
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
-    def __init__(self, linear, group, parts=1):
+    def __init__(self, linear, group, parts=1, f=CopyToGroup):
         super().__init__()
-        self.group, cut = group, Cut(group, 0, parts)
+        self.group, self.f, cut = group, f, Cut(group, 0, parts)
         self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
 
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
-        return self.linear(CopyToGroup.apply(x, self.group), self.weight, self.bias)
+        return self.linear(self.f.apply(x, self.group), self.weight, self.bias)
 
     def product(self, x):
-        return self.linear(CopyToGroup.apply(x, self.group), self.weight)
+        return self.linear(self.f.apply(x, self.group), self.weight)
 
 
 class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
 
-    def __init__(self, linear, group):
+    def __init__(self, linear, group, g=ReduceFromGroup):
         super().__init__()
-        self.group, self.weight, self.bias = group, local_parameter(linear.weight, Cut(group, 1)), linear.bias
+        self.group, self.g = group, g
+        self.weight, self.bias = local_parameter(linear.weight, Cut(group, 1)), linear.bias
 
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
-        y = ReduceFromGroup.apply(self.linear(x, self.weight, None), self.group)
+        y = self.g.apply(self.linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias  # after the sum, so that it is added once and not N times
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token ids (...) -> embeddings (..., C), each rank looking up the rows it holds: V/N of the table."""
 
-    def __init__(self, embedding, group):
+    def __init__(self, embedding, group, g=ReduceFromGroup):
         super().__init__()
-        self.group, cut = group, Cut(group, 0)
+        self.group, self.g, cut = group, g, Cut(group, 0)
         self.weight = local_parameter(embedding.weight, cut)
         self.first = first_row(embedding.num_embeddings, cut)
 
@@ -837,7 +840,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)  # zero where another rank has the row
-        return ReduceFromGroup.apply(x, self.group)
+        return self.g.apply(x, self.group)
 
 
 def local_parameter(param, cut):
@@ -929,6 +932,114 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, new)
     return module
+
+
+# --------------------------------------------------------------------------------- sequence parallel: f and g over tokens
+#
+# Between g and the next f every rank of the group keeps, norms and adds up the same (B, T, C). Cut over T, each does so
+# for its own (B, T/N, C), and the two all-reduces are taken apart:
+#
+#     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
+#      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
+#
+# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, until dA = dY^T X. It
+# keeps its T/N and gathers again in backward: a sublayer's 2 all-reduces become 5 halves, and of each activation outside
+# of the products there is an Nth. What sees T/N tokens alone (norms, biases added after g, positions) gets their part
+# of its gradient: `param.sums` lets the group add the parts up.
+# Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
+
+def gather_tokens(x, group):
+    """(B, T/N, C) of each rank -> (B, T, C)."""
+    whole = x.new_empty(dist.get_world_size(group), *x.shape)                                 # (N, B, T/N, C)
+    dist.all_gather_into_tensor(whole, x.contiguous(), group)
+    return whole.transpose(0, 1).flatten(1, 2)
+
+
+def scatter_tokens(x, group):
+    """(B, T, C) of each rank, a term of a sum -> (B, T/N, C), this rank's tokens of the sum."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()     # (N, B, T/N, C)
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(mine, parts, group=group)
+    return mine
+
+
+class GatherTokens(torch.autograd.Function):
+    """f: forward all-gather, backward reduce-scatter, because each token went into every rank's columns."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return scatter_tokens(grad, ctx.group), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """g: forward reduce-scatter, backward all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return scatter_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_tokens(grad, ctx.group), None
+
+
+class GatherThenProduct(torch.autograd.Function):
+    """f, then X A^T + b. Keeps this rank's tokens of X, and gathers the others again in backward.
+
+    take: as for kernels.Linear. It is handed all of X, so "I" gathers, and X stays until its "W".
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, take=None):
+        ctx.group, ctx.take = group, take
+        ctx.save_for_backward(x, weight)
+        return F.linear(gather_tokens(x, group), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = scatter_tokens(dy @ weight, ctx.group) if ctx.needs_input_grad[0] else None
+        rows = gather_tokens(x, ctx.group).flatten(0, -2)
+        return dx, *kernels.weight_gradients(ctx, dy.flatten(0, -2), rows), None, None
+
+
+class GatheringLinear(ColumnParallelLinear):
+    """A ColumnParallelLinear of T/N tokens."""
+
+    def linear(self, x, weight, bias=None, take=None):
+        return GatherThenProduct.apply(x, weight, bias, self.group, take)
+
+    def forward(self, x):
+        return self.linear(x, self.weight, self.bias)
+
+    def product(self, x):
+        return self.linear(x, self.weight)
+
+
+GPT2_SEQUENCE_PLAN = {  # GPT2_PLAN, but that f and g cut tokens
+    "wte": partial(VocabParallelEmbedding, g=ScatterTokens),
+    "attn.c_attn": partial(GatheringLinear, parts=3),
+    "attn.c_proj": partial(RowParallelLinear, g=ScatterTokens),
+    "mlp.c_fc": GatheringLinear,
+    "mlp.c_proj": partial(RowParallelLinear, g=ScatterTokens),
+    "lm_head": partial(ColumnParallelLinear, f=GatherTokens),  # its X, whole, is kept: once a model
+}
+
+
+def sequence_parallel(module, group):
+    """Tensor parallelism of a GPT with tokens cut between its sublayers, in place. N must divide T."""
+    tensor_parallel(module, group, GPT2_SEQUENCE_PLAN)
+    for param in module.parameters():
+        if not hasattr(param, "cut"):
+            param.sums = sums(param) + (group,)
+    module.positions = lambda every: every.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -1146,14 +1257,14 @@ def split_linears(module):
     """
     weight_gradients = WeightGradients()
 
-    def linear(x, weight, bias=None):
-        return kernels.Linear.apply(x, weight.detach(), None if bias is None else bias.detach(),
-                                    partial(weight_gradients.take, weight, bias))
+    def linear(product, x, weight, bias=None):
+        return product(x, weight.detach(), None if bias is None else bias.detach(),
+                       partial(weight_gradients.take, weight, bias))
 
     owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
     for layer in module.modules():  # a weight tied to another layer's stays with autograd, which adds the two up
         if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
-            layer.linear = linear
+            layer.linear = partial(linear, layer.linear if isinstance(layer, GatheringLinear) else kernels.Linear.apply)
     return weight_gradients
 
 
@@ -1239,13 +1350,13 @@ class Pipeline(Replaceable):
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
     stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the
-    activations (B, T, width) that pass between stages; channels: as `pipeline_groups` gives them. `run` holds an
+    activations (B, T / cut, width) that pass between stages; channels: as `pipeline_groups` gives them. `run` holds an
     activation from F to B (or W).
     """
 
-    def __init__(self, stages, count, mesh, loss, dtype, width, device, channels):
+    def __init__(self, stages, count, mesh, loss, dtype, width, device, channels, cut=1):
         self.stages, self.count, self.loss = stages, count, loss
-        self.dtype, self.width, self.device = dtype, width, device
+        self.dtype, self.width, self.device, self.cut = dtype, width, device, cut
         self.p, (self.rank, dp, tp) = mesh.shape[0], mesh.get_coordinate()
         self.ranks, self.channels, self.split = mesh.mesh[:, dp, tp].tolist(), channels, False
         self.weight_gradients = dict.fromkeys(stages, WeightGradients())  # unused until a schedule splits a backward
@@ -1276,7 +1387,8 @@ class Pipeline(Replaceable):
                 self.backward(action)
 
     def begin(self, actions, x, y, scale, syncs):
-        self.x, self.y, self.scale, self.shape = x, y, scale / len(x), (*x[0].shape, self.width)
+        self.x, self.y, self.scale = x, y, scale / len(x)
+        self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
         self.values = {}    # receive action -> (handle, buffer), or the tensor itself where it was made on this rank
         self.passages, self.losses, self.sending = {}, [], deque()
         self.syncs, self.last = syncs, {(action.kind, action.stage): action for action in actions}
@@ -1392,20 +1504,19 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 
 
 def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None,
-                recompute="none", virtual_stages=1, zero_within=None):
+                recompute="none", virtual_stages=1, zero_within=None, sequence=False):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
     seed and name decide it. zero: the ZeRO stage, over dp, or over each `zero_within` neighbours of it. recompute:
-    "block" or "attention" is run again in backward instead of being kept. The order of the five steps matters.
+    "block" or "attention" is run again in backward instead of being kept. sequence: cut tokens over tp, between the
+    layers that it cuts. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
-    pp, tp, dp = (mesh[axis].get_group() for axis in ("pp", "tp", "dp"))
-    p, master = dist.get_world_size(pp), master_dtype(dtype)
-    within, between = zero_groups = split_axis(mesh, "dp", zero_within)
-    channels, ends = pipeline_groups(mesh, virtual_stages > 1, config.tied)
+    groups = make_groups(mesh, zero_within, virtual_stages > 1, config.tied)
+    pp, tp, p, master = groups.pp, groups.tp, mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, cuts = {}, split_pieces(config, p * virtual_stages)
     for stage in range(dist.get_rank(pp), len(cuts), p):
@@ -1413,29 +1524,37 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         model = GPT(config, seed=None, pieces=cuts[stage])
         # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
         if dist.get_world_size(tp) > 1:
-            tensor_parallel(model, tp)
+            (sequence_parallel if sequence else tensor_parallel)(model, tp)
         for name, param in model.named_parameters():
             param.split_over = split_over(param) + ((pp,) if p > 1 else ())
             if p > 1 and config.tied and name in ("wte.weight", "lm_head.weight"):
                 # One weight, kept twice: on the first stage and on the last. Both start alike and step alike, because
                 # their gradients are added up after backward. The norm counts each half; a checkpoint takes the first.
-                param.sums = sums(param) + (ends,)
+                param.sums = sums(param) + (groups.ends,)
         # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if zero == 3:
-            model = FSDP(model.to(master), within, dtype, reduce_dtype, device, between)
+            model = FSDP(model.to(master), groups.within, dtype, reduce_dtype, device, groups.between)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last: it holds the parameters as they are now. Stage 0 of one dtype is DDP, stage 3 was FSDP;
         # all else, stages 1, 2 and masters, is ShardedOptimizer's, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
-            model = DDP(model, dp)
+            model = DDP(model, groups.dp)
         stages[stage] = model
-    return ParallelGPT(config, mesh, device, dtype, stages, len(cuts), zero, zero_groups, reduce_dtype, channels, ends)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence)
+
+
+def make_groups(mesh, zero_within, around, ends):
+    """This rank's groups: of each axis, ZeRO's `within` and `between` (`split_axis`), the pipeline's. On all ranks."""
+    axes = {axis: mesh[axis].get_group() for axis in ("pp", "dp", "tp")}
+    within, between = split_axis(mesh, "dp", zero_within)
+    channels, ends = pipeline_groups(mesh, around, ends)
+    return SimpleNamespace(**axes, within=within, between=between, channels=channels, ends=ends)
 
 
 def cut_like(param, whole):
@@ -1453,20 +1572,20 @@ class ParallelGPT(Replaceable):
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, device, dtype, stages, count, zero, zero_groups, reduce_dtype, channels, ends):
+    def __init__(self, config, mesh, groups, device, dtype, stages, count, zero, reduce_dtype, sequence):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
-        self.channels, self.ends, self.lists = channels, ends, {}
-        self.pp, self.dp, self.tp = (mesh[axis].get_group() for axis in ("pp", "dp", "tp"))
-        self.within, self.between = zero_groups  # who shares the shards out; who keeps the same ones
-        self.cut_over = [group for group in (*zero_groups, self.tp, self.pp) if group]  # all ranks, axis by axis
-        self.groups = [*dict.fromkeys([*self.cut_over, self.dp, ends, None])]  # all that training uses; None: the world
+        self.pp, self.dp, self.tp, self.ends, self.lists = groups.pp, groups.dp, groups.tp, groups.ends, {}
+        self.within, self.between = groups.within, groups.between
+        self.cut_over = [group for group in (self.within, self.between, self.tp, self.pp) if group]  # all ranks, by axis
+        self.groups = [*dict.fromkeys([*self.cut_over, self.dp, self.ends, None])]  # training's; None: all ranks
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
             for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device), channels)
+        self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device),
+                                 groups.channels, mesh.shape[2] if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
 
@@ -1516,10 +1635,22 @@ class ParallelGPT(Replaceable):
         loss = self.run(x, y, schedule, scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
             sync.finish_grad_sync()
-        for param in self.params:
-            for group in sums(param):  # a tied embedding's gradient: what the first stage has of it, and the last
-                dist.all_reduce(param.grad, group=group)
+        self.add_up_gradients()
         return loss
+
+    @torch.no_grad()
+    def add_up_gradients(self):
+        """Over `param.sums`: what the first stage has of a tied embedding's, and the last; what each of T/N tokens."""
+        over = defaultdict(list)
+        for param in self.params:
+            for group in sums(param):
+                over[group, param.grad.dtype].append(param.grad)
+        for (group, _), grads in over.items():
+            flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(flat, group=group)
+            if len(grads) > 1:
+                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+                    grad.copy_(part.view_as(grad))
 
     @torch.no_grad()
     def forward(self, x, y):
@@ -2178,7 +2309,7 @@ def replay_micro_batches(net):
     if net.zero > 1:
         raise ValueError(f"CUDA graphs need zero 0 or 1, not {net.zero}, where gradients leave in every backward")
     net.pipeline = GraphPipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
-                                 torch.device(net.device), net.channels)
+                                 torch.device(net.device), net.pipeline.channels, net.pipeline.cut)
 
 
 FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOptimizer: GuardedOptimizer,

@@ -1608,7 +1608,7 @@ def channels_of(virtual_stages, tied):
     with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied), mesh, torch.get_default_device(),
                                    virtual_stages=virtual_stages)
-    return made, sorted(net.channels), net.ends is None
+    return made, sorted(net.pipeline.channels), net.ends is None
 
 
 def test_pipelines_make_the_groups_they_use(pool):
@@ -1638,19 +1638,39 @@ def test_uneven_tensor_parallel(pool):
         assert not differences(got, want)
 
 
+@pytest.mark.parametrize("layout,micro_batches,schedule,options", [
+    ({"tp": 2}, 2, "1f1b", {}), ({"tp": 5}, 1, "1f1b", {"recompute": "block"}), ({"tp": 2}, 2, "zb-h1", {}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 1}), ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 2, "recompute": "attention"}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block"}), ({"dp": 2, "tp": 2}, 1, "1f1b", {}),
+    ({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "interleaved", {"virtual_stages": 2}),
+    ({"dp": 2, "tp": 2, "pp": 2}, 2, "1f1b", {"zero": 3}), ({"dp": 4, "tp": 2}, 1, "1f1b", {"zero": 2, "zero_within": 2}),
+    ({"tp": 2, "pp": 4}, 2, "zb-h1", {"recompute": "attention"})], ids=str)
+def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, schedule, options):
+    """Tokens are cut between the layers that tp cuts; with tied and untied embeddings."""
+    for optimizer, change in [("sgd", {"n_layer": 3}), ("adamw", {"n_layer": 3, "tied": False})]:
+        change |= {"n_head": 5, "n_embd": 30} if layout["tp"] == 5 else {}
+        want = one_process(optimizer, **change)
+        results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change,
+                                                       schedule=schedule, sequence=True, **options)
+        for got in [*results, all_of(results)]:
+            assert not differences(got, want), change
+
+
 @pytest.mark.parametrize("where,layout", [
+    *((name, {"tp": 2, "sequence": True}) for name in ("gather_tokens", "scatter_tokens", "clip_grad_norm_",
+                                                       "ParallelGPT.add_up_gradients")),
     ("Reducer.start", {"dp": 2}), ("ShardReducer.start", {"dp": 2, "zero": 1}),
     ("ShardReducer.start", {"dp": 2, "zero": 2}),
     ("ShardReducer.start", {"dp": 2, "zero": 3}), ("ShardedOptimizer.publish", {"dp": 2, "zero": 1}),
     ("FlatParameter.start", {"dp": 2, "zero": 3}),
     *(("ShardReducer.average_between", {"dp": 4, "zero": zero, "zero_within": 2}) for zero in (1, 2, 3)),
     ("clip_grad_norm_", {"dp": 2, "zero": 2}), ("clip_grad_norm_", {"dp": 2, "zero": 3}),
-    ("ParallelGPT.forward_backward", {"pp": 2}), ("clip_grad_norm_", {"pp": 2}), ("CopyToGroup.backward", {"tp": 2}),
+    ("ParallelGPT.add_up_gradients", {"pp": 2}), ("clip_grad_norm_", {"pp": 2}), ("CopyToGroup.backward", {"tp": 2}),
     ("ReduceFromGroup.forward", {"tp": 2}),
     ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}),
     ("clip_grad_norm_", {"dp": 2, "tp": 2}), ("Reducer.start", {"dp": 2, "tp": 2})], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
-    options = {name: value for name, value in layout.items() if name.startswith("zero")}
+    options = {name: value for name, value in layout.items() if name.startswith(("zero", "sequence"))}
     layout = {axis: size for axis, size in layout.items() if axis not in options}
     want = one_process("sgd")
     for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, **options):
