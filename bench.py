@@ -227,12 +227,12 @@ def contents(config, stages):
     return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def messages(config, s, stages, buckets, tp_rank=0):
+def messages(config, s, stages, buckets, tp_rank=0, partial=None):
     """Everything one rank sends in a training step of train.py in layout s, as Messages.
 
     stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
     its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
-    and 0 for 1-D parameters.
+    and 0 for 1-D parameters. partial: elements of the gradients that --sp adds up over tp; None: estimated.
     """
     count, m = s.pp * s.virtual_stages, s.micro_batches
     dtype = train.DTYPES[s.dtype]
@@ -256,15 +256,29 @@ def messages(config, s, stages, buckets, tp_rank=0):
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
     blocks, first, last = contents(config, stages)
     activation = [tokens * config.n_embd]
-    if s.tp > 1:
+    if s.tp > 1 and not s.sp:
         # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
         yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
                       m * blocks * (4 + (s.recompute == "block")))
         yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
+    elif s.sp:
+        # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again.
+        scatter, gather = HALVES
+        again = {"none": 0, "attention": 1, "block": 2}[s.recompute]
+        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, m * blocks * (6 + again))
+        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow,
+                      m * blocks * (4 + (s.recompute == "block")))
+        for half in HALVES:
+            yield Message("embedding, head", half, "tp", activation, narrow, m * (first + last))
+        c = config.n_embd
+        seen = (blocks * 6 * c + first * config.seq_len * c + last * 2 * c) // (shards if s.zero in (1, 2) else 1)
+        yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+    if s.tp > 1:
         yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     if s.pp > 1:
         neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
-        yield Message("activations", "isend", "pp", activation, narrow, m * neighbours)
+        passed = [n // (s.tp if s.sp else 1) for n in activation]
+        yield Message("activations", "isend", "pp", passed, narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
@@ -355,14 +369,15 @@ class Costs(NamedTuple):
         return sum(self) - self.dp_all
 
 
-def passes(config, tp=1):
+def passes(config, tp=1, sp=False):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
-    inner). Of what is cut over tp a rank has its part.
+    inner). Of what is cut over tp a rank has its part; sp: of the C, too.
     """
-    c, inner = config.n_embd, config.inner
-    return 10 * c + 2 * inner / tp, 16 * c + 3 * inner / tp, 2 * c + (3 * c + inner) / tp
+    c, inner = config.n_embd, config.inner / tp
+    own = c / tp if sp else c
+    return 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
 
 
 def stage_seconds(config, s, machine, stages):
@@ -382,7 +397,7 @@ def stage_seconds(config, s, machine, stages):
     matrices = (4 * c * c + 2 * c * inner) / s.tp
     product = 2 * matrices * tokens / machine.matmul                            # I and W take as many products as F
     scores = 2 * config.seq_len * c / s.tp * tokens / machine.attention   # Q K^T and P V, half masked; backward: 5
-    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp))
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp))
     f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm  # into buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
     replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.tp * s.pp > 1
@@ -733,7 +748,7 @@ def layouts(n, m, virtual):
     every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2},
               "zero3": {"dp": n, "zero": 3}}
     if n > 1:
-        every["tp"] = {"tp": n}
+        every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}}
     if n > 3 and n % 2 == 0:
         every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
                   "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
@@ -770,7 +785,8 @@ def predicted_traffic(trainer):
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
                                  for reducer in trainer.net.reducers for b in reducer.buckets]
-    for item in messages(trainer.config, s, stages, buckets, tp_rank):
+    partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
+    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
@@ -1099,7 +1115,7 @@ def needed_bytes(config, s, fused):
         s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
     return max(sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp, s.tp, dtype, s.recompute, each,
-                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused).values())
+                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp).values())
                for rank in range(s.pp))
 
 
@@ -1129,17 +1145,19 @@ def all_layouts(config, gpus, batch_size, dtype, node):
                     shards = [(zero, None) for zero in range(4 if dp > 1 else 1)]
                     if 1 < local < dp and dp % local == 0:
                         shards += [(zero, local) for zero in (1, 2, 3)]
-                    for (zero, within), recompute in itertools.product(shards, ("none", "attention", "block")):
+                    ways = [(recompute, False) for recompute in ("none", "attention", "block")]
+                    ways += [("none", True)] * (tp > 1 and config.seq_len % tp == 0)  # sp saves what recomputing would
+                    for (zero, within), (recompute, sp) in itertools.product(shards, ways):
                         if not splits or recompute == "none":
                             yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
                                                  virtual_stages=v, dtype=dtype, batch_size=batch_size,
-                                                 micro_batches=m, recompute=recompute)
+                                                 micro_batches=m, recompute=recompute, sp=sp)
 
 
 def describe_layout(s):
     within = f" within {s.zero_within}" if s.zero_within else ""
     zero = f" ZeRO-{s.zero}{within}" if s.zero else ""
-    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1) + [f"tp {s.tp}"] * (s.tp > 1) + [
+    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
         f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
         + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
 
@@ -1166,7 +1184,7 @@ def plan(a):
         "pp": "pp %:>6.1f", "limit": "beside computation:<28"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
-        key = (s.dp, s.tp, s.pp, s.zero, s.zero_within, s.schedule)  # one row each, the fastest
+        key = (s.dp, s.tp, s.pp, s.zero, s.zero_within, s.sp, s.schedule)  # one row each, the fastest
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)

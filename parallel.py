@@ -2319,14 +2319,15 @@ FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOp
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
-                 held=1, fused=True):
+                 held=1, fused=True, sequence=False):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
     dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
     or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
     a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
-    loss.
+    loss. sequence: as for parallelize.
     """
+    tokens_cut = tp if sequence else 1
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
     wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
@@ -2334,7 +2335,8 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     masters = wide * mine if wide != narrow else 0
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
-                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused)}
+                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
+                                                       tokens_cut)}
 
 
 @functools.cache
@@ -2350,11 +2352,11 @@ def local_elements(config, tp, pieces):
     return tuple(count)
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True):
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1):
     """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
     token:
 
-        whole on every rank: x, LN(x), x + attention, LN of that                  4C
+        whole on every rank: x, LN(x), x + attention, LN of that                  4C, over `tokens_cut`
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
 
     and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
@@ -2367,10 +2369,10 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
     head = any(config.n_layer + 1 in run for run in pieces)
     attention = (4 * c * width + 4 * config.n_head) / tp
-    rest = 4 * c * width + 16 + 2 * config.inner * width / tp
-    block = {"none": rest + attention, "attention": rest, "block": c * width}[recompute]
+    rest = (4 * c * width + 16) / tokens_cut + 2 * config.inner * width / tp
+    block = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    return int(tokens * (blocks * block + head * (2 * c * width + 16 + logits) + 8))
+    return int(tokens * (blocks * block + head * ((c * width + 16) / tokens_cut + c * width + logits) + 8))
 
 
 def kept_tensors(net):

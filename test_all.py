@@ -2863,6 +2863,8 @@ BAD = [  # flags, and what the one line must name
     (["--out", "READ_ONLY"], "--out"),
     (["--dp", "8", "--zero", "2", "--zero-within", "6"], "--zero-within 6 does not divide --dp 8: give --zero-"),
     (["--dp", "2", "--zero-within", "2"], "give --zero 1, 2 or 3"),
+    (["--sp"], "--sp cuts tokens over --tp: give --tp 2"),
+    (["--sp", "--tp", "4", "--seq-len", "66"], "--sp: --tp 4 does not divide sequences of 66 tokens: give --seq-len 68"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"),
     (["--sample", "-5"], "--sample"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"),
@@ -3062,6 +3064,8 @@ TRAFFIC = {
     1: [{"dtype": "bf16", "micro_batches": 2}],
     2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2},
         {"dp": 2, "zero": 3, "micro_batches": 2},
+        {"tp": 2, "sp": True, "micro_batches": 2}, {"tp": 2, "sp": True, "recompute": "block"},
+        {"tp": 2, "sp": True, "recompute": "attention", "dtype": "bf16"},
         {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2},
         {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
         {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}],
@@ -3069,7 +3073,8 @@ TRAFFIC = {
         {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
     4: [{"dp": 4, "zero": 2, "zero_within": 2, "micro_batches": 2}, {"dp": 4, "zero": 3, "zero_within": 2},
         {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
-        {"tp": 2, "pp": 2, "micro_batches": 2}]}
+        {"tp": 2, "pp": 2, "sp": True, "micro_batches": 2}, {"dp": 2, "tp": 2, "sp": True, "zero": 1},
+        {"dp": 2, "tp": 2, "sp": True, "zero": 3, "dtype": "bf16"}, {"tp": 2, "pp": 2, "micro_batches": 2}]}
 
 
 @pytest.mark.parametrize("size", list(TRAFFIC))

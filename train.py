@@ -71,6 +71,7 @@ class Flags:
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp and --pp leave")
     tp: int = flag(1, "ranks each layer is cut over")
+    sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
@@ -186,7 +187,8 @@ class Trainer:
         self.control = dist.new_group(backend="gloo")  # all ranks, on the CPU: for `agree`
         reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
         self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
-                                        reduce_dtype, s.recompute, s.virtual_stages, s.zero_within)
+                                        reduce_dtype, s.recompute, s.virtual_stages, s.zero_within,
+                                        s.sp)
         self.dp, self.tp, self.pp = self.net.dp, self.net.tp, self.net.pp
         for group in self.net.groups:
             dist.use(group, s.comm)
@@ -486,6 +488,9 @@ def check_layout(s, config, world, local_world):
            f"{local_world} processes, and it talks in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject(config.n_head % s.tp, f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
            f"{math.gcd(s.tp, config.n_head)}")
+    reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
+    reject(s.sp and config.seq_len % s.tp, f"--sp: --tp {s.tp} does not divide sequences of {config.seq_len} tokens: give "
+           f"--seq-len {-(-config.seq_len // s.tp) * s.tp}")
     reject(config.inner < s.tp or config.vocab_size < s.tp, f"--tp {s.tp} is more than the MLP ({config.inner}) or "
            f"the vocabulary ({config.vocab_size}) is wide: give a smaller --tp")
     reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
@@ -839,7 +844,7 @@ def describe(trainer):
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
-        f"layout   dp {s.dp} x tp {s.tp}{pipeline} = {mesh.size()} processes, {device} "
+        f"layout   dp {s.dp} x tp {s.tp}{' with sp' * s.sp}{pipeline} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
@@ -863,7 +868,7 @@ def predicted_bytes(trainer):
                                  s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
                                  math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
-                                 kernels.on_triton(torch.empty(0, device=trainer.device)))
+                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp)
 
 
 def write_trace(trainer, folder, say):
