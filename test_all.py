@@ -2273,9 +2273,11 @@ def activations_of(text, choice, tp, *flags):
 def test_activations_take_what_is_predicted(pool, text, choice, tp):
     if choice == "triton":
         needs_kernels(pool)
-    for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))[choice == "triton":]:
+    cases = itertools.product((("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))[choice == "triton":],
+                              ([], ["--sp", "--n-embd", "64"])[:tp])
+    for (dtype, recompute), sp in cases:
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute",
-                                            recompute):
+                                            recompute, *sp):
             # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as
             # small as these.
             assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.04), (dtype, recompute, kept, predicted)
@@ -3530,14 +3532,14 @@ def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags):
 
 
 def test_checkpoint_fits_every_layout(pool, text, tmp_path):
-    """A run moves: dp 2 x tp 2, pipeline with ZeRO-1, one process, ZeRO-3, from the middle of one to the middle of the
-    next."""
+    """A run moves: dp 2 x tp 2 with sp, pipeline with ZeRO-1, one process, ZeRO-3 within 2, from the middle of one to
+    the middle of the next."""
     device = pool(4).device_type
     flags = TRAIN + ["--data", text, "--steps", "7", "--save-every", "1", "--keep", "0", "--lr", "0.01", "--clip",
                      "0.5", "--dtype", "fp64", "--device", device]
     pool(1).run(run_training, flags + ["--out", str(tmp_path / "whole")])
-    moves = [(4, ["--tp", "2"], 2), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4),
-             (4, ["--zero", "3"], 5), (3, ["--pp", "3"], 6), (2, ["--zero", "2", "--tp", "1"], 7)]
+    moves = [(4, ["--tp", "2", "--sp"], 2), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4),
+             (4, ["--zero", "3", "--zero-within", "2"], 5), (3, ["--pp", "3"], 6), (2, ["--zero", "2", "--tp", "1"], 7)]
     out = str(tmp_path / "moved")
     for size, layout, stop in moves:
         assert pool(size).run(run_training, flags + layout + ["--out", out]) == [True] * size
@@ -4416,6 +4418,7 @@ def cases_of(test):
 @pytest.mark.parametrize("test,arguments", [(test, arguments) for test, some in [
     (test_bytes_sent_are_the_formulas, [(3,), (4,)]),
     (test_between_nodes_every_rank_sends_its_share, [(4, 2)]),
+    (test_sequence_parallel_equals_one_process, [({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1})]),
     (test_point_to_point_equals_library, [(4,)]),
     (test_examples_print_the_same, [(4,)]),
     (test_all_to_all_equals_library, [(3,)]),
@@ -4476,7 +4479,7 @@ def test_zero_keeps_what_the_table_says(pool, cut_pool, half):
 
 
 PROGRAMS = [  # processes, flags
-    (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
+    (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --tp 2 --sp"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
     (2, "--dtype fp64 --pp 2 --schedule zb-h1"), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2"),
     (2, "--dtype fp64 --zero 1"), (2, "--dtype fp64 --zero 2"), (2, "--dtype fp64 --zero 3"),
     (4, "--dtype fp64 --dp 2 --pp 2 --zero 1"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]
