@@ -579,6 +579,44 @@ class FlashAttention(torch.autograd.Function):
         return *grads, None
 
 
+# Attention over a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq), natural, is -inf for a row that
+# sees none of them. Parts are merged by their L; in backward P = exp(S - L) wants the L of all keys, and O of all.
+
+def attention_block(q, k, v, is_causal):
+    """(O, L) of q (B, H, Tq, D) on some keys and values (B, H, Tk, D)."""
+    if on_triton(q):
+        o, lse = faster(attention_forward)(*map(faster(tileable), (q, k, v)), is_causal)
+        lse = faster(natural)(lse, q)
+    else:
+        o, lse = attention_reference(*map(at_least_float32, (q, k, v)), is_causal)
+    return o, lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def attention_block_backward(q, k, v, o, lse, do, is_causal):
+    """(dq, dk, dv) of some keys; o and lse are those of all of them."""
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    if not on_triton(q):
+        return attention_backward_reference(*map(at_least_float32, (q, k, v, o, lse, do)), is_causal)
+    q, k, v, o, do = map(faster(tileable), (q, k, v, o, do))
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    faster(attention_backward)(q, k, v, o, faster(kept)(lse), do, is_causal, *grads)
+    return grads
+
+
+def at_least_float32(x):
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
+def natural(lse, q):
+    """The kernels' log-sum-exps as (B, H, Tq)."""
+    return lse.view(q.shape[:3])
+
+
+def kept(lse):
+    """(B, H, Tq) as the kernels keep them."""
+    return lse.flatten(0, 1).float().contiguous()
+
+
 def attention(qkv, is_causal=True):
     """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D).
 
@@ -1228,8 +1266,16 @@ def check_attention(q, k, v):
                          f"all three must be bfloat16, float16 or float32, on one device")
 
 
+def natural_of_padded(lse, q):
+    return lse[:, :q.shape[2]].reshape(q.shape[:3]) * math.log(2)
+
+
+def padded(lse):
+    return F.pad(lse.flatten(0, 1).float() / math.log(2), (0, -lse.shape[2] % 128), value=math.inf)
+
+
 FASTER.update({tileable: aligned, attention_forward: tuned_attention_forward,
-               attention_backward: tuned_attention_backward})
+               attention_backward: tuned_attention_backward, natural: natural_of_padded, kept: padded})
 
 
 # ----------------------------------------------------------------------------------------------------- matrix product

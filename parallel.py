@@ -5,6 +5,7 @@
     ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     sequence    between them the tokens are cut: f and g become all-gather and reduce-scatter
+    context     all tokens of a sequence are cut: keys and values go round a ring, or heads are exchanged for tokens
     pipeline    layers are spread over ranks: GPipe, 1F1B, interleaved, zero-bubble, as lists of actions
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
@@ -65,32 +66,40 @@ class Replaceable:
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
 
-def make_mesh(device_type, dp=1, tp=1, pp=1):
-    """A torch DeviceMesh with axes ("pp", "dp", "tp"); `mesh["tp"].get_group()` is this rank's tensor-parallel group.
+def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
+    """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's tensor-parallel
+    group.
 
     Ranks are counted with tp innermost: tensor-parallel peers, who talk in every layer, are neighbours and share a
-    node. Call it on all ranks; pp x dp x tp must be the world size.
+    node. Call it on all ranks; pp x dp x cp x tp must be the world size.
     """
-    if pp * dp * tp != dist.get_world_size():
-        raise ValueError(f"pp {pp} x dp {dp} x tp {tp} needs {pp * dp * tp} processes, there are "
+    if pp * dp * cp * tp != dist.get_world_size():
+        raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {pp * dp * cp * tp} processes, there are "
                          f"{dist.get_world_size()}")
-    mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    dist.two_levels(mesh["dp"].get_group(), ranks_along(mesh, "dp"))  # the axis that leaves a node with most to send
-    return mesh
+    return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
-def ranks_along(mesh, axis):
-    """[the ranks of each group of an axis]"""
-    place = mesh.mesh_dim_names.index(axis)
-    return mesh.mesh.movedim(place, -1).reshape(-1, mesh.shape[place]).tolist()
+def ranks_of_replicas(mesh):
+    """[the ranks that keep the same parameters, of dp and cp together, in each place of pp and tp]"""
+    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()
 
 
-def split_axis(mesh, axis, n):
-    """[this rank's group of n neighbours on an axis, the group of those who have its place in theirs]; where n is None
-    or all of them, [the axis's group, None]. On all ranks."""
-    if n in (None, mesh[axis].size()):
-        return [mesh[axis].get_group(), None]
-    grids = [[ranks[first:first + n] for first in range(0, len(ranks), n)] for ranks in ranks_along(mesh, axis)]
+def replicas_of(mesh):
+    """This rank's group of replicas, which averages gradients and leaves nodes with most to send. On all ranks."""
+    ranks, group = ranks_of_replicas(mesh), mesh["dp"].get_group()
+    if mesh["cp"].size() > 1:
+        groups = [dist.new_group(some) for some in ranks]
+        group = next(group for group, some in zip(groups, ranks) if dist.get_rank() in some)
+    dist.two_levels(group, ranks)
+    return group
+
+
+def split_replicas(mesh, replicas, n):
+    """[this rank's group of n neighbours among the replicas, the group of those who have its place in theirs]; where n is
+    None or all of them, [replicas, None]. On all ranks."""
+    if n in (None, dist.get_world_size(replicas)):
+        return [replicas, None]
+    grids = [[ranks[first:first + n] for first in range(0, len(ranks), n)] for ranks in ranks_of_replicas(mesh)]
     return sum([dist.rows_and_columns(grid) for grid in grids], [])
 
 
@@ -1039,7 +1048,152 @@ def sequence_parallel(module, group):
     for param in module.parameters():
         if not hasattr(param, "cut"):
             param.sums = sums(param) + (group,)
-    module.positions = lambda every: every.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    positions = module.positions  # of this rank's tokens, if a context-parallel group has cut them before
+    module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+# -------------------------------------------------------------------------------- context parallel: a sequence over ranks
+#
+# Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at others. As a ring: queries stay,
+# keys and values go round, N-1 times to the right. Of each part of the keys attention gives O_s and log-sum-exp L_s, and
+#
+#     L = log(exp L + exp L_s)        O = O exp(L_old - L) + O_s exp(L_s - L)
+#
+# adds it to what was there. Backward wants P = exp(S - L) with the L of all keys: K and V go round again, and dK, dV
+# behind them, each rank adding its part, until they are at home. Sent by a rank: (N-1)/N x 2BTC elements forward, as many
+# and 2BTC in float32 backward (C/tp for C with tensor parallelism).
+#
+# Causal attention to T/N tokens in a row would leave the first rank with 1/N of the last one's work. So a sequence is cut
+# into 2N chunks, and rank r holds chunks r and 2N-1-r: in each step all ranks have as much to do.
+#
+#     rank 0    chunks 0 and 7   step 0: its own chunks, causal
+#     rank 1           1     6   a step with the keys of an earlier rank: all queries, its first chunk alone
+#     rank 2           2     5   a step with those of a later rank: the second chunk of queries, both of its
+#     rank 3           3     4
+#
+# Or Ulysses: an all-to-all trades tokens for heads, (B, T/N, H) for (B, T, H/N), attention is that of one device, and a
+# second one trades back: (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
+# Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
+
+def own_tokens(tokens, group, kind):
+    """The places in a sequence of so many tokens that this rank holds, in the order in which it holds them."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks = torch.arange(tokens).chunk(2 * n if kind == "ring" else n)
+    return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
+
+
+def shift(tensor, group):
+    """Start to send a tensor to the right and to receive the left one's: (handles, what comes)."""
+    rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
+    return dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+
+
+def going_round(tensor, group):
+    """(rank, its tensor) of all ranks, this one first. Each is passed on while the caller computes with it."""
+    n = dist.get_world_size(group)
+    for s in range(n):
+        handles, incoming = shift(tensor, group) if s < n - 1 else ([], None)
+        yield (dist.get_rank(group) - s) % n, tensor
+        for handle in handles:
+            handle.wait()
+        tensor = incoming
+
+
+def seen(rank, other, half):
+    """(which of a rank's queries see keys of `other`, which keys, whether causally)."""
+    if other == rank:
+        return slice(None), slice(None), True
+    return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
+
+
+class RingAttention(torch.autograd.Function):
+    """kernels.attention of qkv (B, T/N, 3, H, D) to the keys of all ranks: (B, T/N, H, D)."""
+
+    @staticmethod
+    def forward(ctx, qkv, group):
+        q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
+        ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
+        o, lse = torch.zeros_like(q, dtype=wide), torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+        for other, (k, v) in going_round(torch.stack(kv), group):
+            rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
+            part, its = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], its)
+            o[:, :, rows] = o[:, :, rows] * (before - total).exp().unsqueeze(3) + part * (its - total).exp().unsqueeze(3)
+            lse[:, :, rows] = total
+        o = o.to(q.dtype)
+        ctx.save_for_backward(qkv, o, lse)
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        qkv, o, lse = ctx.saved_tensors
+        (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2), dist.get_rank(ctx.group)
+        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what has come with the keys
+        for other, (k, v) in going_round(torch.stack(kv), ctx.group):
+            rows, keys, causal = seen(rank, other, q.shape[2] // 2)
+            dq_part, *part = kernels.attention_block_backward(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
+            dq[:, :, rows] += dq_part
+            mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+            mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
+            if other == rank:
+                own = mine  # stays at home; the others' start at the next rank
+                continue
+            for handle in handles:
+                handle.wait()
+            handles, dkv = shift(mine if dkv is None else mine + dkv, ctx.group)
+        for handle in handles:
+            handle.wait()
+        own = own if dkv is None else own + dkv
+        return torch.stack([dq, *own]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None             # as qkv
+
+
+def heads_for_tokens(x, group):
+    """(B, T/N, ..., H, D) -> (B, T, ..., H/N, D): this rank's heads of all tokens."""
+    parts = x.unflatten(-2, (dist.get_world_size(group), -1)).movedim(-3, 0).contiguous()     # (N, B, T/N, ..., H/N, D)
+    dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
+    return whole.movedim(0, 1).flatten(1, 2)
+
+
+def tokens_for_heads(x, group):
+    """(B, T, ..., H/N, D) -> (B, T/N, ..., H, D): all heads of this rank's tokens."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()       # (N, B, T/N, ..., H/N, D)
+    dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
+    return whole.movedim(0, -3).flatten(-3, -2)
+
+
+class Trade(torch.autograd.Function):
+    """forward `there`, backward `back`."""
+
+    @staticmethod
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+def ulysses_attention(qkv, group):
+    """As RingAttention, of the tokens T/N r to T/N (r+1)."""
+    y = kernels.attention(Trade.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
+    return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
+
+
+ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
+
+
+def context_parallel(module, group, kind):
+    """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
+    n = dist.get_world_size(group)
+    module.positions = lambda every: own_tokens(n * len(every), group, kind).to(every.device)
+    for block in module.h.values():
+        block.attn.attention = partial(ATTENTION[kind], group=group) if kind == "ulysses" else (
+            lambda qkv: RingAttention.apply(qkv, group))
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -1357,8 +1511,8 @@ class Pipeline(Replaceable):
     def __init__(self, stages, count, mesh, loss, dtype, width, device, channels, cut=1):
         self.stages, self.count, self.loss = stages, count, loss
         self.dtype, self.width, self.device, self.cut = dtype, width, device, cut
-        self.p, (self.rank, dp, tp) = mesh.shape[0], mesh.get_coordinate()
-        self.ranks, self.channels, self.split = mesh.mesh[:, dp, tp].tolist(), channels, False
+        self.p, (self.rank, *place) = mesh.shape[0], mesh.get_coordinate()
+        self.ranks, self.channels, self.split = mesh.mesh[:, *place].tolist(), channels, False
         self.weight_gradients = dict.fromkeys(stages, WeightGradients())  # unused until a schedule splits a backward
 
     def run(self, actions, x, y, scale=1.0, syncs=None):
@@ -1504,14 +1658,14 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 
 
 def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None,
-                recompute="none", virtual_stages=1, zero_within=None, sequence=False):
+                recompute="none", virtual_stages=1, zero_within=None, sequence=False, context="ring"):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
-    seed and name decide it. zero: the ZeRO stage, over dp, or over each `zero_within` neighbours of it. recompute:
+    seed and name decide it. zero: the ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute:
     "block" or "attention" is run again in backward instead of being kept. sequence: cut tokens over tp, between the
-    layers that it cuts. The order of the five steps matters.
+    layers that it cuts. context: how attention works over cp. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
@@ -1523,6 +1677,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         # 1. Shapes only, of this stage's layers. Nothing is allocated before it is known which part of it belongs here.
         model = GPT(config, seed=None, pieces=cuts[stage])
         # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
+        if dist.get_world_size(groups.cp) > 1:
+            context_parallel(model, groups.cp, context)
         if dist.get_world_size(tp) > 1:
             (sequence_parallel if sequence else tensor_parallel)(model, tp)
         for name, param in model.named_parameters():
@@ -1544,17 +1700,17 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         # 5. Data parallel last: it holds the parameters as they are now. Stage 0 of one dtype is DDP, stage 3 was FSDP;
         # all else, stages 1, 2 and masters, is ShardedOptimizer's, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
-            model = DDP(model, groups.dp)
+            model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence, context)
 
 
 def make_groups(mesh, zero_within, around, ends):
-    """This rank's groups: of each axis, ZeRO's `within` and `between` (`split_axis`), the pipeline's. On all ranks."""
-    axes = {axis: mesh[axis].get_group() for axis in ("pp", "dp", "tp")}
-    within, between = split_axis(mesh, "dp", zero_within)
+    """This rank's groups: of each axis, ZeRO's `within` and `between` (`split_replicas`), the pipeline's. On all ranks."""
+    axes, replicas = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names}, replicas_of(mesh)
+    within, between = split_replicas(mesh, replicas, zero_within)
     channels, ends = pipeline_groups(mesh, around, ends)
-    return SimpleNamespace(**axes, within=within, between=between, channels=channels, ends=ends)
+    return SimpleNamespace(**axes, replicas=replicas, within=within, between=between, channels=channels, ends=ends)
 
 
 def cut_like(param, whole):
@@ -1572,20 +1728,21 @@ class ParallelGPT(Replaceable):
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, groups, device, dtype, stages, count, zero, reduce_dtype, sequence):
+    def __init__(self, config, mesh, groups, device, dtype, stages, count, zero, reduce_dtype, sequence, context):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
-        self.pp, self.dp, self.tp, self.ends, self.lists = groups.pp, groups.dp, groups.tp, groups.ends, {}
-        self.within, self.between = groups.within, groups.between
+        self.pp, self.dp, self.cp, self.tp, self.ends = groups.pp, groups.dp, groups.cp, groups.tp, groups.ends
+        self.replicas, self.within, self.between = groups.replicas, groups.within, groups.between
+        self.context, self.lists = context, {}
         self.cut_over = [group for group in (self.within, self.between, self.tp, self.pp) if group]  # all ranks, by axis
-        self.groups = [*dict.fromkeys([*self.cut_over, self.dp, self.ends, None])]  # training's; None: all ranks
+        self.groups = [*dict.fromkeys([*self.cut_over, self.replicas, self.cp, self.ends, None])]  # training's; None: all ranks
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
             for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device),
-                                 groups.channels, mesh.shape[2] if sequence else 1)
+                                 groups.channels, mesh["tp"].size() if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
 
@@ -1658,6 +1815,9 @@ class ParallelGPT(Replaceable):
         return self.run(x, y, "forward", 1.0, None)
 
     def run(self, x, y, schedule, scale, syncs):
+        if dist.get_world_size(self.cp) > 1:
+            own = own_tokens(x[0].shape[1], self.cp, self.context).to(x[0].device)
+            x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, scale, syncs)
         total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
         for loss in losses:

@@ -1246,10 +1246,10 @@ SMALL = GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # 
 BATCH = 8
 
 
-def tokens_of(step, batch=BATCH):
+def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len):
     """Inputs and targets (batch, T) of a step, the same on every rank."""
     rows = torch.from_numpy(np.random.default_rng(step).integers(0, SMALL.vocab_size, (batch, SMALL.seq_len + 1)))
-    return rows[:, :-1], rows[:, 1:]
+    return rows[:, :tokens], rows[:, 1:tokens + 1]
 
 
 DECAY = {"weight_decay": 0.1}  # of matrices only
@@ -1263,7 +1263,7 @@ CLIP = {"sgd": 0.3, "adamw": 0.3}  # fires: the norms are 0.5 and more
 
 
 @functools.cache
-def one_process(optimizer, batch=BATCH, **change):
+def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, **change):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
     config = dataclasses.replace(SMALL, **change)
     net = GPT(config).double()
@@ -1271,7 +1271,7 @@ def one_process(optimizer, batch=BATCH, **change):
               for matrix in (1, 0)]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
-        x, y = tokens_of(step, batch)
+        x, y = tokens_of(step, batch, tokens)
         opt.zero_grad()
         loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
         loss.backward()
@@ -1330,7 +1330,7 @@ def whole_gradients(net, shapes):
 
 
 def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False,
-              **options):
+              tokens=SMALL.seq_len, **options):
     """The same three steps laid out over the processes; whole gradients and weights, gathered."""
     kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
     if sabotage:
@@ -1347,14 +1347,14 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
         mine = batch // dist.get_world_size(net.dp)
         for step in range(3):
             x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches)
-                    for t in tokens_of(step, batch))
+                    for t in tokens_of(step, batch, tokens))
             opt.zero_grad()
             total = net.forward_backward(x, y, schedule)
             grads = grads or whole_gradients(net, shapes)
             norms.append(float(net.clip_grad_norm_(CLIP[optimizer])))
             opt.step()
-            torch_dist.all_reduce(total, group=net.dp)  # the library's: this one must work under sabotage too
-            losses.append(float(total) / dist.get_world_size(net.dp))
+            torch_dist.all_reduce(total, group=net.replicas)  # the library's: this one must work under sabotage too
+            losses.append(float(total) / dist.get_world_size(net.replicas))
         weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in shapes}
         return losses, norms, grads, weights
     finally:
@@ -1652,6 +1652,24 @@ def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, sched
         want = one_process(optimizer, **change)
         results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change,
                                                        schedule=schedule, sequence=True, **options)
+        for got in [*results, all_of(results)]:
+            assert not differences(got, want), change
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+@pytest.mark.parametrize("layout,micro_batches,schedule,options", [
+    ({"cp": 2}, 2, "1f1b", {}), ({"cp": 4}, 1, "1f1b", {"zero": 3}), ({"dp": 2, "cp": 2}, 2, "1f1b", {"zero": 1}),
+    ({"dp": 2, "cp": 2}, 2, "1f1b", {"zero": 2, "zero_within": 2, "recompute": "block"}),
+    ({"cp": 2, "tp": 2}, 1, "1f1b", {"sequence": True, "recompute": "attention"}),
+    ({"cp": 2, "pp": 2}, 4, "zb-h1", {"zero": 3}), ({"cp": 2, "pp": 2}, 4, "interleaved", {"virtual_stages": 2}),
+    ({"dp": 2, "cp": 2, "tp": 2}, 1, "1f1b", {"zero": 2, "sequence": True}),
+    ({"cp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"zero": 1, "sequence": True})], ids=str)
+def test_context_parallel_equals_one_process(pool, layout, micro_batches, schedule, options, context):
+    """All tokens are cut, over cp; with tied and untied embeddings."""
+    for optimizer, change in [("sgd", {"n_layer": 3}), ("adamw", {"n_layer": 3, "tied": False})]:
+        want = one_process(optimizer, tokens=8, **change)
+        results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, tokens=8,
+                                                       schedule=schedule, context=context, **options)
         for got in [*results, all_of(results)]:
             assert not differences(got, want), change
 
