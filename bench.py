@@ -214,8 +214,8 @@ HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
 class Message(NamedTuple):
     what: str
     op: str
-    axis: str           # the group it goes through: "dp", "tp", "pp", "all", or "ends", first and last stage; ZeRO's:
-                        # "within" and "between" where those that shard are not all of dp
+    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "pp", "all", or "ends", first and
+                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp
     elements: list      # of the tensor of each call
     width: int          # bytes an element
     times: int = 1      # a step, for each of `elements`
@@ -237,10 +237,10 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
     count, m = s.pp * s.virtual_stages, s.micro_batches
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // m * config.seq_len
+    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
-    shards = s.zero_within or s.dp
-    axis = "dp" if shards == s.dp else "within"
+    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
+    axis = "dp" if shards == replicas else "within"
     yield from {  # the table in front of ShardedOptimizer, in code
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
         1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
@@ -273,6 +273,15 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
         c = config.n_embd
         seen = (blocks * 6 * c + first * config.seq_len * c + last * 2 * c) // (shards if s.zero in (1, 2) else 1)
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+    if s.cp > 1:
+        # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
+        part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
+        if s.cp_kind == "ring":
+            yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * (forwards + m * blocks))
+            yield Message("their gradients", "isend", "cp", [2 * part], wide, (s.cp - 1) * m * blocks)
+        else:  # the all-to-all back carries nothing that backward needs: recomputing a block or attention leaves it out
+            yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
+            yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
     if s.tp > 1:
         yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     if s.pp > 1:
@@ -284,7 +293,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
             kept = -(-rows * config.n_embd // (shards if s.zero else 1))
             yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
-    for axis in (["dp"] if shards == s.dp else ["within", "between"]) + ["tp", "pp"]:
+    for axis in (["dp"] if shards == replicas else ["within", "between"]) + ["tp", "pp"]:
         yield Message("gradient norm", "all_reduce", axis, [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
@@ -391,7 +400,7 @@ def stage_seconds(config, s, machine, stages):
     c, inner, v = config.n_embd, config.inner, config.vocab_size
     dtype = train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     blocks, _, head = contents(config, stages)
 
     matrices = (4 * c * c + 2 * c * inner) / s.tp
@@ -400,7 +409,7 @@ def stage_seconds(config, s, machine, stages):
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp))
     f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm  # into buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
-    replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.tp * s.pp > 1
+    replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.cp * s.tp * s.pp > 1
     issue = machine.units if s.zero == 3 and machine.units else machine.launch
     launch = 0.0 if replayed else blocks * issue * (1 if s.recompute == "none" else 4 / 3)
     f, i, w = blocks * f, blocks * i, blocks * w
@@ -437,8 +446,10 @@ def predict(config, s, machine):
     count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
-    each, every, shards = s.dp * s.tp, s.dp * s.tp * s.pp, s.zero_within or s.dp
-    groups = {"tp": (s.tp, 1), "dp": (s.dp, s.tp), "within": (shards, s.tp), "between": (s.dp // shards, shards * s.tp),
+    replicas = s.dp * s.cp
+    each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
+    groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
+              "between": (replicas // shards, shards * s.tp),
               "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "all": (every, 1)}
     unit = matrices // count
     buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
@@ -463,7 +474,7 @@ def predict(config, s, machine):
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
     # last, which is there.
-    axis = "dp" if shards == s.dp else "within"
+    axis = "dp" if shards == replicas else "within"
     gather, reduce, between = spent[axis, "weights"], spent[axis, "gradients"], spent["between", "averages of shards"]
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
@@ -777,11 +788,11 @@ WAITED = "tp", "pp", "ends", "all"  # whose all-reduces the caller waits for
 
 def predicted_traffic(trainer):
     """{collective: bytes} that this rank sends in a step, by the formulas."""
-    s, net, (pp_rank, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
+    s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
               if i % s.pp == pp_rank]
-    where = {"dp": net.dp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within, "between": net.between,
-             "all": trainer.control}
+    where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
+             "between": net.between, "all": trainer.control}
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
                                  for reducer in trainer.net.reducers for b in reducer.buckets]
@@ -1114,8 +1125,8 @@ def needed_bytes(config, s, fused):
     cuts, dtype, each = parallel.split_pieces(config,
         s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
-    return max(sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp, s.tp, dtype, s.recompute, each,
-                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp).values())
+    return max(sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
+                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp).values())
                for rank in range(s.pp))
 
 

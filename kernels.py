@@ -579,8 +579,8 @@ class FlashAttention(torch.autograd.Function):
         return *grads, None
 
 
-# Attention over a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq), natural, is -inf for a row that
-# sees none of them. Parts are merged by their L; in backward P = exp(S - L) wants the L of all keys, and O of all.
+# Attention over a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq), natural, is -inf for a row
+# that sees none of them. Parts are merged by their L; in backward P = exp(S - L) wants the L of all keys, and O of all.
 
 def attention_block(q, k, v, is_causal):
     """(O, L) of q (B, H, Tq, D) on some keys and values (B, H, Tk, D)."""

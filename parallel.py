@@ -95,8 +95,8 @@ def replicas_of(mesh):
 
 
 def split_replicas(mesh, replicas, n):
-    """[this rank's group of n neighbours among the replicas, the group of those who have its place in theirs]; where n is
-    None or all of them, [replicas, None]. On all ranks."""
+    """[this rank's group of n neighbours among the replicas, the group of those who have its place in theirs]; where n
+    is None or all of them, [replicas, None]. On all ranks."""
     if n in (None, dist.get_world_size(replicas)):
         return [replicas, None]
     grids = [[ranks[first:first + n] for first in range(0, len(ranks), n)] for ranks in ranks_of_replicas(mesh)]
@@ -943,7 +943,7 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
     return module
 
 
-# --------------------------------------------------------------------------------- sequence parallel: f and g over tokens
+# ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
 #
 # Between g and the next f every rank of the group keeps, norms and adds up the same (B, T, C). Cut over T, each does so
 # for its own (B, T/N, C), and the two all-reduces are taken apart:
@@ -951,10 +951,10 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
-# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, until dA = dY^T X. It
-# keeps its T/N and gathers again in backward: a sublayer's 2 all-reduces become 5 halves, and of each activation outside
-# of the products there is an Nth. What sees T/N tokens alone (norms, biases added after g, positions) gets their part
-# of its gradient: `param.sums` lets the group add the parts up.
+# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, until dA = dY^T X.
+# It keeps its T/N and gathers again in backward: a sublayer's 2 all-reduces become 5 halves, and of each activation
+# outside of the products there is an Nth. What sees T/N tokens alone (norms, biases added after g, positions) gets
+# their part of its gradient: `param.sums` lets the group add the parts up.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -1052,19 +1052,19 @@ def sequence_parallel(module, group):
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
-# -------------------------------------------------------------------------------- context parallel: a sequence over ranks
+# ----------------------------------------------------------------------------- context parallel: a sequence over ranks
 #
 # Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at others. As a ring: queries stay,
-# keys and values go round, N-1 times to the right. Of each part of the keys attention gives O_s and log-sum-exp L_s, and
+# keys and values go round, N-1 times to the right. Each part of the keys gives O_s and log-sum-exps L_s, and
 #
 #     L = log(exp L + exp L_s)        O = O exp(L_old - L) + O_s exp(L_s - L)
 #
 # adds it to what was there. Backward wants P = exp(S - L) with the L of all keys: K and V go round again, and dK, dV
-# behind them, each rank adding its part, until they are at home. Sent by a rank: (N-1)/N x 2BTC elements forward, as many
-# and 2BTC in float32 backward (C/tp for C with tensor parallelism).
+# behind them, each rank adding its part, until they are at home. Sent by a rank: (N-1)/N x 2BTC elements forward, as
+# many and 2BTC in float32 backward (C/tp for C with tensor parallelism).
 #
-# Causal attention to T/N tokens in a row would leave the first rank with 1/N of the last one's work. So a sequence is cut
-# into 2N chunks, and rank r holds chunks r and 2N-1-r: in each step all ranks have as much to do.
+# Causal attention to T/N tokens in a row would leave the first rank with 1/N of the last one's work. So a sequence is
+# cut into 2N chunks, and rank r holds chunks r and 2N-1-r: in each step all ranks have as much to do.
 #
 #     rank 0    chunks 0 and 7   step 0: its own chunks, causal
 #     rank 1           1     6   a step with the keys of an earlier rank: all queries, its first chunk alone
@@ -1120,7 +1120,8 @@ class RingAttention(torch.autograd.Function):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             part, its = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], its)
-            o[:, :, rows] = o[:, :, rows] * (before - total).exp().unsqueeze(3) + part * (its - total).exp().unsqueeze(3)
+            old, new = ((some - total).exp().unsqueeze(3) for some in (before, its))
+            o[:, :, rows] = o[:, :, rows] * old + part * new
             lse[:, :, rows] = total
         o = o.to(q.dtype)
         ctx.save_for_backward(qkv, o, lse)
@@ -1706,7 +1707,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
 
 
 def make_groups(mesh, zero_within, around, ends):
-    """This rank's groups: of each axis, ZeRO's `within` and `between` (`split_replicas`), the pipeline's. On all ranks."""
+    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the pipeline's. On all ranks."""
     axes, replicas = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names}, replicas_of(mesh)
     within, between = split_replicas(mesh, replicas, zero_within)
     channels, ends = pipeline_groups(mesh, around, ends)
@@ -1734,8 +1735,8 @@ class ParallelGPT(Replaceable):
         self.pp, self.dp, self.cp, self.tp, self.ends = groups.pp, groups.dp, groups.cp, groups.tp, groups.ends
         self.replicas, self.within, self.between = groups.replicas, groups.within, groups.between
         self.context, self.lists = context, {}
-        self.cut_over = [group for group in (self.within, self.between, self.tp, self.pp) if group]  # all ranks, by axis
-        self.groups = [*dict.fromkeys([*self.cut_over, self.replicas, self.cp, self.ends, None])]  # training's; None: all ranks
+        self.cut_over = [group for group in (self.within, self.between, self.tp, self.pp) if group]  # all ranks
+        self.groups = [*dict.fromkeys([*self.cut_over, self.replicas, self.cp, self.ends, None])]  # None: all ranks
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
@@ -2479,13 +2480,13 @@ FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOp
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
-                 held=1, fused=True, sequence=False):
+                 held=1, fused=True, sequence=False, cp=1):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
     dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
     or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
     a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
-    loss. sequence: as for parallelize.
+    loss. sequence: as for parallelize. dp: the ranks that share out the shards; cp: those that share each sequence.
     """
     tokens_cut = tp if sequence else 1
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
@@ -2496,7 +2497,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
                 "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut)}
+                                                       tokens_cut) // cp}
 
 
 @functools.cache

@@ -1283,6 +1283,9 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, **change):
     return losses, norms, grads, {n: p.detach() for n, p in net.named_parameters()}
 
 
+SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
+
+
 def without_collective(where):
     """Take the collectives out of one function of parallel.py: calls from its code return at once, having done
     nothing."""
@@ -1294,11 +1297,11 @@ def without_collective(where):
     def without(real):
         def call(*args, **kwargs):
             if sys._getframe(1).f_code is code:
-                return dist.Handle()
+                return [] if real.__name__ == "batch_isend_irecv" else dist.Handle()
             return real(*args, **kwargs)
         return call
 
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+    for name in SABOTAGED:
         setattr(parallel.dist, name, without(getattr(dist, name)))
 
 
@@ -1332,7 +1335,7 @@ def whole_gradients(net, shapes):
 def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False,
               tokens=SMALL.seq_len, **options):
     """The same three steps laid out over the processes; whole gradients and weights, gathered."""
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
+    kept = {name: getattr(dist, name) for name in SABOTAGED}
     if sabotage:
         without_collective(sabotage)
     try:
@@ -1640,10 +1643,12 @@ def test_uneven_tensor_parallel(pool):
 
 @pytest.mark.parametrize("layout,micro_batches,schedule,options", [
     ({"tp": 2}, 2, "1f1b", {}), ({"tp": 5}, 1, "1f1b", {"recompute": "block"}), ({"tp": 2}, 2, "zb-h1", {}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 1}), ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 2, "recompute": "attention"}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 1}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 2, "recompute": "attention"}),
     ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block"}), ({"dp": 2, "tp": 2}, 1, "1f1b", {}),
     ({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "interleaved", {"virtual_stages": 2}),
-    ({"dp": 2, "tp": 2, "pp": 2}, 2, "1f1b", {"zero": 3}), ({"dp": 4, "tp": 2}, 1, "1f1b", {"zero": 2, "zero_within": 2}),
+    ({"dp": 2, "tp": 2, "pp": 2}, 2, "1f1b", {"zero": 3}),
+    ({"dp": 4, "tp": 2}, 1, "1f1b", {"zero": 2, "zero_within": 2}),
     ({"tp": 2, "pp": 4}, 2, "zb-h1", {"recompute": "attention"})], ids=str)
 def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, schedule, options):
     """Tokens are cut between the layers that tp cuts; with tied and untied embeddings."""
@@ -1675,6 +1680,8 @@ def test_context_parallel_equals_one_process(pool, layout, micro_batches, schedu
 
 
 @pytest.mark.parametrize("where,layout", [
+    ("shift", {"cp": 2}), ("heads_for_tokens", {"cp": 2, "context": "ulysses"}),
+    ("tokens_for_heads", {"cp": 2, "context": "ulysses"}), ("Reducer.start", {"cp": 2}),
     *((name, {"tp": 2, "sequence": True}) for name in ("gather_tokens", "scatter_tokens", "clip_grad_norm_",
                                                        "ParallelGPT.add_up_gradients")),
     ("Reducer.start", {"dp": 2}), ("ShardReducer.start", {"dp": 2, "zero": 1}),
@@ -1688,11 +1695,69 @@ def test_context_parallel_equals_one_process(pool, layout, micro_batches, schedu
     ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}),
     ("clip_grad_norm_", {"dp": 2, "tp": 2}), ("Reducer.start", {"dp": 2, "tp": 2})], ids=str)
 def test_without_its_collective_it_is_wrong(pool, where, layout):
-    options = {name: value for name, value in layout.items() if name.startswith(("zero", "sequence"))}
+    options = {name: value for name, value in layout.items() if name.startswith(("zero", "sequence", "context"))}
     layout = {axis: size for axis, size in layout.items() if axis not in options}
-    want = one_process("sgd")
-    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, **options):
+    want = one_process("sgd", tokens=8)
+    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, tokens=8, **options):
         assert differences(got, want)
+
+
+def with_the_block_s_own_sums(*args, **options):
+    def backward(q, k, v, o, lse, do, is_causal):
+        return real(q, k, v, o, kernels.attention_block(q, k, v, is_causal)[1], do, is_causal)
+    real = kernels.attention_block_backward
+    with unittest.mock.patch.object(kernels, "attention_block_backward", backward):
+        return in_layout(*args, **options)
+
+
+def test_ring_attention_goes_back_through_the_sums_of_all_keys(pool):
+    want = one_process("sgd", tokens=8)
+    for got in pool(2).run(with_the_block_s_own_sums, {"cp": 2}, "sgd", 1, {}, tokens=8):
+        assert differences(got, want)
+
+
+@pytest.mark.parametrize("size,kind", [(1, "ring"), (2, "ring"), (4, "ring"), (4, "ulysses")])
+def test_each_rank_has_its_own_tokens_and_as_much_to_do(pool, size, kind):
+    """Together all tokens, once; by zigzag, as many pairs of query and key in each step on every rank."""
+    tokens = pool(size).run(tokens_of_rank, 16 * size, kind)
+    assert sorted(sum(tokens, [])) == list(range(16 * size))
+    for r, mine in enumerate(tokens) if kind == "ring" else ():
+        for other, theirs in enumerate(tokens):
+            rows, keys, causal = parallel.seen(r, other, 8)
+            pairs = {(q, k) for i, q in enumerate(mine) for j, k in enumerate(theirs)
+                     if i in range(16)[rows] and j in range(16)[keys] and (not causal or j <= i)}
+            assert pairs == {(q, k) for q in mine for k in theirs if k <= q}
+            assert len(pairs) == (16 * 17 // 2 if r == other else 128)
+
+
+def tokens_of_rank(tokens, kind):
+    return parallel.own_tokens(tokens, None, kind).tolist()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_in_parts_is_attention(is_causal, triton_kernels):
+    """Parts of the keys, merged by their log-sum-exps, and their gradients, by the kernels and without; some rows of a
+    causal part see nothing."""
+    q, k, v, do = (random(1, 2, 40, 16) for _ in range(4))
+    want = [x.requires_grad_() for x in (q.double(), k.double(), v.double())]
+    o = F.scaled_dot_product_attention(*want, is_causal=is_causal)
+    grads = torch.autograd.grad(o, want, do.double())
+    for choice in ("triton", "torch"):
+        kernels.use(choice)
+        parts = [kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+                 for rows, keys, causal in [(slice(24, None), slice(24), False),
+                                            (slice(24, None), slice(24, None), is_causal)]]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        merged = sum(part * (its - lse).exp().unsqueeze(3) for part, its in parts)
+        assert close(merged.cpu(), o[:, :, 24:].detach().cpu(), 1e-5)
+        whole, sums = kernels.attention_block(q, k, v, is_causal)
+        back = kernels.attention_block_backward(q, k, v, whole, sums, do, is_causal)
+        assert all(close(a.cpu(), b.cpu(), 1e-5) for a, b in zip(back, grads))
+        none, sums = kernels.attention_block(q, k[:, :, :8], v[:, :, :8], True)  # rows 0 to 31 see no key
+        assert (sums[:, :, :32] == -math.inf).all() and sums[:, :, 32:].isfinite().all()
+        assert (none[:, :, :32] == 0).all()
+        back = kernels.attention_block_backward(q, k[:, :, :8], v[:, :, :8], none, sums, do, True)
+        assert all(t.isfinite().all() for t in back) and (back[0][:, :, :32] == 0).all()
 
 
 # --------------------------------------------------------------------------------------- data parallel on other modules
@@ -2884,7 +2949,11 @@ BAD = [  # flags, and what the one line must name
     (["--dp", "8", "--zero", "2", "--zero-within", "6"], "--zero-within 6 does not divide --dp 8: give --zero-"),
     (["--dp", "2", "--zero-within", "2"], "give --zero 1, 2 or 3"),
     (["--sp"], "--sp cuts tokens over --tp: give --tp 2"),
-    (["--sp", "--tp", "4", "--seq-len", "66"], "--sp: --tp 4 does not divide sequences of 66 tokens: give --seq-len 68"),
+    (["--sp", "--tp", "4", "--seq-len", "66"], "sequences of 66 tokens cannot be cut into 4 parts: give --seq-len 68"),
+    (["--cp", "4", "--seq-len", "20"], "--cp 4: sequences of 20 tokens cannot be cut into 8 parts: give --seq-len 24"),
+    (["--cp", "2", "--tp", "2", "--sp", "--seq-len", "6"], "cannot be cut into 4 parts: give --seq-len 8"),
+    (["--cp", "3", "--cp-kind", "ulysses", "--seq-len", "12"], "does not divide the 4 heads of a rank: give --cp 1 or"),
+    (["--cp", "0"], "--cp"), (["--cp-kind", "star"], "--cp-kind"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"),
     (["--sample", "-5"], "--sample"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"),
@@ -3084,6 +3153,8 @@ TRAFFIC = {
     1: [{"dtype": "bf16", "micro_batches": 2}],
     2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2},
         {"dp": 2, "zero": 3, "micro_batches": 2},
+        *({"cp": 2, "cp_kind": kind, "recompute": recompute, "dtype": dtype} for kind in ("ring", "ulysses")
+          for recompute, dtype in (("none", "bf16"), ("block", "fp32"), ("attention", "fp32"))),
         {"tp": 2, "sp": True, "micro_batches": 2}, {"tp": 2, "sp": True, "recompute": "block"},
         {"tp": 2, "sp": True, "recompute": "attention", "dtype": "bf16"},
         {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2},
@@ -3094,6 +3165,7 @@ TRAFFIC = {
     4: [{"dp": 4, "zero": 2, "zero_within": 2, "micro_batches": 2}, {"dp": 4, "zero": 3, "zero_within": 2},
         {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
         {"tp": 2, "pp": 2, "sp": True, "micro_batches": 2}, {"dp": 2, "tp": 2, "sp": True, "zero": 1},
+        {"cp": 4, "zero": 3, "micro_batches": 2}, {"cp": 2, "tp": 2, "sp": True, "zero": 1},
         {"dp": 2, "tp": 2, "sp": True, "zero": 3, "dtype": "bf16"}, {"tp": 2, "pp": 2, "micro_batches": 2}]}
 
 
@@ -3556,7 +3628,8 @@ def test_checkpoint_fits_every_layout(pool, text, tmp_path):
     flags = TRAIN + ["--data", text, "--steps", "7", "--save-every", "1", "--keep", "0", "--lr", "0.01", "--clip",
                      "0.5", "--dtype", "fp64", "--device", device]
     pool(1).run(run_training, flags + ["--out", str(tmp_path / "whole")])
-    moves = [(4, ["--tp", "2", "--sp"], 2), (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4),
+    moves = [(4, ["--tp", "2", "--sp"], 1), (2, ["--cp", "2"], 2),
+             (4, ["--pp", "2", "--zero", "1", "--micro-batches", "2"], 3), (1, [], 4),
              (4, ["--zero", "3", "--zero-within", "2"], 5), (3, ["--pp", "3"], 6), (2, ["--zero", "2", "--tp", "1"], 7)]
     out = str(tmp_path / "moved")
     for size, layout, stop in moves:
@@ -4436,6 +4509,7 @@ def cases_of(test):
 @pytest.mark.parametrize("test,arguments", [(test, arguments) for test, some in [
     (test_bytes_sent_are_the_formulas, [(3,), (4,)]),
     (test_between_nodes_every_rank_sends_its_share, [(4, 2)]),
+    (test_context_parallel_equals_one_process, [({"cp": 2, "pp": 2}, 4, "zb-h1", {"zero": 3}, "ring")]),
     (test_sequence_parallel_equals_one_process, [({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1})]),
     (test_point_to_point_equals_library, [(4,)]),
     (test_examples_print_the_same, [(4,)]),
@@ -4497,7 +4571,9 @@ def test_zero_keeps_what_the_table_says(pool, cut_pool, half):
 
 
 PROGRAMS = [  # processes, flags
-    (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --tp 2 --sp"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
+    (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --tp 2 --sp"),
+    (4, "--dtype fp64 --cp 2 --dp 2 --zero 2"), (2, "--dtype fp64 --cp 2 --cp-kind ulysses"),
+    (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
     (2, "--dtype fp64 --pp 2 --schedule zb-h1"), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2"),
     (2, "--dtype fp64 --zero 1"), (2, "--dtype fp64 --zero 2"), (2, "--dtype fp64 --zero 3"),
     (4, "--dtype fp64 --dp 2 --pp 2 --zero 1"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]

@@ -72,6 +72,8 @@ class Flags:
     dp: int = flag(None, "data-parallel replicas; left out, what --tp and --pp leave")
     tp: int = flag(1, "ranks each layer is cut over")
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
+    cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
+    cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
@@ -112,8 +114,8 @@ def config_of(s):
 
 def processes_of(s, world):
     """How many processes the layout takes. Where --dp is left out, it becomes what --tp and --pp leave of `world`."""
-    s.dp = s.dp or max(1, world // (s.tp * s.pp))
-    return s.dp * s.tp * s.pp
+    s.dp = s.dp or max(1, world // (s.tp * s.pp * s.cp))
+    return s.dp * s.tp * s.pp * s.cp
 
 
 def device_for(asked, processes):
@@ -183,12 +185,12 @@ class Trainer:
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out = data
-        self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp)
+        self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp, s.cp)
         self.control = dist.new_group(backend="gloo")  # all ranks, on the CPU: for `agree`
         reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
         self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
                                         reduce_dtype, s.recompute, s.virtual_stages, s.zero_within,
-                                        s.sp)
+                                        s.sp, s.cp_kind)
         self.dp, self.tp, self.pp = self.net.dp, self.net.tp, self.net.pp
         for group in self.net.groups:
             dist.use(group, s.comm)
@@ -269,7 +271,7 @@ class Trainer:
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.dp)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.replicas)
         return loss.item()
 
     @torch.no_grad()
@@ -448,7 +450,7 @@ class Parser(argparse.ArgumentParser):
 
 def check_numbers(s):
     """Numbers that make no sense on their own."""
-    at_least_1 = ("batch_size", "micro_batches", "dp", "tp", "pp", "virtual_stages", "timeout", *SIZES)
+    at_least_1 = ("batch_size", "micro_batches", "dp", "tp", "pp", "cp", "virtual_stages", "timeout", *SIZES)
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
@@ -480,25 +482,33 @@ def model_config(s, checkpoint=None):
 def check_layout(s, config, world, local_world):
     """Everything that must divide, and enough GPUs. Fills in s.dp, s.device and s.cuda_graphs; returns how many
     processes the layout needs."""
-    processes, rest, unit = processes_of(s, world), s.tp * s.pp, s.dp * s.micro_batches
-    instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 and leave --dp out"
-    reject(world > 1 and world != processes, f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} needs {processes} processes, "
-           f"{world} were started: give {instead}")
+    processes, rest, unit = processes_of(s, world), s.tp * s.pp * s.cp, s.dp * s.micro_batches
+    instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
+    axes = f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp}" + f" x --cp {s.cp}" * (s.cp > 1)
+    reject(world > 1 and world != processes, f"{axes} needs {processes} processes, {world} were started: give "
+           f"{instead}")
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, and it talks in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject(config.n_head % s.tp, f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
            f"{math.gcd(s.tp, config.n_head)}")
     reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
-    reject(s.sp and config.seq_len % s.tp, f"--sp: --tp {s.tp} does not divide sequences of {config.seq_len} tokens: give "
-           f"--seq-len {-(-config.seq_len // s.tp) * s.tp}")
+    chunks = s.cp * (2 if s.cp > 1 and s.cp_kind == "ring" else 1)
+    parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
+    who = f"--cp {s.cp}" * (s.cp > 1) + " with " * (s.cp > 1 and s.sp) + f"--tp {s.tp} --sp" * s.sp
+    reject(config.seq_len % parts, f"{who}: sequences of {config.seq_len} tokens cannot be cut into {parts} parts: "
+           f"give --seq-len {-(-config.seq_len // parts) * parts}")
+    heads = config.n_head // s.tp
+    reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
+           f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
     reject(config.inner < s.tp or config.vocab_size < s.tp, f"--tp {s.tp} is more than the MLP ({config.inner}) or "
            f"the vocabulary ({config.vocab_size}) is wide: give a smaller --tp")
     reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
            f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
     check_schedule(s, config)
-    within = s.zero_within or s.dp
-    reject(s.dp % within, f"--zero-within {within} does not divide --dp {s.dp}: give --zero-within "
-           f"{math.gcd(within, s.dp)}")
+    replicas = s.dp * s.cp
+    within = s.zero_within or replicas
+    reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
+           f"give --zero-within {math.gcd(within, replicas)}")
     reject(s.zero_within and not s.zero, f"--zero-within {within} says how far ZeRO shards: give --zero 1, 2 or 3")
     reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64")
     local, gpus = local_world if world > 1 else processes, gpus_here()
@@ -841,10 +851,11 @@ def describe(trainer):
     s, c, mesh, run = trainer.s, trainer.config, trainer.mesh, trainer.run
     device, here, gpus = trainer.device.type, processes_here(), gpus_here()
     pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
+    axes = f"dp {s.dp} x tp {s.tp}" + " with sp" * s.sp + f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
-        f"layout   dp {s.dp} x tp {s.tp}{' with sp' * s.sp}{pipeline} = {mesh.size()} processes, {device} "
+        f"layout   {axes} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
@@ -854,21 +865,22 @@ def describe(trainer):
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     if mesh.size() > here:
-        node = mesh.mesh // here  # (pp, dp, tp): the node of each rank
-        crossing = [axis for i, axis in enumerate(("pp", "dp", "tp")) if (node.amax(i) > node.amin(i)).any()]
+        node = mesh.mesh // here  # (pp, dp, cp, tp): the node of each rank
+        axes = [axis for axis in mesh.mesh_dim_names if axis != "cp" or s.cp > 1]
+        crossing = [axis for i, axis in enumerate(mesh.mesh_dim_names) if (node.amax(i) > node.amin(i)).any()]
         trainer.say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
-                    f"{' and '.join(axis for axis in ('pp', 'dp', 'tp') if axis not in crossing)} inside")
+                    f"{' and '.join(axis for axis in axes if axis not in crossing)} inside")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
 
 
 def predicted_bytes(trainer):
     s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
-    return parallel.memory_bytes(trainer.config, s.zero, s.zero_within or s.dp, s.tp, trainer.net.dtype, s.recompute,
-                                 s.batch_size // s.dp // s.micro_batches,
+    return parallel.memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
+                                 s.recompute, s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
                                  math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
-                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp)
+                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp)
 
 
 def write_trace(trainer, folder, say):
