@@ -1075,10 +1075,10 @@ def sequence_parallel(module, group):
 # second one trades back: (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
-def own_tokens(tokens, group, kind):
+def own_tokens(tokens, group, kind, device="cpu"):
     """The places in a sequence of so many tokens that this rank holds, in the order in which it holds them."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    chunks = torch.arange(tokens).chunk(2 * n if kind == "ring" else n)
+    chunks = torch.arange(tokens, device=device).chunk(2 * n if kind == "ring" else n)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
 
 
@@ -1114,11 +1114,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, group):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
-        ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
-        o, lse = torch.zeros_like(q, dtype=wide), torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+        ctx.group, wide, o = group, torch.float64 if q.dtype == torch.float64 else torch.float32, None
         for other, (k, v) in going_round(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             part, its = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            if o is None:  # its own keys, which all queries see
+                o, lse = part.to(wide), its.to(wide)
+                continue
             before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], its)
             old, new = ((some - total).exp().unsqueeze(3) for some in (before, its))
             o[:, :, rows] = o[:, :, rows] * old + part * new
@@ -1131,7 +1133,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
-        (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2), dist.get_rank(ctx.group)
+        (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
         dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what has come with the keys
         for other, (k, v) in going_round(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
@@ -1191,7 +1193,7 @@ ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 def context_parallel(module, group, kind):
     """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
     n = dist.get_world_size(group)
-    module.positions = lambda every: own_tokens(n * len(every), group, kind).to(every.device)
+    module.positions = lambda every: own_tokens(n * len(every), group, kind, every.device)
     for block in module.h.values():
         block.attn.attention = partial(ATTENTION[kind], group=group) if kind == "ulysses" else (
             lambda qkv: RingAttention.apply(qkv, group))
@@ -1817,7 +1819,7 @@ class ParallelGPT(Replaceable):
 
     def run(self, x, y, schedule, scale, syncs):
         if dist.get_world_size(self.cp) > 1:
-            own = own_tokens(x[0].shape[1], self.cp, self.context).to(x[0].device)
+            own = own_tokens(x[0].shape[1], self.cp, self.context, x[0].device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, scale, syncs)
         total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
@@ -2480,15 +2482,16 @@ FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOp
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
-                 held=1, fused=True, sequence=False, cp=1):
+                 held=1, fused=True, sequence=False, cp=1, context="ring"):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
     dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
     or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
     a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
-    loss. sequence: as for parallelize. dp: the ranks that share out the shards; cp: those that share each sequence.
+    loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
+    sequence.
     """
-    tokens_cut = tp if sequence else 1
+    tokens_cut, traded = tp if sequence else 1, cp > 1 and context == "ulysses"
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
     wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
@@ -2497,7 +2500,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
                 "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut) // cp}
+                                                       tokens_cut, traded) // cp}
 
 
 @functools.cache
@@ -2513,12 +2516,13 @@ def local_elements(config, tp, pieces):
     return tuple(count)
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1):
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, traded=False):
     """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
     token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C, over `tokens_cut`
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
+                     where tokens are traded for heads, the output both ways      C
 
     and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
     "attention" drops q, k, v and output; what backward then runs again exists for one block at a time and is not
@@ -2529,7 +2533,7 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
     head = any(config.n_layer + 1 in run for run in pieces)
-    attention = (4 * c * width + 4 * config.n_head) / tp
+    attention = ((4 + traded) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut + 2 * config.inner * width / tp
     block = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
