@@ -196,6 +196,7 @@ def close(a, b, tolerance=1e-10):
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
 BIG = 300_000  # float64: 2.4 MB, beyond recursive doubling
+LARGE = BIG // 8  # the same where `compare_with_library` has set all bounds an eighth as high
 
 
 def _values(shape, dtype, rank):
@@ -216,7 +217,8 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
     rank, size = dist.get_rank(), dist.get_world_size()
     prepare = _spread if spread else (lambda t: t)
     t = prepare(_values(shape, dtype, rank))
-    every = [prepare(torch.zeros(shape, dtype=dtype)) for _ in range(size)]
+    lists = name in ("gather", "scatter", "all_gather", "all_to_all")
+    every = [prepare(torch.zeros(shape, dtype=dtype)) for _ in range(size * lists)]
     if name == "broadcast":
         args, out = ({"tensor": t, "src": root}), [t]
     elif name == "reduce":
@@ -301,42 +303,47 @@ def back_to_ours():
         link.close()
 
 
-def compare_with_library(name, cases, direct):
+def compare_with_library(name, cases, *ways):
+    """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
     names = "PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES"
-    kept = {name: getattr(dist, name) for name in names}
-    dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 18}  # large tensors travel in pieces
-    dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
-        (0, 0, 1 << 14, 1 << 14) if direct == "windows" else (1 << 40, 0, -1, 0))
-    if direct == "windows":
-        dist.DOUBLING_BYTES = {"switched": 0}
-    if isinstance(direct, int):  # nodes of so many ranks
-        with nodes_of(direct):
-            wrong = wrong_results(name, cases)
-    else:
-        serve_world_by({"plain": dist.Link, "ring": dist.NcclLink if cuda else dist.GlooLink}.get(
-            direct, dist.NodeLink if cuda else DirectGlooLink))
-        wrong = wrong_results(name, cases)
-        back_to_ours()
-    vars(dist).update(kept)
-    assert not wrong, wrong[0]
+    kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
+    for way in ways:
+        dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
+        dist.DOUBLING_BYTES = dict.fromkeys(dist.DOUBLING_BYTES, 1 << 17)
+        dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
+            (0, 0, 1 << 14, 1 << 14) if way == "windows" else (1 << 40, 0, -1, 0))
+        if way == "windows":
+            dist.DOUBLING_BYTES = {"switched": 0}
+        if isinstance(way, int):  # nodes of so many ranks
+            with nodes_of(way):
+                wrong = wrong_results(name, cases, wants)
+        else:
+            serve_world_by({"plain": dist.Link, "ring": dist.NcclLink if cuda else dist.GlooLink}.get(
+                way, dist.NodeLink if cuda else DirectGlooLink))
+            wrong = wrong_results(name, cases, wants)
+            back_to_ours()
+        vars(dist).update(kept)
+        assert not wrong, (way, wrong[0])
 
 
-def wrong_results(name, cases):
+def library_results(name, shape, dtype, op, root, spread, async_op):
+    """The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same
+    numbers."""
+    base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
+    lib_op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+    want = _collective_results(torch_dist, name, shape, base, lib_op, root, False, False)
+    if op == dist.ReduceOp.AVG:
+        want = [w / dist.get_world_size() for w in want]
+    return [w != 0 for w in want] if dtype == torch.bool else want
+
+
+def wrong_results(name, cases, wants):
     """Where a collective leaves something else than the library's."""
     wrong = []
-    for shape, dtype, op, root, spread, async_op in cases:
-        # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same
-        # numbers.
-        base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
-        lib_op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-        want = _collective_results(torch_dist, name, shape, base, lib_op, root, False, False)
+    for (shape, dtype, op, root, spread, async_op), want in zip(cases, wants):
         got = _collective_results(dist, name, shape, dtype, op, root, spread, async_op)
-        if op == dist.ReduceOp.AVG:
-            want = [w / dist.get_world_size() for w in want]
-        if dtype == torch.bool:
-            want = [w != 0 for w in want]
-        for w, g in zip(want, got):
+        for w, g in zip(want, got, strict=True):
             g = g.real if dtype.is_complex else g
             if (not dtype.is_complex and g.dtype != dtype
                     or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6)):
@@ -355,7 +362,8 @@ def test_collective_equals_library(pool, name, size):
     """Each by name, over shapes (0 and 1 element, not divisible by the world, large), dtypes, ops, roots, gaps,
     async."""
     # Of each rank.
-    add, root, big = dist.ReduceOp.SUM, size - 1, BIG if name in ("broadcast", "reduce", "all_reduce") else BIG // size
+    add, root = dist.ReduceOp.SUM, size - 1
+    big = LARGE if name in ("broadcast", "reduce", "all_reduce") else LARGE // size
     cases = [((n,), torch.float64, add, root, spread, False) for n in (0, 1, 2, 7, 1001) for spread in (False, True)]
     cases += [((3, 5, 2), torch.float32, add, 0, True, True), ((big,), torch.float64, add, root, False, True),
               ((big // 7, 7), torch.float32, add, size // 2, True, False)]
@@ -371,14 +379,13 @@ def test_collective_equals_library(pool, name, size):
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
     direct = ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ()
-    for way in ("ring", "plain", *direct):
-        pool(size).run(compare_with_library, name, cases, way)
+    pool(size).run(compare_with_library, name, cases, "ring", "plain", *direct)
 
 
 @pytest.mark.parametrize("name", DIRECT[1:])
 @pytest.mark.parametrize("size,node", [(2, 1), (2, 2), (4, 2), (8, 4), (8, 2)])
 def test_two_levels_equal_library(pool, name, size, node):
-    cases = [((n,), torch.float64, op, 0, n == 7, n == 1001) for n in (0, 1, 2, 7, 1001, BIG // size)
+    cases = [((n,), torch.float64, op, 0, n == 7, n == 1001) for n in (0, 1, 2, 7, 1001, LARGE // size)
              for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG, dist.ReduceOp.MAX] * ("reduce" in name))]
     pool(size).run(compare_with_library, name, cases, node)
 
