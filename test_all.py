@@ -4035,18 +4035,19 @@ def plain_attention(q, k, v, is_causal):
 # No bf16 dot in the interpreter.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128), (5, 20, 256)]
-                         + ([(1000, 1000, 64)] if GPUS else []))
-def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
+@pytest.mark.parametrize("B,H,Tq,Tk,D", [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64),
+                                         (2, 1, 33, 70, 128), (1, 2, 5, 20, 256)]
+                         + ([(2, 3, 1000, 1000, 64)] if GPUS else []))
+def test_flash_attention(B, H, Tq, Tk, D, is_causal, dtype, triton_kernels):
     """A GPU multiplies and adds scores with one rounding, the interpreter with two: there float32 may be four units
-    off, or PyTorch's luck with the instructions of one CPU or another decides."""
-    q, k, v = (random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3),
-               random(2, 3, Tk, D, dtype=dtype))
+    off, or PyTorch's luck with the instructions of one CPU or another decides. Many heads where each is small."""
+    q, k, v = (random(B, H, Tq, D, dtype=dtype), random(B, H, D, Tk, dtype=dtype).transpose(2, 3),
+               random(B, H, Tk, D, dtype=dtype))
     units = 2 if GPUS else 4
     no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
                           functools.partial(plain_attention, is_causal=is_causal), [q, k, v], units)
     if Tq == Tk:
-        qkv = random(2, Tq, 3, 3, D, dtype=dtype)
+        qkv = random(B, Tq, 3, H, D, dtype=dtype)
         no_worse_than_pytorch(functools.partial(kernels.attention, is_causal=is_causal), lambda qkv: plain_attention(
             *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv], units)
 
@@ -4184,10 +4185,11 @@ def test_activations_and_layer_norm_plain(dtype, plain_kernels):
 
 # No bf16 dot in the interpreter.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
-@pytest.mark.parametrize("Tq,Tk,D", [(17, 70, 16), (66, 66, 64), (33, 66, 128), (20, 5, 256)])
-def test_flash_attention_plain(Tq, Tk, D, dtype, plain_kernels):
-    q, k, v = (random(2, 2, Tq, D, dtype=dtype), random(2, 2, D, Tk, dtype=dtype).transpose(2, 3),
-               random(2, 2, Tk, D, dtype=dtype))
+@pytest.mark.parametrize("B,H,Tq,Tk,D", [(2, 3, 17, 70, 16), (1, 2, 66, 66, 64), (2, 1, 33, 66, 128),
+                                         (1, 2, 20, 5, 256)])
+def test_flash_attention_plain(B, H, Tq, Tk, D, dtype, plain_kernels):
+    q, k, v = (random(B, H, Tq, D, dtype=dtype), random(B, H, D, Tk, dtype=dtype).transpose(2, 3),
+               random(B, H, Tk, D, dtype=dtype))
     for is_causal in (True, False) if Tq <= Tk else (False,):
         no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
                               functools.partial(plain_attention, is_causal=is_causal), [q, k, v], 2 if GPUS else 4)
