@@ -2948,13 +2948,22 @@ def processes_with(mark):
 TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"
 
 
+# Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
+ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"
+
+
+@functools.cache
+def can_be_alone():
+    return bool(shutil.which("unshare")) and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
+
+
 def run_and_end(how, text, out):
     """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is
     left)."""
     flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2",
              "--sample", "4"]
     if how == "torchrun":
-        process = command(*TORCHRUN, *flags, "--steps", "2")
+        process = command(*ALONE * can_be_alone(), *TORCHRUN, *flags, "--steps", "2")
         return *process.communicate(timeout=120), process.returncode, []
     process = command(sys.executable, *flags, "--steps", "1000000")
     for line in process.stdout:
@@ -2975,19 +2984,26 @@ def run_and_end(how, text, out):
     return *process.communicate(), process.returncode, left
 
 
-def test_all_processes_start_and_end_together(text, tmp_path):
-    """Two runs at a time, for what takes time is to start. Another way is that of
-    test_two_nodes_and_a_killed_rank_that_comes_back."""
+@pytest.fixture(scope="session")
+def ends(text, tmp_path_factory):
+    """{how: what `run_and_end` returns}, and the folder of these runs. Two at a time, for what takes time is to start.
+    Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
     # Those look into /proc.
     hows = ["torchrun"] + ["Ctrl-C", "killed rank", "killed launcher"] * (sys.platform == "linux")
+    folder = tmp_path_factory.mktemp("ends")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
-        ends = dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(tmp_path / how)), hows)))
+        return dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(folder / how)), hows))), folder
+
+
+def test_all_processes_start_and_end_together(ends):
+    """train.py under a torchrun of one process, and alone: both start two."""
+    ends, folder = dict(ends[0]), ends[1]
     printed, errors, code, _ = ends.pop("torchrun")
     assert code == 0, errors
     assert ("device   cpu: 2 processes on this machine, " in printed
             and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1)
     assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
-    assert [entry["step"] for entry in log_of(tmp_path / "torchrun")] == [1, 2]
+    assert [entry["step"] for entry in log_of(folder / "torchrun")] == [1, 2]
     for how, (_, errors, code, left) in ends.items():
         assert not left, (how, left)
         assert (how != "killed rank"
@@ -2995,15 +3011,12 @@ def test_all_processes_start_and_end_together(text, tmp_path):
         assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
 
 
-def test_starts_on_a_machine_whose_name_does_not_resolve(text, tmp_path):
+def test_starts_on_a_machine_whose_name_does_not_resolve(ends):
     """Two processes meet where there is no network but the loopback interface."""
-    alone = ["unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+    if not can_be_alone():
         pytest.skip("needs root on Linux, and ip")
-    process = command(*alone, sys.executable, "train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text,
-                      "--steps", "1", "--eval-every", "0", "--sample", "0", "--out", str(tmp_path))
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "step 1/1" in printed, errors
+    printed, errors, code, _ = ends[0]["torchrun"]
+    assert code == 0 and "step 2/2" in printed, errors
     assert "resolve hostname" not in errors and "(made-up, " not in errors, errors
 
 
