@@ -4265,10 +4265,11 @@ def test_training_with_kernels_follows_pytorch(half, triton_kernels, monkeypatch
         for step in range(3):
             x = torch.randint(61, (1, 17), generator=torch.Generator().manual_seed(0)).to(KERNEL_DEVICE)
             loss = parallel.cross_entropy(net(x[:, :-1]), x[:, 1:], 61)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
             losses.setdefault(choice, []).append(loss.item())
+            if step < 2:  # nobody sees what a last step would change
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
     assert close(losses["triton"], losses["torch"], 1e-5) and losses["torch"][-1] < losses["torch"][0] - 0.1
 
 
