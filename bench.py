@@ -349,7 +349,8 @@ def message_seconds(item, n, machine, here):
     def seconds(op, elements, n, near):
         hop, rate = ((machine.hop, machine.link) if near
                      else (machine.network_hop, min(machine.link, machine.network)))
-        ways = [rounds(op, elements, item.width, n, machine.switched and near, small) for small in (False, True)]
+        ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
+                for small in (False, True)[:1 + (op == "all_reduce")]]
         return min(count * hop + k / rate for count, k in ways)
 
     def call(op, elements):
@@ -360,7 +361,9 @@ def message_seconds(item, n, machine, here):
             return (sum(seconds(half, elements, here, True) for half in HALVES)
                     + seconds(op, elements // here, nodes, False))
         return nodes * seconds(op, elements // nodes, here, True) + seconds(op, elements // here, nodes, False)
-    return item.times * sum(call(item.op, elements) for elements in item.elements) if n > 1 else 0.0
+    if n == 1:
+        return 0.0
+    return item.times * sum(count * call(item.op, elements) for elements, count in Counter(item.elements).items())
 
 
 class Costs(NamedTuple):

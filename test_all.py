@@ -196,6 +196,7 @@ def close(a, b, tolerance=1e-10):
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
        "product": dist.ReduceOp.PRODUCT}
 BIG = 300_000  # float64: 2.4 MB, beyond recursive doubling
+LARGE = BIG // 8  # the same where `compare_with_library` has set all bounds an eighth as high
 
 
 def _values(shape, dtype, rank):
@@ -216,7 +217,8 @@ def _collective_results(comm, name, shape, dtype, op, root, spread, async_op):
     rank, size = dist.get_rank(), dist.get_world_size()
     prepare = _spread if spread else (lambda t: t)
     t = prepare(_values(shape, dtype, rank))
-    every = [prepare(torch.zeros(shape, dtype=dtype)) for _ in range(size)]
+    lists = name in ("gather", "scatter", "all_gather", "all_to_all")
+    every = [prepare(torch.zeros(shape, dtype=dtype)) for _ in range(size * lists)]
     if name == "broadcast":
         args, out = ({"tensor": t, "src": root}), [t]
     elif name == "reduce":
@@ -301,42 +303,47 @@ def back_to_ours():
         link.close()
 
 
-def compare_with_library(name, cases, direct):
+def compare_with_library(name, cases, *ways):
+    """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
     names = "PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES"
-    kept = {name: getattr(dist, name) for name in names}
-    dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 18}  # large tensors travel in pieces
-    dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
-        (0, 0, 1 << 14, 1 << 14) if direct == "windows" else (1 << 40, 0, -1, 0))
-    if direct == "windows":
-        dist.DOUBLING_BYTES = {"switched": 0}
-    if isinstance(direct, int):  # nodes of so many ranks
-        with nodes_of(direct):
-            wrong = wrong_results(name, cases)
-    else:
-        serve_world_by({"plain": dist.Link, "ring": dist.NcclLink if cuda else dist.GlooLink}.get(
-            direct, dist.NodeLink if cuda else DirectGlooLink))
-        wrong = wrong_results(name, cases)
-        back_to_ours()
-    vars(dist).update(kept)
-    assert not wrong, wrong[0]
+    kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
+    for way in ways:
+        dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
+        dist.DOUBLING_BYTES = dict.fromkeys(dist.DOUBLING_BYTES, 1 << 17)
+        dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
+            (0, 0, 1 << 14, 1 << 14) if way == "windows" else (1 << 40, 0, -1, 0))
+        if way == "windows":
+            dist.DOUBLING_BYTES = {"switched": 0}
+        if isinstance(way, int):  # nodes of so many ranks
+            with nodes_of(way):
+                wrong = wrong_results(name, cases, wants)
+        else:
+            serve_world_by({"plain": dist.Link, "ring": dist.NcclLink if cuda else dist.GlooLink}.get(
+                way, dist.NodeLink if cuda else DirectGlooLink))
+            wrong = wrong_results(name, cases, wants)
+            back_to_ours()
+        vars(dist).update(kept)
+        assert not wrong, (way, wrong[0])
 
 
-def wrong_results(name, cases):
+def library_results(name, shape, dtype, op, root, spread, async_op):
+    """The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same
+    numbers."""
+    base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
+    lib_op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+    want = _collective_results(torch_dist, name, shape, base, lib_op, root, False, False)
+    if op == dist.ReduceOp.AVG:
+        want = [w / dist.get_world_size() for w in want]
+    return [w != 0 for w in want] if dtype == torch.bool else want
+
+
+def wrong_results(name, cases, wants):
     """Where a collective leaves something else than the library's."""
     wrong = []
-    for shape, dtype, op, root, spread, async_op in cases:
-        # The library's gloo knows neither avg nor every dtype nor gaps: it gets float64 and a plain tensor, the same
-        # numbers.
-        base = dtype if dtype in (torch.float64, torch.int64) else torch.float64
-        lib_op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-        want = _collective_results(torch_dist, name, shape, base, lib_op, root, False, False)
+    for (shape, dtype, op, root, spread, async_op), want in zip(cases, wants):
         got = _collective_results(dist, name, shape, dtype, op, root, spread, async_op)
-        if op == dist.ReduceOp.AVG:
-            want = [w / dist.get_world_size() for w in want]
-        if dtype == torch.bool:
-            want = [w != 0 for w in want]
-        for w, g in zip(want, got):
+        for w, g in zip(want, got, strict=True):
             g = g.real if dtype.is_complex else g
             if (not dtype.is_complex and g.dtype != dtype
                     or not close(g.double(), w.double(), 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6)):
@@ -355,7 +362,8 @@ def test_collective_equals_library(pool, name, size):
     """Each by name, over shapes (0 and 1 element, not divisible by the world, large), dtypes, ops, roots, gaps,
     async."""
     # Of each rank.
-    add, root, big = dist.ReduceOp.SUM, size - 1, BIG if name in ("broadcast", "reduce", "all_reduce") else BIG // size
+    add, root = dist.ReduceOp.SUM, size - 1
+    big = LARGE if name in ("broadcast", "reduce", "all_reduce") else LARGE // size
     cases = [((n,), torch.float64, add, root, spread, False) for n in (0, 1, 2, 7, 1001) for spread in (False, True)]
     cases += [((3, 5, 2), torch.float32, add, 0, True, True), ((big,), torch.float64, add, root, False, True),
               ((big // 7, 7), torch.float32, add, size // 2, True, False)]
@@ -371,14 +379,13 @@ def test_collective_equals_library(pool, name, size):
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
     direct = ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ()
-    for way in ("ring", "plain", *direct):
-        pool(size).run(compare_with_library, name, cases, way)
+    pool(size).run(compare_with_library, name, cases, "ring", "plain", *direct)
 
 
 @pytest.mark.parametrize("name", DIRECT[1:])
 @pytest.mark.parametrize("size,node", [(2, 1), (2, 2), (4, 2), (8, 4), (8, 2)])
 def test_two_levels_equal_library(pool, name, size, node):
-    cases = [((n,), torch.float64, op, 0, n == 7, n == 1001) for n in (0, 1, 2, 7, 1001, BIG // size)
+    cases = [((n,), torch.float64, op, 0, n == 7, n == 1001) for n in (0, 1, 2, 7, 1001, LARGE // size)
              for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG, dist.ReduceOp.MAX] * ("reduce" in name))]
     pool(size).run(compare_with_library, name, cases, node)
 
@@ -1405,9 +1412,10 @@ def test_zero_equals_one_process(pool, layout, zero):
             assert not differences(got, want), (optimizer, micro_batches, change, recompute)
 
 
-@pytest.mark.parametrize("zero,within", [(0, None), (1, None), (3, None), (1, 1), (1, 2), (2, 2), (3, 2)])
-@pytest.mark.parametrize("layout,micro_batches,schedule", [
-    ({"dp": 4}, 2, "1f1b"), ({"dp": 4, "tp": 2}, 1, "1f1b"), ({"dp": 4, "pp": 2}, 2, "zb-h1")], ids=str)
+@pytest.mark.parametrize("layout,micro_batches,schedule,zero,within", [
+    *(({"dp": 4}, 2, "1f1b", *z) for z in ((0, None), (1, None), (3, None), (1, 1), (1, 2), (2, 2), (3, 2))),
+    *(({"dp": 4, "tp": 2}, 1, "1f1b", *z) for z in ((0, None), (3, None), (1, 2), (3, 2))),
+    *(({"dp": 4, "pp": 2}, 2, "zb-h1", *z) for z in ((0, None), (1, None), (2, 2), (3, 2)))], ids=str)
 def test_two_nodes_equal_one_process(pool, layout, micro_batches, schedule, zero, within):
     """dp in two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between."""
     want, size = one_process("adamw"), math.prod(layout.values())
@@ -2566,7 +2574,7 @@ def all_schedules(p, m, most_stages=4):
 
 def test_every_schedule_can_run():
     for p in range(1, 9):
-        for m in range(1, 33):
+        for m in (*range(1, 2 * p + 2), 3 * p + 1, 4 * p):  # beyond two fillings of the pipe the same turns come again
             for name, lists in all_schedules(p, m):
                 parallel.check(parallel.lower(lists))
 
@@ -3052,13 +3060,22 @@ def processes_with(mark):
 TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"
 
 
+# Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
+ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"
+
+
+@functools.cache
+def can_be_alone():
+    return bool(shutil.which("unshare")) and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
+
+
 def run_and_end(how, text, out):
     """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is
     left)."""
     flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2",
              "--sample", "4"]
     if how == "torchrun":
-        process = command(*TORCHRUN, *flags, "--steps", "2")
+        process = command(*ALONE * can_be_alone(), *TORCHRUN, *flags, "--steps", "2")
         return *process.communicate(timeout=120), process.returncode, []
     process = command(sys.executable, *flags, "--steps", "1000000")
     for line in process.stdout:
@@ -3079,19 +3096,26 @@ def run_and_end(how, text, out):
     return *process.communicate(), process.returncode, left
 
 
-def test_all_processes_start_and_end_together(text, tmp_path):
-    """Two runs at a time, for what takes time is to start. Another way is that of
-    test_two_nodes_and_a_killed_rank_that_comes_back."""
+@pytest.fixture(scope="session")
+def ends(text, tmp_path_factory):
+    """{how: what `run_and_end` returns}, and the folder of these runs. Two at a time, for what takes time is to start.
+    Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
     # Those look into /proc.
     hows = ["torchrun"] + ["Ctrl-C", "killed rank", "killed launcher"] * (sys.platform == "linux")
+    folder = tmp_path_factory.mktemp("ends")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
-        ends = dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(tmp_path / how)), hows)))
+        return dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(folder / how)), hows))), folder
+
+
+def test_all_processes_start_and_end_together(ends):
+    """train.py under a torchrun of one process, and alone: both start two."""
+    ends, folder = dict(ends[0]), ends[1]
     printed, errors, code, _ = ends.pop("torchrun")
     assert code == 0, errors
     assert ("device   cpu: 2 processes on this machine, " in printed
             and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1)
     assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
-    assert [entry["step"] for entry in log_of(tmp_path / "torchrun")] == [1, 2]
+    assert [entry["step"] for entry in log_of(folder / "torchrun")] == [1, 2]
     for how, (_, errors, code, left) in ends.items():
         assert not left, (how, left)
         assert (how != "killed rank"
@@ -3099,15 +3123,12 @@ def test_all_processes_start_and_end_together(text, tmp_path):
         assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
 
 
-def test_starts_on_a_machine_whose_name_does_not_resolve(text, tmp_path):
+def test_starts_on_a_machine_whose_name_does_not_resolve(ends):
     """Two processes meet where there is no network but the loopback interface."""
-    alone = ["unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+    if not can_be_alone():
         pytest.skip("needs root on Linux, and ip")
-    process = command(*alone, sys.executable, "train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text,
-                      "--steps", "1", "--eval-every", "0", "--sample", "0", "--out", str(tmp_path))
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "step 1/1" in printed, errors
+    printed, errors, code, _ = ends[0]["torchrun"]
+    assert code == 0 and "step 2/2" in printed, errors
     assert "resolve hostname" not in errors and "(made-up, " not in errors, errors
 
 
@@ -4146,18 +4167,19 @@ def plain_attention(q, k, v, is_causal):
 # No bf16 dot in the interpreter.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("Tq,Tk,D", [(1, 1, 16), (17, 127, 32), (130, 130, 64), (33, 70, 128), (5, 20, 256)]
-                         + ([(1000, 1000, 64)] if GPUS else []))
-def test_flash_attention(Tq, Tk, D, is_causal, dtype, triton_kernels):
+@pytest.mark.parametrize("B,H,Tq,Tk,D", [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64),
+                                         (2, 1, 33, 70, 128), (1, 2, 5, 20, 256)]
+                         + ([(2, 3, 1000, 1000, 64)] if GPUS else []))
+def test_flash_attention(B, H, Tq, Tk, D, is_causal, dtype, triton_kernels):
     """A GPU multiplies and adds scores with one rounding, the interpreter with two: there float32 may be four units
-    off, or PyTorch's luck with the instructions of one CPU or another decides."""
-    q, k, v = (random(2, 3, Tq, D, dtype=dtype), random(2, 3, D, Tk, dtype=dtype).transpose(2, 3),
-               random(2, 3, Tk, D, dtype=dtype))
+    off, or PyTorch's luck with the instructions of one CPU or another decides. Many heads where each is small."""
+    q, k, v = (random(B, H, Tq, D, dtype=dtype), random(B, H, D, Tk, dtype=dtype).transpose(2, 3),
+               random(B, H, Tk, D, dtype=dtype))
     units = 2 if GPUS else 4
     no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
                           functools.partial(plain_attention, is_causal=is_causal), [q, k, v], units)
     if Tq == Tk:
-        qkv = random(2, Tq, 3, 3, D, dtype=dtype)
+        qkv = random(B, Tq, 3, H, D, dtype=dtype)
         no_worse_than_pytorch(functools.partial(kernels.attention, is_causal=is_causal), lambda qkv: plain_attention(
             *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv], units)
 
@@ -4295,10 +4317,11 @@ def test_activations_and_layer_norm_plain(dtype, plain_kernels):
 
 # No bf16 dot in the interpreter.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
-@pytest.mark.parametrize("Tq,Tk,D", [(17, 70, 16), (66, 66, 64), (33, 66, 128), (20, 5, 256)])
-def test_flash_attention_plain(Tq, Tk, D, dtype, plain_kernels):
-    q, k, v = (random(2, 2, Tq, D, dtype=dtype), random(2, 2, D, Tk, dtype=dtype).transpose(2, 3),
-               random(2, 2, Tk, D, dtype=dtype))
+@pytest.mark.parametrize("B,H,Tq,Tk,D", [(2, 3, 17, 70, 16), (1, 2, 66, 66, 64), (2, 1, 33, 66, 128),
+                                         (1, 2, 20, 5, 256)])
+def test_flash_attention_plain(B, H, Tq, Tk, D, dtype, plain_kernels):
+    q, k, v = (random(B, H, Tq, D, dtype=dtype), random(B, H, D, Tk, dtype=dtype).transpose(2, 3),
+               random(B, H, Tk, D, dtype=dtype))
     for is_causal in (True, False) if Tq <= Tk else (False,):
         no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
                               functools.partial(plain_attention, is_causal=is_causal), [q, k, v], 2 if GPUS else 4)
@@ -4360,10 +4383,11 @@ def test_training_with_kernels_follows_pytorch(half, triton_kernels, monkeypatch
         for step in range(3):
             x = torch.randint(61, (1, 17), generator=torch.Generator().manual_seed(0)).to(KERNEL_DEVICE)
             loss = parallel.cross_entropy(net(x[:, :-1]), x[:, 1:], 61)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
             losses.setdefault(choice, []).append(loss.item())
+            if step < 2:  # nobody sees what a last step would change
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
     assert close(losses["triton"], losses["torch"], 1e-5) and losses["torch"][-1] < losses["torch"][0] - 0.1
 
 
