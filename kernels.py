@@ -584,7 +584,7 @@ class FlashAttention(torch.autograd.Function):
 
 def attention_block(q, k, v, is_causal):
     """(O, L) of q (B, H, Tq, D) on some keys and values (B, H, Tk, D)."""
-    if on_triton(q):
+    if flash_takes(q):
         o, lse = faster(attention_forward)(*map(faster(tileable), (q, k, v)), is_causal)
         lse = faster(natural)(lse, q)
     else:
@@ -595,12 +595,16 @@ def attention_block(q, k, v, is_causal):
 def attention_block_backward(q, k, v, o, lse, do, is_causal):
     """(dq, dk, dv) of some keys; o and lse are those of all of them."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    if not on_triton(q):
+    if not flash_takes(q):
         return attention_backward_reference(*map(at_least_float32, (q, k, v, o, lse, do)), is_causal)
     q, k, v, o, do = map(faster(tileable), (q, k, v, o, do))
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     faster(attention_backward)(q, k, v, o, faster(kept)(lse), do, is_causal, *grads)
     return grads
+
+
+def flash_takes(x):
+    return on_triton(x) and (_choice == "triton" or x.shape[-1] in HEAD_DIMS)
 
 
 def at_least_float32(x):
@@ -622,7 +626,7 @@ def attention(qkv, is_causal=True):
 
     "auto" leaves head dims that the kernels do not know to PyTorch; "triton" raises.
     """
-    if on_triton(qkv) and (_choice == "triton" or qkv.shape[4] in HEAD_DIMS):
+    if flash_takes(qkv):
         return FlashAttention.apply(qkv, is_causal).transpose(1, 2)                          # (B, T, H, D)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)

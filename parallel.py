@@ -1193,6 +1193,8 @@ ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 def context_parallel(module, group, kind):
     """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
     n = dist.get_world_size(group)
+    if n == 1:
+        return
     module.positions = lambda every: own_tokens(n * len(every), group, kind, every.device)
     for block in module.h.values():
         block.attn.attention = partial(ATTENTION[kind], group=group) if kind == "ulysses" else (
@@ -1667,8 +1669,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
     seed and name decide it. zero: the ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute:
-    "block" or "attention" is run again in backward instead of being kept. sequence: cut tokens over tp, between the
-    layers that it cuts. context: how attention works over cp. The order of the five steps matters.
+    "block" or "attention" is run again in backward, not kept. sequence: cut tokens over tp, between the layers that it
+    cuts. context: how attention works over cp. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
@@ -1680,8 +1682,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         # 1. Shapes only, of this stage's layers. Nothing is allocated before it is known which part of it belongs here.
         model = GPT(config, seed=None, pieces=cuts[stage])
         # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
-        if dist.get_world_size(groups.cp) > 1:
-            context_parallel(model, groups.cp, context)
+        context_parallel(model, groups.cp, context)
         if dist.get_world_size(tp) > 1:
             (sequence_parallel if sequence else tensor_parallel)(model, tp)
         for name, param in model.named_parameters():

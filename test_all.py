@@ -2365,7 +2365,7 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
     if choice == "triton":
         needs_kernels(pool)
     cases = itertools.product((("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))[choice == "triton":],
-                              ([], ["--sp", "--n-embd", "64"])[:tp])
+                              ([], ["--sp", "--n-embd", "128"])[:tp])
     for (dtype, recompute), sp in cases:
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute",
                                             recompute, *sp):
