@@ -1,6 +1,6 @@
 """Parallel training, applied to a model from outside. In lecture order, each section the previous one plus one idea:
 
-    mesh        which ranks form which group: axes (pp, dp, tp), tensor parallel innermost
+    mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
     data        replicas average their gradients: one all-reduce a parameter, then one a bucket
     ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
@@ -18,7 +18,8 @@ nn.Module; tensor parallelism needs a table that says how each layer is cut, and
 What the file writes onto a parameter:
 
     param.split_over    the groups on whose ranks lies something else: another part of it, or another stage's layers
-    param.sums          the groups over which its gradient must still be added: a tied embedding's two stages
+    param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
+                        that saw T/N tokens each
     param.replicas      the group that averages its gradient, where that is not the module's
     param.cut           the `Cut` by which tensor parallelism took this rank's part of it
 
