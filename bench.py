@@ -762,7 +762,8 @@ def layouts(n, m, virtual):
     every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2},
               "zero3": {"dp": n, "zero": 3}}
     if n > 1:
-        every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}}
+        every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
+                  "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
     if n > 3 and n % 2 == 0:
         every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
                   "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},

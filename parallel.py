@@ -1193,13 +1193,12 @@ ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 
 def context_parallel(module, group, kind):
     """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
-    n = dist.get_world_size(group)
+    n, attention = dist.get_world_size(group), ATTENTION[kind]
     if n == 1:
         return
     module.positions = lambda every: own_tokens(n * len(every), group, kind, every.device)
     for block in module.h.values():
-        block.attn.attention = partial(ATTENTION[kind], group=group) if kind == "ulysses" else (
-            lambda qkv: RingAttention.apply(qkv, group))
+        block.attn.attention = lambda qkv: attention(qkv, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions

@@ -1402,10 +1402,10 @@ def test_layout_equals_one_process(pool, layout):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}], ids=str)  # on 8: with nodes
 def test_zero_equals_one_process(pool, layout, zero):
     cases = [("sgd", 2, {"tied": False}, "block"), ("sgd", 1, {}, "none"), ("adamw", 2, {}, "attention")]
-    for optimizer, micro_batches, change, recompute in cases[:1 if math.prod(layout.values()) == 8 else 3]:
+    for optimizer, micro_batches, change, recompute in cases:
         want = one_process(optimizer, **change)
         for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, zero=zero,
                                                         recompute=recompute):
@@ -4613,7 +4613,8 @@ def whole_run(text, tmp_path_factory):
     def get(size, flags):
         folder = tmp_path_factory.mktemp("whole")
         flags = [*TRAIN, "--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", *flags.split()]
-        ranks = Ranks([*flags, "--out", str(folder)], size, folder / "printed", lines=str(folder / "lines"))
+        lines = str(folder / "lines") if os.environ.get("SLOW") else None  # to look at each line takes as long again
+        ranks = Ranks([*flags, "--out", str(folder)], size, folder / "printed", lines=lines)
         assert ranks.end() == [0] * size, ranks.printed()
         return flags, log_of(folder), lines_in(folder)
     return get
