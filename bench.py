@@ -1130,7 +1130,8 @@ def needed_bytes(config, s, fused):
         s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
     return max(sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
-                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind).values())
+                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp,
+                                         s.cp_kind).values())
                for rank in range(s.pp))
 
 

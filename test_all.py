@@ -1690,6 +1690,25 @@ def test_context_parallel_equals_one_process(pool, layout, micro_batches, schedu
         assert not differences(got, want), change
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_layouts_drawn_at_random_equal_one_process(pool, seed):
+    """Of all axes at once, with whatever goes with them."""
+    draw = np.random.default_rng(seed)
+    layout = {axis: 1 for axis in ("dp", "cp", "tp", "pp")}
+    layout |= {str(axis): 2 for axis in draw.choice(list(layout), 3, replace=False)}
+    schedule = str(draw.choice(["gpipe", "1f1b", "zb-h1", "interleaved"])) if layout["pp"] > 1 else "1f1b"
+    zero, replicas = int(draw.integers(4)), layout["dp"] * layout["cp"]
+    options = {"zero": zero, "zero_within": 2 if zero and replicas == 4 and draw.integers(2) else None,
+               "sequence": layout["tp"] > 1 and bool(draw.integers(2)), "context": str(draw.choice(["ring", "ulysses"])),
+               "recompute": str(draw.choice(["none", "attention", "block"])),
+               "virtual_stages": 2 if schedule == "interleaved" else 1}
+    change = {"n_layer": 3, "tied": bool(draw.integers(2))}
+    want = one_process("adamw", tokens=8, **change)
+    results = pool(8).run(in_layout, layout, "adamw", 2, change, tokens=8, schedule=schedule, **options)
+    for got in [*results, all_of(results)]:
+        assert not differences(got, want), (layout, schedule, options, change)
+
+
 @pytest.mark.parametrize("where,layout", [
     ("shift", {"cp": 2}), ("heads_for_tokens", {"cp": 2, "context": "ulysses"}),
     ("tokens_for_heads", {"cp": 2, "context": "ulysses"}), ("Reducer.start", {"cp": 2}),
