@@ -247,6 +247,59 @@ def linear(x, weight, bias=None):
     return faster(F.linear)(x, weight, bias)
 
 
+# ----------------------------------------------------------------------------------------------------- grouped product
+#
+# A mixture of experts multiplies each token by its expert's matrix. Rows of x come sorted by group, as many as `counts`
+# says; row r of group e:
+#
+#     y_r = A_e x_r + b_e        dx_r = A_e^T dy_r        dA_e = sum over its rows of dy_r x_r^T        db_e = sum of dy_r
+
+def grouped_reference(x, weight, bias, counts):
+    """A product for each group: y (R, out). The CPU learns `counts`, for which it waits until the GPU is done."""
+    return torch.cat([F.linear(rows, weight[e], None if bias is None else bias[e])
+                      for e, rows in enumerate(x.split(counts.tolist()))])
+
+
+def grouped_backward_reference(dy, x, counts):
+    """(dA, db): zero for groups without rows."""
+    rows = list(zip(dy.split(counts.tolist()), x.split(counts.tolist())))
+    return torch.stack([d.T @ r for d, r in rows]), torch.stack([d.sum(0) for d, r in rows])
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x A_e^T + b_e, e the group of each row. Keeps x, A and counts."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, counts):
+        ctx.save_for_backward(x, weight, counts)
+        return grouped_product(x, weight, bias, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, counts = ctx.saved_tensors
+        dx = grouped_product(dy, weight.transpose(1, 2), None, counts) if ctx.needs_input_grad[0] else None
+        dw, db = grouped_weight_gradients(dy, x, counts) if any(ctx.needs_input_grad[1:]) else (None, None)
+        return dx, dw, db if ctx.needs_input_grad[2] else None, None
+
+
+def grouped_product(x, weight, bias, counts):
+    return grouped_reference(x, weight, bias, counts)
+
+
+def grouped_weight_gradients(dy, x, counts):
+    """(dA, db)."""
+    return grouped_backward_reference(dy, x, counts)
+
+
+def grouped_linear(x, weight, bias, counts):
+    """x A_e^T + b_e for x (R, in), its rows sorted by group e; weight A (E, out, in), bias (E, out) or None: (R, out).
+
+    counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R.
+    """
+    return GroupedLinear.apply(x, weight, bias, counts)
+
+
 # --------------------------------------------------------------------------------------------------------- layer norm
 #
 # Over each row, m = mean(x), k = 1 / sqrt(mean((x - m)^2) + eps), xhat = (x - m) k:

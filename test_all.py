@@ -4313,6 +4313,24 @@ def test_matmul(dtype, triton_kernels):
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16
 
 
+# Groups without rows, of one row, of many; all rows in one group; no rows at all.
+GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_grouped_linear_in_float64(bias):
+    for counts in GROUPS:
+        x, w, b = torch.randn(sum(counts), 3), torch.randn(len(counts), 2, 3), torch.randn(len(counts), 2)
+        leaves = [t.double().requires_grad_() for t in (x, w, b)[:2 + bias]]
+        function = lambda x, w, b=None: kernels.grouped_linear(x, w, b, torch.tensor(counts))
+        for row, e in enumerate(e for e, count in enumerate(counts) for _ in range(count)):
+            want = F.linear(leaves[0][row], leaves[1][e], leaves[2][e] if bias else None)
+            assert close(function(*leaves)[row].detach(), want.detach(), 1e-14)
+        assert torch.autograd.gradcheck(function, leaves)
+        for grad in torch.autograd.grad(function(*leaves).sum(), leaves[1:]):
+            assert all(not g.any() for g, count in zip(grad, counts) if not count)
+
+
 @pytest.fixture
 def plain_kernels(triton_kernels, monkeypatch):
     """Only what stands above the bar of kernels.py: one tile size, nothing fused or padded."""
