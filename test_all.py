@@ -4331,6 +4331,47 @@ def test_grouped_linear_in_float64(bias):
             assert all(not g.any() for g, count in zip(grad, counts) if not count)
 
 
+def grouped_by_loop(counts, x, w, b=None):
+    return torch.cat([F.linear(rows, w[e], None if b is None else b[e]) for e, rows in enumerate(x.split(counts))])
+
+
+def grouped_linear(counts, x, w, b=None):
+    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
+
+
+# No bf16 dot in the interpreter.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
+@pytest.mark.parametrize("half", ["whole", "plain"])
+def test_grouped_linear(half, dtype, triton_kernels, monkeypatch):
+    if half == "plain":
+        monkeypatch.setattr(kernels, "FASTER", {})
+    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (136, 64, 7, 24, 80)):
+        x, w, b = (random(*shape, dtype=dtype) for shape in ((sum(counts), K), (len(counts), N, K), (len(counts), N)))
+        for inputs in ([x, w], [x, w, b], [x.T.contiguous().T, w.mT.contiguous().mT]):
+            no_worse_than_pytorch(functools.partial(grouped_linear, counts), functools.partial(grouped_by_loop, counts),
+                                  inputs)
+
+
+@pytest.mark.parametrize("half", ["whole", "plain"])
+def test_groups_do_not_touch_each_other(half, triton_kernels, monkeypatch):
+    """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
+    if half == "plain":
+        monkeypatch.setattr(kernels, "FASTER", {})
+    x, w, b, dy, results = random(142, 40), random(4, 72, 40), random(4, 72), random(142, 72), []
+    for poison in (0.5, math.nan):
+        for t in x[5:75], dy[5:75], w[1:3], b[1:3]:
+            t.fill_(poison)
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        y = grouped_linear([5, 70, 0, 67], *leaves)
+        y.backward(dy)
+        results.append([torch.cat([t[:5], t[75:]]) for t in (y.detach(), leaves[0].grad)]
+                       + [t.grad[[0, 2, 3]] for t in leaves[1:]])
+        assert y[5:75].isnan().all() == leaves[1].grad[1].isnan().all() == math.isnan(poison)
+        assert not leaves[1].grad[2].any() and not leaves[2].grad[2].any()
+    for clean, beside in zip(*results):
+        assert torch.equal(clean, beside)
+
+
 @pytest.fixture
 def plain_kernels(triton_kernels, monkeypatch):
     """Only what stands above the bar of kernels.py: one tile size, nothing fused or padded."""
