@@ -514,8 +514,8 @@ def measure_machine(device, dtype, config, comms):
         return run
 
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
-    block, attention = (FusedBlock(config).to(device, dtype) for _ in range(2))
-    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
+    block, attention = (FusedBlock(config, 0).to(device, dtype) for _ in range(2))
+    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
