@@ -824,7 +824,7 @@ class Cut:
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
-    def __init__(self, linear, group, parts=1, f=CopyToGroup):
+    def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
         super().__init__()
         self.group, self.f, cut = group, f, Cut(group, 0, parts)
         self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
@@ -832,16 +832,16 @@ class ColumnParallelLinear(nn.Module):
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
-        return self.linear(self.f.apply(x, self.group), self.weight, self.bias)
+        return self.linear(self.f(x, self.group), self.weight, self.bias)
 
     def product(self, x):
-        return self.linear(self.f.apply(x, self.group), self.weight)
+        return self.linear(self.f(x, self.group), self.weight)
 
 
 class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
 
-    def __init__(self, linear, group, g=ReduceFromGroup):
+    def __init__(self, linear, group, g=ReduceFromGroup.apply):
         super().__init__()
         self.group, self.g = group, g
         self.weight, self.bias = local_parameter(linear.weight, Cut(group, 1)), linear.bias
@@ -849,7 +849,7 @@ class RowParallelLinear(nn.Module):
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
-        y = self.g.apply(self.linear(x, self.weight, None), self.group)
+        y = self.g(self.linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias  # after the sum, so that it is added once and not N times
 
 
@@ -865,8 +865,8 @@ class ColumnParallelExperts(nn.Module):
 
 
 class RowParallelExperts(nn.Module):
-    """Of each expert what a RowParallelLinear has, before g. Weight (E, out, in/N). g comes after the sum over a token's
-    experts, too late for their biases: so each rank adds its Nth of them, (E, out/N), to its term of the sum."""
+    """Of each expert what a RowParallelLinear has, before g. Weight (E, out, in/N). g comes after the sum over a
+    token's experts, too late for their biases: so each rank adds its Nth of them, (E, out/N), to its term."""
 
     def __init__(self, layer, group):
         super().__init__()
@@ -889,7 +889,7 @@ def between_f_and_g(experts, group, f, g):
 class VocabParallelEmbedding(nn.Module):
     """Token ids (...) -> embeddings (..., C), each rank looking up the rows it holds: V/N of the table."""
 
-    def __init__(self, embedding, group, g=ReduceFromGroup):
+    def __init__(self, embedding, group, g=ReduceFromGroup.apply):
         super().__init__()
         self.group, self.g, cut = group, g, Cut(group, 0)
         self.weight = local_parameter(embedding.weight, cut)
@@ -900,7 +900,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)  # zero where another rank has the row
-        return self.g.apply(x, self.group)
+        return self.g(x, self.group)
 
 
 def local_parameter(param, cut):
@@ -1032,30 +1032,27 @@ def scatter_tokens(x, group):
     return mine
 
 
-class GatherTokens(torch.autograd.Function):
-    """f: forward all-gather, backward reduce-scatter, because each token went into every rank's columns."""
+class Trade(torch.autograd.Function):
+    """forward `there`, backward `back`, two functions of a tensor and the group."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return scatter_tokens(grad, ctx.group), None
-
-
-class ScatterTokens(torch.autograd.Function):
-    """g: forward reduce-scatter, backward all-gather."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return scatter_tokens(x, group)
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_tokens(grad, ctx.group), None
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+def gathered(x, group):
+    """f. Backward adds gradients up, because each token went into every rank's columns."""
+    return Trade.apply(x, group, gather_tokens, scatter_tokens)
+
+
+def scattered(x, group):
+    """g: each rank's term of a sum -> its tokens of the sum."""
+    return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
 class GatherThenProduct(torch.autograd.Function):
@@ -1093,13 +1090,13 @@ class GatheringLinear(ColumnParallelLinear):
 
 
 GPT2_SEQUENCE_PLAN = {  # GPT2_PLAN, but that f and g cut tokens
-    "wte": partial(VocabParallelEmbedding, g=ScatterTokens),
+    "wte": partial(VocabParallelEmbedding, g=scattered),
     "attn.c_attn": partial(GatheringLinear, parts=3),
-    "attn.c_proj": partial(RowParallelLinear, g=ScatterTokens),
+    "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
-    "mlp.c_proj": partial(RowParallelLinear, g=ScatterTokens),
-    "lm_head": partial(ColumnParallelLinear, f=GatherTokens),  # its X, whole, is kept: once a model
-    "mlp.experts": partial(between_f_and_g, f=GatherTokens.apply, g=ScatterTokens.apply),
+    "mlp.c_proj": partial(RowParallelLinear, g=scattered),
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # its X, whole, is kept: once a model
+    "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
     "experts.c_fc": ColumnParallelExperts,
     "experts.c_proj": RowParallelExperts,
 }
@@ -1229,19 +1226,6 @@ def tokens_for_heads(x, group):
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()       # (N, B, T/N, ..., H/N, D)
     dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
     return whole.movedim(0, -3).flatten(-3, -2)
-
-
-class Trade(torch.autograd.Function):
-    """forward `there`, backward `back`."""
-
-    @staticmethod
-    def forward(ctx, x, group, there, back):
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.back(grad, ctx.group), None, None, None
 
 
 def ulysses_attention(qkv, group):

@@ -1840,7 +1840,8 @@ def test_layouts_drawn_at_random_equal_one_process(pool, seed):
     schedule = str(draw.choice(["gpipe", "1f1b", "zb-h1", "interleaved"])) if layout["pp"] > 1 else "1f1b"
     zero, replicas = int(draw.integers(4)), layout["dp"] * layout["cp"]
     options = {"zero": zero, "zero_within": 2 if zero and replicas == 4 and draw.integers(2) else None,
-               "sequence": layout["tp"] > 1 and bool(draw.integers(2)), "context": str(draw.choice(["ring", "ulysses"])),
+               "sequence": layout["tp"] > 1 and bool(draw.integers(2)),
+               "context": str(draw.choice(["ring", "ulysses"])),
                "recompute": str(draw.choice(["none", "attention", "block"])),
                "virtual_stages": 2 if schedule == "interleaved" else 1}
     change = {"n_layer": 3, "tied": bool(draw.integers(2))}

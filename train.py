@@ -167,8 +167,8 @@ def learning_rate(s, step):
 
 
 def how_even(loads):
-    """Of loads (L, E), 0 in blocks without experts: {"load_max": the largest, as a multiple of the mean, "load_entropy":
-    that of a token's expert, in nats, log E at most; the mean over blocks}."""
+    """Of loads (L, E), 0 in blocks without experts: {"load_max": the largest, as a multiple of the mean,
+    "load_entropy": that of a token's expert, in nats, log E at most; the mean over blocks}."""
     shares = loads[loads.sum(1) > 0].double()
     shares /= shares.sum(1, keepdim=True)
     return {"load_max": (shares.max() * loads.shape[1]).item(),
@@ -1108,7 +1108,8 @@ class WatchedTrainer(Trainer):
         if s.log_every:
             left = int((s.steps - done) * tokens / speed)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                     f"lr {entry['lr']:.1e}  {scale}{load}{speed / 1e3:.1f}k tokens/s  {mfu}left {left // 60}:{left % 60:02}")
+                     f"lr {entry['lr']:.1e}  {scale}{load}{speed / 1e3:.1f}k tokens/s  {mfu}"
+                     f"left {left // 60}:{left % 60:02}")
         if "val_loss" in entry:
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
                      f"{entry['val_loss'] / math.log(2):.2f} bits")
