@@ -2492,7 +2492,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
     sequence.
     """
-    tokens_cut, traded = tp if sequence else 1, cp > 1 and context == "ulysses"
+    tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
     wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
@@ -2501,7 +2501,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
                 "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut, traded) // cp}
+                                                       tokens_cut, twice) // cp}
 
 
 @functools.cache
@@ -2517,28 +2517,33 @@ def local_elements(config, tp, pieces):
     return tuple(count)
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, traded=False):
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False):
     """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
     token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C, over `tokens_cut`
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-                     where tokens are traded for heads, the output both ways      C
+                     where ranks share a sequence, the output `twice`             C
 
     and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
     "attention" drops q, k, v and output; what backward then runs again exists for one block at a time and is not
-    counted. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is cut or the loss
-    is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32 log-softmax.
+    counted. twice: Ulysses keeps the output before and after it trades; a ring keeps it head by head, and token by
+    token for the projection. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is
+    cut or the loss is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32
+    log-softmax. The embedding keeps its positions once and, where the vocabulary is cut, the ids of its own
+    rows and a mask (9 bytes a token); the loss keeps the targets (8) and, but for PyTorch's own, three float32 numbers.
     Under ZB-H1 the output gradients that W waits with come on top.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
-    head = any(config.n_layer + 1 in run for run in pieces)
-    attention = ((4 + traded) * c * width + 4 * config.n_head) / tp
+    first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
+    attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut + 2 * config.inner * width / tp
     block = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    return int(tokens * (blocks * block + head * ((c * width + 16) / tokens_cut + c * width + logits) + 8))
+    ids, targets = 8 / micro_batch + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
+    last = (c * width + 8) / tokens_cut + c * width + logits + targets
+    return int(tokens * (blocks * block + first * ids + head * last))
 
 
 def kept_tensors(net):

@@ -2370,7 +2370,7 @@ def activations_of(text, choice, tp, *flags):
     device = torch.get_default_device()
     layers = "1" if choice == "triton" else "2"
     s = train.parse(["--data", text, "--n-layer", layers, "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
-                     "--batch-size", "1", "--tp", tp, "--device", device.type, *flags])
+                     "--batch-size", "2", "--tp", tp, "--device", device.type, *flags])
     config, source = train.model_config(s)
     with torch.device("cpu"):
         train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
@@ -2391,16 +2391,26 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
     for (dtype, recompute), sp in cases:
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute",
                                             recompute, *sp):
-            # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as
-            # small as these.
-            assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.04), (dtype, recompute, kept, predicted)
+            # On the CPU PyTorch keeps statistics of a bf16 layer norm in bf16. Beside them one loss is on no list.
+            exact = pool.device_type == "cpu" and (dtype == "fp32" or choice == "triton")
+            assert abs(kept - predicted) <= (8 if exact else 0.02 * predicted), (dtype, recompute, kept, predicted)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_activations_of_a_shared_sequence_take_what_is_predicted(pool, text, kind):
+    """Beside them each rank picks its tokens, which is on no list."""
+    for recompute, sp in ("none", []), ("block", []), ("none", ["--tp", "2", "--sp"]):
+        for kept, predicted in pool(4 if sp else 2).run(activations_of, text, "torch", "1", "--recompute", recompute,
+                                                        "--cp", "2", "--cp-kind", kind, "--n-head", "4", "--n-embd",
+                                                        "256", *sp):
+            assert abs(kept / predicted - 1) < 0.01, (recompute, sp, kept, predicted)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_gradients_on_their_way_are_no_activations(pool, text, stage):
     for kept, predicted in pool(2).run(activations_of, text, "torch", "1", "--zero", stage, "--micro-batches", "4",
                                        "--batch-size", "8"):
-        assert abs(kept / predicted - 1) < 0.03
+        assert abs(kept / predicted - 1) < 0.01
 
 
 @ring_only
