@@ -1699,7 +1699,8 @@ def test_layouts_drawn_at_random_equal_one_process(pool, seed):
     schedule = str(draw.choice(["gpipe", "1f1b", "zb-h1", "interleaved"])) if layout["pp"] > 1 else "1f1b"
     zero, replicas = int(draw.integers(4)), layout["dp"] * layout["cp"]
     options = {"zero": zero, "zero_within": 2 if zero and replicas == 4 and draw.integers(2) else None,
-               "sequence": layout["tp"] > 1 and bool(draw.integers(2)), "context": str(draw.choice(["ring", "ulysses"])),
+               "sequence": layout["tp"] > 1 and bool(draw.integers(2)),
+               "context": str(draw.choice(["ring", "ulysses"])),
                "recompute": str(draw.choice(["none", "attention", "block"])),
                "virtual_stages": 2 if schedule == "interleaved" else 1}
     change = {"n_layer": 3, "tied": bool(draw.integers(2))}
@@ -1761,7 +1762,7 @@ def test_each_rank_has_its_own_tokens_and_as_much_to_do(pool, size, kind):
 
 
 def tokens_of_rank(tokens, kind):
-    return parallel.own_tokens(tokens, None, kind).tolist()
+    return parallel.own_tokens(tokens, dist.get_rank(), dist.get_world_size(), kind).tolist()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -2724,7 +2725,24 @@ def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(pool):
     assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
 
 
-@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["data", "--ranks", "two"],
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_context_demo_has_equal_work_by_zigzag_alone(n, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "context", "--ranks", str(n)])
+    parallel.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[1:] for line in lines if line.startswith("  rank ")]
+    work = [[0 if cell == "idle" else float(cell) for cell in re.findall(r"idle|(?<=: )\S+", line)]
+            for line in lines if line.startswith("  rank ")]
+    contiguous, zigzag = work[:n], work[n:]
+    assert contiguous == [[2] + [4] * r + [0] * (n - 1 - r) for r in range(n)] and zigzag == [[2] * n] * n
+    assert [float(row[-1]) for row in rows] == [2 + 4 * r for r in range(n)] + [2 * n] * n
+    assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == 2 * n * n  # half of all 2N x 2N blocks
+    assert [row[1] for row in rows[n:]] == [f"{r},{2 * n - 1 - r}" for r in range(n)]
+    longest = [float(line.split()[-1]) for line in lines if "busiest  " in line]
+    assert longest == [2 + 4 * (n - 1), 2 * n] and f"are {2 * n} a rank" in lines[-1]
+
+
+@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["context", "--ranks", "0"], ["data", "--ranks", "two"],
                                    ["memory", "--model", "gpt9"], []], ids=str)
 def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["parallel.py", *words])
