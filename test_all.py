@@ -2949,6 +2949,24 @@ def test_mfu_is_of_known_gpus_alone(monkeypatch):
     assert train.peak_flops(torch.device("cpu")) is None
 
 
+def training_at_a_known_peak(flags):
+    with unittest.mock.patch.object(train, "peak_flops", lambda device: 1e12), \
+            contextlib.redirect_stdout(io.StringIO()) as out:
+        run_training(flags)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("tokens, long", [("64", False), ("65", True)])
+def test_train_says_when_mfu_counts_half_of_attention(pool, text, tmp_path, tokens, long):
+    printed, = pool(1).run(training_at_a_known_peak, TINY + ["--data", text, "--steps", "2", "--seq-len", tokens,
+                                                             "--out", str(tmp_path)])
+    config = GPTConfig(256, int(tokens), 1, 2, 16)
+    assert "  MFU " in printed and (train.HALF_COUNTED in printed) == long == config.long_sequences
+    for entry in log_of(tmp_path):
+        assert "mfu" not in entry or close(entry["mfu"], entry["tokens_per_s"] * config.flops_per_token() / 1e12)
+    assert config.flops_per_token() == 6 * (config.parameters() - 16 * int(tokens)) + (12 - 6 * long) * 16 * int(tokens)
+
+
 def test_token_files(tmp_path):
     tokens = (np.arange(5000) * 7 % 300).astype(np.uint16)
     header = np.zeros(256, np.int32)
@@ -3399,6 +3417,23 @@ def test_plan_obeys_the_formulas():
                          [(i, run) for i, run in enumerate(parallel.split_pieces(even, 4 * v)) if i % 4 == 1])
         timeline = parallel.simulate(parallel.SCHEDULES[schedule](4, 8, v), *bench.stage_seconds(even, s, H200, stages))
         assert close(costs.bubble, max(timeline.idle), 0.05), schedule
+
+
+def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
+    """A GPU that does products and attention at its peak has an MFU of 100 %, but for the scores that a backward
+    kernel computes again."""
+    ideal = dataclasses.replace(H200, matmul=H200.peak, attention=H200.peak, elementwise=math.inf, hbm=math.inf,
+                                loss=math.inf, launch=0.0)
+    for tokens in (1024, 3072, 3073, 131072):
+        config = dataclasses.replace(model.PRESETS["gpt2"], seq_len=tokens)
+        scores = config.n_layer * config.n_embd * tokens  # 2 LCT forward and 5 backward are computed
+        products = 6 * 12 * config.n_layer * config.n_embd**2 + 6 * config.vocab_size * config.n_embd
+        speed = tokens / bench.predict(config, layout(batch_size=1), ideal).step
+        assert close(bench.mfu(config, speed, ideal), 100 * config.flops_per_token() / (products + 7 * scores), 1e-3)
+        assert config.long_sequences == (tokens > 3072)
+    assert 85 < bench.mfu(config, speed, ideal) <= 100 < 150 < 100 * (products + 12 * scores) * speed / ideal.peak
+    assert bench.mfu_note(config) and not bench.mfu_note(model.PRESETS["gpt2"])
+    assert not any(config.long_sequences for config in model.PRESETS.values())
 
 
 def test_plan_lets_large_micro_batches_hide_launches():
