@@ -568,6 +568,15 @@ def describe_machine(machine):
                else ""))
 
 
+def mfu(config, tokens, machine):
+    """Percent of the machine's peak that so many tokens/s a GPU take; None where the peak is not known."""
+    return 100 * tokens * config.flops_per_token() / machine.peak if machine.peak else None
+
+
+def mfu_note(config):
+    return f"\n{train.HALF_COUNTED}" if config.long_sequences else ""
+
+
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 class Operation(NamedTuple):
@@ -1013,7 +1022,8 @@ def strategies(a):
     comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {a.config.parameters():,} parameters, {a.dtype}; "
-        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}")
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}"
+        + mfu_note(a.config))
     for reason in a.reasons:
         say(f"left out: {reason}")
     table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: "
@@ -1100,9 +1110,8 @@ def measure_strategy(name, s, a, device, machines):
 
     def row(who, label, peak, **more):
         speed = tokens / seconds[who]
-        mfu = 100 * speed * config.flops_per_token() / machines[comms[0]].peak if machines[comms[0]].peak else None
-        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, mfu=mfu, peak=peak,
-                    settings=dataclasses.asdict(s), **more)
+        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, peak=peak,
+                    mfu=mfu(config, speed, machines[comms[0]]), settings=dataclasses.asdict(s), **more)
 
     for comm in comms:
         yield row(comm, {"ours": "ours", "ring": "ours, textbook ring",
@@ -1190,7 +1199,7 @@ def plan(a):
     config, machine = a.config, a.machine
     say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step"
-        f"\n{describe_machine(machine)}")
+        f"\n{describe_machine(machine)}" + mfu_note(config))
     candidates = sorted(((predict(config, s, machine), s)
                          for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine.node)),
                         key=lambda pair: pair[0].step)
@@ -1207,7 +1216,7 @@ def plan(a):
         table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}",
                   ms=1e3 * costs.step, tokens=tokens / costs.step, gib=need / 2**30,
                   bubble=100 * costs.bubble / costs.step, limit=limit(costs),
-                  mfu=100 * tokens / costs.step * config.flops_per_token() / machine.peak if machine.peak else None,
+                  mfu=mfu(config, tokens / costs.step, machine),
                   dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
                   pp=100 * costs.transfers / costs.compute, settings=dataclasses.asdict(s), costs=costs._asdict())
         if len(table.rows) == a.top:

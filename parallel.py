@@ -11,7 +11,8 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
-`python parallel.py data`, `memory`, `tensor` and `pipeline` show four of them at work, in seconds on a laptop.
+`python parallel.py data`, `memory`, `tensor`, `context` and `pipeline` show five of them at work, in seconds on a
+laptop.
 
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
@@ -1135,9 +1136,8 @@ def sequence_parallel(module, group):
 # second one trades back: (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
-def own_tokens(tokens, group, kind, device="cpu"):
-    """The places in a sequence of so many tokens that this rank holds, in the order in which it holds them."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+def own_tokens(tokens, rank, n, kind, device="cpu"):
+    """The places in a sequence of so many tokens that this rank of n holds, in the order in which it holds them."""
     chunks = torch.arange(tokens, device=device).chunk(2 * n if kind == "ring" else n)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
 
@@ -1239,10 +1239,10 @@ ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
 
 def context_parallel(module, group, kind):
     """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
-    n, attention = dist.get_world_size(group), ATTENTION[kind]
+    rank, n, attention = dist.get_rank(group), dist.get_world_size(group), ATTENTION[kind]
     if n == 1:
         return
-    module.positions = lambda every: own_tokens(n * len(every), group, kind, every.device)
+    module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
     for block in module.h.values():
         block.attn.attention = lambda qkv: attention(qkv, group)
 
@@ -1961,8 +1961,8 @@ class ParallelGPT(Replaceable):
         return self.run(x, y, "forward", 1.0, None)
 
     def run(self, x, y, schedule, scale, syncs):
-        if dist.get_world_size(self.cp) > 1:
-            own = own_tokens(x[0].shape[1], self.cp, self.context, x[0].device)
+        if (n := dist.get_world_size(self.cp)) > 1:
+            own = own_tokens(x[0].shape[1], dist.get_rank(self.cp), n, self.context, x[0].device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, scale, syncs)
         total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
@@ -2640,7 +2640,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
     sequence.
     """
-    tokens_cut, traded = tp if sequence else 1, cp > 1 and context == "ulysses"
+    tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
     matrix, vector = local_elements(config, tp, tuple(pieces))
     wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
@@ -2649,7 +2649,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
                 "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut, traded) // cp}
+                                                       tokens_cut, twice) // cp}
 
 
 @functools.cache
@@ -2665,28 +2665,33 @@ def local_elements(config, tp, pieces):
     return tuple(count)
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, traded=False):
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False):
     """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
     token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C, over `tokens_cut`
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-                     where tokens are traded for heads, the output both ways      C
+                     where ranks share a sequence, the output `twice`             C
 
     and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
     "attention" drops q, k, v and output; what backward then runs again exists for one block at a time and is not
-    counted. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is cut or the loss
-    is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32 log-softmax.
+    counted. twice: Ulysses keeps the output before and after it trades; a ring keeps it head by head, and token by
+    token for the projection. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is
+    cut or the loss is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32
+    log-softmax. The embedding keeps its positions once and, where the vocabulary is cut, the ids of its own
+    rows and a mask (9 bytes a token); the loss keeps the targets (8) and, but for PyTorch's own, three float32 numbers.
     Under ZB-H1 the output gradients that W waits with come on top.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
-    head = any(config.n_layer + 1 in run for run in pieces)
-    attention = ((4 + traded) * c * width + 4 * config.n_head) / tp
+    first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
+    attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut + 2 * config.inner * width / tp
     block = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    return int(tokens * (blocks * block + head * ((c * width + 16) / tokens_cut + c * width + logits) + 8))
+    ids, targets = 8 / micro_batch + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
+    last = (c * width + 8) / tokens_cut + c * width + logits + targets
+    return int(tokens * (blocks * block + first * ids + head * last))
 
 
 def kept_tensors(net):
@@ -2894,6 +2899,45 @@ def demo_tensor(arguments):
             f"  off from one rank's: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
 
 
+def context_steps(n, kind):
+    """[step][rank] of a ring: (chunks of queries, chunks of keys, blocks) that the rank computes with there.
+
+    A sequence has 2n chunks. A block is the scores of one chunk with another; with itself, causal, it is half a block.
+    """
+    held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # 2n tokens: a chunk is one
+
+    def work(rank, other):
+        rows, keys, causal = seen(rank, other, 1) if kind == "ring" else (slice(None), slice(None), True)
+        mine, theirs = held[rank][rows], held[other][keys]
+        ahead = mine.unsqueeze(1) - theirs  # of a key's chunk
+        blocks = (ahead > 0) + 0.5 * (ahead == 0) if causal else torch.ones(ahead.shape)
+        return mine.tolist(), theirs.tolist(), blocks.sum().item()
+    return [[work(rank, (rank - s) % n) for rank in range(n)] for s in range(n)]
+
+
+def demo_context(arguments):
+    n = arguments.ranks
+    print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right: in step s a "
+          f"rank has\nthose of the rank s to its left. Q x K: W reads: queries of chunks Q see keys of chunks K, W "
+          f"blocks of scores. A block\nis one chunk with another; a chunk with itself is half a block, because "
+          f"attention is causal.")
+    for kind, title in ("ulysses", "contiguous cuts, which a ring does not take"), ("ring", "zigzag, the ring's"):
+        steps = context_steps(n, kind)
+        longest = [max(blocks for _, _, blocks in row) for row in steps]
+
+        def cell(queries, keys, blocks):
+            text = "{} x {}: {:g}".format(*(",".join(map(str, some)) for some in (queries, keys)), blocks)
+            return (text if blocks else "idle").ljust(18)
+
+        print(f"\n{title}\n          holds     " + "".join(f"step {s}".ljust(18) for s in range(n)) + "blocks")
+        for rank, row in enumerate(zip(*steps)):
+            print(f"  rank {rank:<3} {','.join(map(str, row[0][0])):10}" + "".join(cell(*work) for work in row)
+                  + f"{sum(blocks for _, _, blocks in row):g}")
+        print("  the busiest        " + "".join(f"{most:g}".ljust(18) for most in longest) + f"{sum(longest):g}")
+    print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank: "
+          f"zigzag takes no longer.")
+
+
 def positive(text):
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
@@ -2913,20 +2957,23 @@ def main():
     memory.add_argument("--dp", type=positive, default=8)
     memory.add_argument("--tp", type=positive, default=1)
     memory.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    memory.set_defaults(run=demo_memory)
+    memory.set_defaults(run=demo_memory, processes=False)
     pipeline = demos.add_parser("pipeline", help="the schedules: grids, bubbles, activations")
     pipeline.add_argument("--stages", type=positive, default=4)
     pipeline.add_argument("--micro-batches", type=positive, default=8)
     pipeline.add_argument("--virtual-stages", type=positive, default=2)
     pipeline.add_argument("--svg", metavar="DIR", help="write a picture of each there, too")
-    pipeline.set_defaults(run=demo_pipeline)
+    pipeline.set_defaults(run=demo_pipeline, processes=False)
+    context = demos.add_parser("context", help="a sequence cut over ranks: who holds and computes what in each step")
+    context.add_argument("--ranks", type=positive, default=4, help="of the ring; no processes are needed")
+    context.set_defaults(run=demo_context, processes=False)
     for name, demo, what in (("data", demo_data, "buckets that leave while backward runs, beside the naive way"),
                              ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes")):
         ranks = demos.add_parser(name, help=what)
         ranks.add_argument("--ranks", type=positive, default=2, help="processes to start, on the CPU")
-        ranks.set_defaults(run=demo)
+        ranks.set_defaults(run=demo, processes=True)
     arguments = parser.parse_args()
-    if not hasattr(arguments, "ranks"):
+    if not arguments.processes:
         return arguments.run(arguments)
     if "RANK" not in os.environ:
         dist.start_again(arguments.ranks)

@@ -1906,7 +1906,7 @@ def test_each_rank_has_its_own_tokens_and_as_much_to_do(pool, size, kind):
 
 
 def tokens_of_rank(tokens, kind):
-    return parallel.own_tokens(tokens, None, kind).tolist()
+    return parallel.own_tokens(tokens, dist.get_rank(), dist.get_world_size(), kind).tolist()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -2515,7 +2515,7 @@ def activations_of(text, choice, tp, *flags):
     device = torch.get_default_device()
     layers = "1" if choice == "triton" else "2"
     s = train.parse(["--data", text, "--n-layer", layers, "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
-                     "--batch-size", "1", "--tp", tp, "--device", device.type, *flags])
+                     "--batch-size", "2", "--tp", tp, "--device", device.type, *flags])
     config, source = train.model_config(s)
     with torch.device("cpu"):
         train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
@@ -2536,16 +2536,26 @@ def test_activations_take_what_is_predicted(pool, text, choice, tp):
     for (dtype, recompute), sp in cases:
         for kept, predicted in pool(tp).run(activations_of, text, choice, str(tp), "--dtype", dtype, "--recompute",
                                             recompute, *sp):
-            # A few numbers a token are on no list, such as the masks of a cut vocabulary: much only beside widths as
-            # small as these.
-            assert abs(kept / predicted - 1) < (0.03 if tp == 1 else 0.04), (dtype, recompute, kept, predicted)
+            # On the CPU PyTorch keeps statistics of a bf16 layer norm in bf16. Beside them one loss is on no list.
+            exact = pool.device_type == "cpu" and (dtype == "fp32" or choice == "triton")
+            assert abs(kept - predicted) <= (8 if exact else 0.02 * predicted), (dtype, recompute, kept, predicted)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_activations_of_a_shared_sequence_take_what_is_predicted(pool, text, kind):
+    """Beside them each rank picks its tokens, which is on no list."""
+    for recompute, sp in ("none", []), ("block", []), ("none", ["--tp", "2", "--sp"]):
+        for kept, predicted in pool(4 if sp else 2).run(activations_of, text, "torch", "1", "--recompute", recompute,
+                                                        "--cp", "2", "--cp-kind", kind, "--n-head", "4", "--n-embd",
+                                                        "256", *sp):
+            assert abs(kept / predicted - 1) < 0.01, (recompute, sp, kept, predicted)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_gradients_on_their_way_are_no_activations(pool, text, stage):
     for kept, predicted in pool(2).run(activations_of, text, "torch", "1", "--zero", stage, "--micro-batches", "4",
                                        "--batch-size", "8"):
-        assert abs(kept / predicted - 1) < 0.03
+        assert abs(kept / predicted - 1) < 0.01
 
 
 @ring_only
@@ -2859,7 +2869,24 @@ def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(pool):
     assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
 
 
-@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["data", "--ranks", "two"],
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_context_demo_has_equal_work_by_zigzag_alone(n, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "context", "--ranks", str(n)])
+    parallel.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[1:] for line in lines if line.startswith("  rank ")]
+    work = [[0 if cell == "idle" else float(cell) for cell in re.findall(r"idle|(?<=: )\S+", line)]
+            for line in lines if line.startswith("  rank ")]
+    contiguous, zigzag = work[:n], work[n:]
+    assert contiguous == [[2] + [4] * r + [0] * (n - 1 - r) for r in range(n)] and zigzag == [[2] * n] * n
+    assert [float(row[-1]) for row in rows] == [2 + 4 * r for r in range(n)] + [2 * n] * n
+    assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == 2 * n * n  # half of all 2N x 2N blocks
+    assert [row[1] for row in rows[n:]] == [f"{r},{2 * n - 1 - r}" for r in range(n)]
+    longest = [float(line.split()[-1]) for line in lines if "busiest  " in line]
+    assert longest == [2 + 4 * (n - 1), 2 * n] and f"are {2 * n} a rank" in lines[-1]
+
+
+@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["context", "--ranks", "0"], ["data", "--ranks", "two"],
                                    ["memory", "--model", "gpt9"], []], ids=str)
 def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["parallel.py", *words])
@@ -3064,6 +3091,24 @@ def test_mfu_is_of_known_gpus_alone(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert train.peak_flops(torch.device("cuda")) == (tflops and 1e12 * tflops), name
     assert train.peak_flops(torch.device("cpu")) is None
+
+
+def training_at_a_known_peak(flags):
+    with unittest.mock.patch.object(train, "peak_flops", lambda device: 1e12), \
+            contextlib.redirect_stdout(io.StringIO()) as out:
+        run_training(flags)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("tokens, long", [("64", False), ("65", True)])
+def test_train_says_when_mfu_counts_half_of_attention(pool, text, tmp_path, tokens, long):
+    printed, = pool(1).run(training_at_a_known_peak, TINY + ["--data", text, "--steps", "2", "--seq-len", tokens,
+                                                             "--out", str(tmp_path)])
+    config = GPTConfig(256, int(tokens), 1, 2, 16)
+    assert "  MFU " in printed and (train.HALF_COUNTED in printed) == long == config.long_sequences
+    for entry in log_of(tmp_path):
+        assert "mfu" not in entry or close(entry["mfu"], entry["tokens_per_s"] * config.flops_per_token() / 1e12)
+    assert config.flops_per_token() == 6 * (config.parameters() - 16 * int(tokens)) + (12 - 6 * long) * 16 * int(tokens)
 
 
 def test_token_files(tmp_path):
@@ -3516,6 +3561,23 @@ def test_plan_obeys_the_formulas():
                          [(i, run) for i, run in enumerate(parallel.split_pieces(even, 4 * v)) if i % 4 == 1])
         timeline = parallel.simulate(parallel.SCHEDULES[schedule](4, 8, v), *bench.stage_seconds(even, s, H200, stages))
         assert close(costs.bubble, max(timeline.idle), 0.05), schedule
+
+
+def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
+    """A GPU that does products and attention at its peak has an MFU of 100 %, but for the scores that a backward
+    kernel computes again."""
+    ideal = dataclasses.replace(H200, matmul=H200.peak, attention=H200.peak, elementwise=math.inf, hbm=math.inf,
+                                loss=math.inf, launch=0.0)
+    for tokens in (1024, 3072, 3073, 131072):
+        config = dataclasses.replace(model.PRESETS["gpt2"], seq_len=tokens)
+        scores = config.n_layer * config.n_embd * tokens  # 2 LCT forward and 5 backward are computed
+        products = 6 * 12 * config.n_layer * config.n_embd**2 + 6 * config.vocab_size * config.n_embd
+        speed = tokens / bench.predict(config, layout(batch_size=1), ideal).step
+        assert close(bench.mfu(config, speed, ideal), 100 * config.flops_per_token() / (products + 7 * scores), 1e-3)
+        assert config.long_sequences == (tokens > 3072)
+    assert 85 < bench.mfu(config, speed, ideal) <= 100 < 150 < 100 * (products + 12 * scores) * speed / ideal.peak
+    assert bench.mfu_note(config) and not bench.mfu_note(model.PRESETS["gpt2"])
+    assert not any(config.long_sequences for config in model.PRESETS.values())
 
 
 def test_plan_lets_large_micro_batches_hide_launches():

@@ -847,6 +847,9 @@ PEAK_TFLOPS = {  # dense 16-bit, by the maker's datasheet
     "RTX 4090$": 165, "RTX 3090$": 71, "V100 PCIE": 112, "V100": 125, "T4": 65}
 
 
+HALF_COUNTED = "MFU counts half of attention's FLOPs, those that the mask leaves: sequences are longer than 4C"
+
+
 def peak_flops(device):
     """FLOP/s of this GPU by its datasheet, or None: MFU of an unknown GPU would be a guess."""
     name = torch.cuda.get_device_name(device).replace("-", " ") if device.type == "cuda" else ""
@@ -1210,6 +1213,8 @@ class WatchedTrainer(Trainer):
         self.gpu_flops = peak_flops(self.device)
         if self.device.type == "cuda" and self.gpu_flops is None:
             self.say(f"speed    unknown GPU {torch.cuda.get_device_name(self.device)}, no MFU")
+        if self.gpu_flops and self.config.long_sequences:
+            self.say(f"speed    {HALF_COUNTED}")
         self.first, self.logged, self.since = first, first, time.perf_counter()
         return first
 
