@@ -1861,6 +1861,7 @@ class ParallelGPT(Replaceable):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
         self.pp, self.dp, self.cp, self.tp, self.ends = groups.pp, groups.dp, groups.cp, groups.tp, groups.ends
+        self.ep = groups.ep
         self.replicas, self.within, self.between = groups.replicas, groups.within, groups.between
         self.context, self.lists = context, {}
         self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all
@@ -2631,41 +2632,45 @@ FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOp
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
-                 held=1, fused=True, sequence=False, cp=1, context="ring"):
+                 held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
     dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
     or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
     a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
     loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
-    sequence.
+    sequence. ep: those that share out the experts; copies: those that keep the same ones, left out, dp / ep. load: how
+    many times its share of the tokens a rank's experts get.
     """
     tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    matrix, vector = local_elements(config, tp, tuple(pieces))
-    wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
-    mine = matrix / dp + vector if zero == 3 else whole / dp if zero else whole  # what this rank's optimizer steps
+    wide, narrow, whole, vector, mine = master_dtype(dtype).itemsize, dtype.itemsize, 0, 0, 0
+    for some, shared, ranks in zip(local_elements(config, tp, tuple(pieces)), (1, ep), (dp, copies or dp // ep)):
+        m, v = some[True] / shared, some[False] / shared  # of matrices, of vectors, on this rank
+        whole, vector = whole + m + v, vector + v
+        mine += m / ranks + v if zero == 3 else (m + v) / (ranks if zero else 1)  # what this rank's optimizer steps
     masters = wide * mine if wide != narrow else 0
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
                 "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut, twice) // cp}
+                                                       tokens_cut, twice, ep, load) // cp}
 
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
-    count = [0, 0]
+    """Elements on one of tp ranks, in some runs of pieces: ({is a matrix: of those}, the same of experts alone)."""
+    count = Counter(), Counter()
     for run in pieces:
         for name, param in GPT(config, seed=None, pieces=run).named_parameters():
             layer, _, leaf = name.rpartition(".")
             how = planned(layer, GPT2_PLAN)
             whole = how is None or how is RowParallelLinear and leaf == "bias"
-            count[param.dim() == 1] += param.numel() / (1 if whole else tp)
-    return tuple(count)
+            count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
+    return count
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False):
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False, ep=1,
+                     load=1.0):
     """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
     token:
 
@@ -2680,18 +2685,37 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     cut or the loss is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32
     log-softmax. The embedding keeps its positions once and, where the vocabulary is cut, the ids of its own
     rows and a mask (9 bytes a token); the loss keeps the targets (8) and, but for PyTorch's own, three float32 numbers.
-    Under ZB-H1 the output gradients that W waits with come on top.
+    Under ZB-H1 the output gradients that W waits with come on top. Experts: `routed_bytes` in place of 2 inner.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
-    blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
+    blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
     first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
     attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
-    rest = (4 * c * width + 16) / tokens_cut + 2 * config.inner * width / tp
-    block = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute]
+    rest = (4 * c * width + 16) / tokens_cut
+    mlps = sum(routed_bytes(config, tp, width, tokens_cut, ep, load) if routed else 2 * config.inner * width / tp
+               for routed in blocks)
+    every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute] * len(blocks)
+    every += mlps if recompute != "block" else 0
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids, targets = 8 / micro_batch + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
     last = (c * width + 8) / tokens_cut + c * width + logits + targets
-    return int(tokens * (blocks * block + first * ids + head * last))
+    return int(tokens * (every + first * ids + head * last))
+
+
+def routed_bytes(config, tp, width, tokens_cut, ep, load):
+    """What a token leaves for backward in a router and k experts, elements:
+
+        router    of each expert score and place in the order, int64     E (float32 and int64), over `tokens_cut`
+                  its input, in float32                                  C, where that is not what the layers compute in
+                  k gates: as scored, their sum, normalised              2k + 1
+        sorting   int64: which row comes from where, and goes where      3k, and 2k on the ranks that tokens come to
+        experts   rows as they come, MLP before and after GeLU           k (C + 2 inner / tp), times `load`
+                  what comes back, to be weighed                         k C
+    """
+    c, k, wide = config.n_embd, config.top_k, max(width, 4)
+    router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
+    rows = k * load * ((c + 2 * config.inner / tp) * width + 16 * (ep > 1))
+    return router / tokens_cut + rows + k * (c * width + 24 + width * (wide > width))
 
 
 def kept_tensors(net):

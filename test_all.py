@@ -2510,6 +2510,16 @@ def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
             and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"])
 
 
+def memory_of(text, *flags):
+    """(bytes alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, `share`)."""
+    made, trainer_class = [], train.WatchedTrainer
+    with unittest.mock.patch.object(train, "WatchedTrainer", lambda *a: made.append(trainer_class(*a)) or made[0]):
+        kept, predicted = activations_of(text, "torch", "1", *flags)
+    measured, formula = made[0].measured_bytes(), train.predicted_bytes(made[0])
+    kinds = [(measured[kind], formula[kind]) for kind in ("parameters", "gradients", "optimizer")]
+    return kept, predicted, kinds, made[0].share
+
+
 def activations_of(text, choice, tp, *flags):
     """(bytes alive after forward, bytes predicted) on this rank."""
     device = torch.get_default_device()
@@ -2522,7 +2532,7 @@ def activations_of(text, choice, tp, *flags):
         kernels.use(choice)
         trainer = train.WatchedTrainer(s, config, source, train.load_data(s), device)
         trainer.step(0, train.BirthLog())
-        kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer)["activations"]
+        kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer, trainer.share)["activations"]
         kernels.use("auto")
     return kept
 
@@ -2549,6 +2559,20 @@ def test_activations_of_a_shared_sequence_take_what_is_predicted(pool, text, kin
                                                         "--cp", "2", "--cp-kind", kind, "--n-head", "4", "--n-embd",
                                                         "256", *sp):
             assert abs(kept / predicted - 1) < 0.01, (recompute, sp, kept, predicted)
+
+
+@pytest.mark.parametrize("size,flags", [
+    (1, ""), (1, "--dtype bf16 --top-k 1"), (2, "--dp 2 --ep 2"), (2, "--dp 2 --ep 2 --recompute attention"),
+    (2, "--tp 2"), (4, "--dp 2 --tp 2 --sp --ep 2 --expert-every 2")])
+def test_memory_of_experts_is_what_is_predicted(pool, text, size, flags):
+    """From the tokens that a rank's experts got. Beside activations a router's counts are on no list."""
+    flags = ["--experts", "4", "--n-embd", "64", "--batch-size", "4", *flags.split()]
+    shares = set()
+    for kept, predicted, kinds, share in pool(size).run(memory_of, text, *flags):
+        assert abs(kept / predicted - 1) < 0.02, (kept, predicted)
+        assert all(abs(measured - predicted) <= 200 for measured, predicted in kinds), kinds
+        shares.add(share)
+    assert ("--ep" in flags) == (len(shares) > 1) and close(torch.tensor(sum(shares) / len(shares)), torch.ones(()), 1e-6)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])

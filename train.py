@@ -916,13 +916,21 @@ def describe(trainer):
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
 
 
-def predicted_bytes(trainer):
+def load_here(net, loads):
+    """How many times its share of the tokens went to this rank's experts, if all groups that share them out got alike."""
+    ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+    return (loads.chunk(ranks, 1)[rank].sum() / loads.sum() * ranks).item()
+
+
+def predicted_bytes(trainer, load=1.0):
     s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
+    """load: as in parallel.memory_bytes."""
     return parallel.memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
                                  s.recompute, s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
                                  math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
-                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind)
+                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind,
+                                 s.ep, s.dp * s.cp // s.ep, load)
 
 
 def write_trace(trainer, folder, say):
@@ -950,7 +958,7 @@ def write_trace(trainer, folder, say):
 
 def describe_first_steps(trainer):
     """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
-    predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
+    predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "
@@ -984,7 +992,7 @@ class WatchedTrainer(Trainer):
     def __init__(self, s, config, source, data, device, run=None):
         self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
         self.log = self.births = self.first = self.unread = self.gpu_flops = None
-        self.bad, self.activations, self.memory = 0, 0, {}
+        self.bad, self.activations, self.share, self.memory = 0, 0, 1.0, {}
         self.terminated, self.stopping, self.saved = False, False, True
         super().__init__(s, config, source, data[:2], device)
 
@@ -1014,6 +1022,8 @@ class WatchedTrainer(Trainer):
         self.net.pipeline.on_forward = self.note_activations if self.births else None
         with self.births or contextlib.nullcontext():
             done = super().step(step)
+        if self.births and self.net.ep and self.loads is not None:
+            self.share = load_here(self.net, self.loads)
         self.births = self.net.pipeline.on_forward = None
         if trace:
             write_trace(self, self.s.trace, self.say)
