@@ -293,8 +293,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
             kept = -(-rows * config.n_embd // (shards if s.zero else 1))
             yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
-    for axis in (["dp"] if shards == replicas else ["within", "between"]) + ["tp", "pp"]:
-        yield Message("gradient norm", "all_reduce", axis, [1], 8)
+    yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
 
@@ -453,7 +452,8 @@ def predict(config, s, machine):
     each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
               "between": (replicas // shards, shards * s.tp),
-              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "all": (every, 1)}
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
+              "all": (every, 1)}
     unit = matrices // count
     buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
     buckets.append((vectors, 0))
@@ -796,7 +796,7 @@ def make_trainer(config, s, device):
     return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
-WAITED = "tp", "pp", "ends", "all"  # whose all-reduces the caller waits for
+WAITED = "tp", "pp", "ends", "world", "all"  # whose all-reduces the caller waits for
 
 
 def predicted_traffic(trainer):
@@ -805,7 +805,7 @@ def predicted_traffic(trainer):
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
               if i % s.pp == pp_rank]
     where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "all": trainer.control}
+             "between": net.between, "world": None, "all": trainer.control}
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
                                  for reducer in trainer.net.reducers for b in reducer.buckets]
