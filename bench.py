@@ -787,7 +787,8 @@ def layouts(n, m, virtual):
 def random_source(config, device):
     """Weights made where they are used: drawing GPT-2 XL's on the CPU takes longer than the benchmark."""
     sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
-    return lambda name: (torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
+    return lambda name: (torch.zeros(config.experts, device=device) if name.endswith("router.bias") else
+                         torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
                          torch.randn(sizes[name], device=device).mul_(0.02))
 
 
