@@ -4570,25 +4570,29 @@ def grouped_linear(counts, x, w, b=None):
     return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
 
 
-# No bf16 dot in the interpreter.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
-@pytest.mark.parametrize("half", ["whole", "plain"])
-def test_grouped_linear(half, dtype, triton_kernels, monkeypatch):
-    if half == "plain":
+@pytest.fixture(params=["whole", "plain"])
+def either_half(request, triton_kernels, monkeypatch):
+    if request.param == "plain":
         monkeypatch.setattr(kernels, "FASTER", {})
-    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (136, 64, 7, 24, 80)):
+
+
+HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_grouped_linear(dtype, either_half):
+    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
         x, w, b = (random(*shape, dtype=dtype) for shape in ((sum(counts), K), (len(counts), N, K), (len(counts), N)))
-        for inputs in ([x, w], [x, w, b], [x.T.contiguous().T, w.mT.contiguous().mT]):
+        strided = [x.T.contiguous().T, w.mT.contiguous().mT]
+        for inputs in ([x, w, b], *([[x, w], strided] if counts is GROUPS[0] else [])):
             no_worse_than_pytorch(functools.partial(grouped_linear, counts), functools.partial(grouped_by_loop, counts),
                                   inputs)
 
 
-@pytest.mark.parametrize("half", ["whole", "plain"])
-def test_groups_do_not_touch_each_other(half, triton_kernels, monkeypatch):
+def test_groups_do_not_touch_each_other(either_half):
     """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
-    if half == "plain":
-        monkeypatch.setattr(kernels, "FASTER", {})
-    x, w, b, dy, results = random(142, 40), random(4, 72, 40), random(4, 72), random(142, 72), []
+    x, w, b, dy = (random(*shape, dtype=HALF) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72)))
+    results = []
     for poison in (0.5, math.nan):
         for t in x[5:75], dy[5:75], w[1:3], b[1:3]:
             t.fill_(poison)
@@ -4677,6 +4681,10 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
                          r"v \(1, 2, 6, 16\)"),
                         (lambda: kernels.attention(random(1, 5, 2, 2, 16)), r"packed attention .*\(1, 5, 2, 2, 16\)"),
                         (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"),
+                        (lambda: kernels.grouped_linear(x, random(2, 5, 3), None, torch.tensor([1, 2])),
+                         r"x \(3, 4\), weight \(2, 5, 3\)"),
+                        (lambda: kernels.grouped_linear(x, random(1, 5, 4).double(), None, torch.tensor([3])),
+                         "weight torch.float64"),
                         (lambda: kernels.use("cuda"), "'cuda'")]:
         with pytest.raises(ValueError, match=words):
             call()
