@@ -1242,6 +1242,209 @@ GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 25
 FASTER.update({launch_grouped: tuned_grouped, launch_grouped_gradients: tuned_grouped_gradients})
 
 
+# --------------------------------------------------------------------------------------------------- tokens to experts
+#
+# In PyTorch's operations a router and the sorting of tokens by expert take some 60 launches a block, both ways, and the
+# sums of a gather's backward go through atomics. Here they take 9, and each number is added up in one order:
+#
+#     route      scores, the k best, gates; how often each expert is chosen     backward: dx and, by parts, dW
+#     places     where each of a token's k rows lies among the rows by expert   a counting sort, in two launches
+#     dispatch   rows[places[t, j]] = x[t]                                      backward: combine
+#     combine    y[t] = sum over j of gates[t, j] rows[places[t, j]]            backward: dispatch, and dgates
+
+@triton.jit
+def _route(x, weight, bias, chosen, gates, sums, counts, n, C, E, K: tl.constexpr, E_PAD: tl.constexpr,
+           M: tl.constexpr, BK: tl.constexpr):
+    t, e, ks = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD), tl.arange(0, BK)
+    logits = tl.zeros((M, E_PAD), tl.float32)
+    for c in range(0, C, BK):
+        a = tl.load(x + t[:, None].to(tl.int64) * C + c + ks[None], (t[:, None] < n) & (ks[None] < C - c), 0)
+        b = tl.load(weight + e[None] * C + c + ks[:, None], (e[None] < E) & (ks[:, None] < C - c), 0)
+        logits = tl.dot(a, b, logits, input_precision="tf32x3")
+    scores = 1 / (1 + tl.exp(-logits))
+    ranked = tl.where(e[None] < E, scores + tl.load(bias + e, e < E, 0)[None], float("-inf"))
+    left, total = ranked, tl.zeros((M,), tl.float32)
+    for j in tl.static_range(K):
+        here = e[None] == tl.minimum(tl.argmax(left, 1), E - 1)[:, None]  # of equal ones the first; a NaN names none
+        total += tl.sum(tl.where(here, scores, 0), 1)
+        left = tl.where(here, float("-inf"), left)
+    picked = tl.sum(((left != ranked) & (t[:, None] < n)).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * E + e, picked, e < E)
+    total = total if K > 1 else tl.full((M,), 1.0, tl.float32)
+    tl.store(sums + t, total, t < n)
+    for j in tl.static_range(K):
+        best = tl.minimum(tl.argmax(ranked, 1), E - 1)
+        here = e[None] == best[:, None]
+        tl.store(chosen + t * K + j, best.to(tl.int64), t < n)
+        tl.store(gates + t * K + j, tl.sum(tl.where(here, scores, 0), 1) / total, t < n)
+        ranked = tl.where(here, float("-inf"), ranked)
+
+
+@triton.jit
+def _route_backward(x, weight, chosen, gates, sums, dgates, dx, partial, n, C, E, K: tl.constexpr, E_PAD: tl.constexpr,
+                    M: tl.constexpr, BK: tl.constexpr):
+    """With s the scores of the chosen, S their sum: dlogit = (dg - sum of dg g) / S s (1 - s); for k = 1, dg s (1 - s)."""
+    t, e, ks = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD), tl.arange(0, BK)
+    mean, slope, total = tl.zeros((M,), tl.float32), tl.zeros((M, E_PAD), tl.float32), tl.load(sums + t, t < n, 1)
+    for j in tl.static_range(K if K > 1 else 0):
+        mean += tl.load(dgates + t * K + j, t < n, 0) * tl.load(gates + t * K + j, t < n, 0)
+    for j in tl.static_range(K):
+        score = tl.load(gates + t * K + j, t < n, 0) * total
+        d = (tl.load(dgates + t * K + j, t < n, 0) - mean) / total * score * (1 - score)
+        slope += tl.where(e[None] == tl.load(chosen + t * K + j, t < n, 0)[:, None], d[:, None], 0)
+    for c in range(0, C, BK):
+        own = (t[:, None] < n) & (ks[None] < C - c)
+        a = tl.load(x + t[:, None].to(tl.int64) * C + c + ks[None], own, 0).to(tl.float32)              # (M, BK)
+        b = tl.load(weight + e[:, None] * C + c + ks[None], (e[:, None] < E) & (ks[None] < C - c), 0)   # (E_PAD, BK)
+        back = tl.dot(slope, b.to(tl.float32), input_precision="tf32x3")
+        tl.store(dx + t[:, None].to(tl.int64) * C + c + ks[None], back, own)
+        tl.store(partial + (tl.program_id(0) * E + e)[:, None] * C + c + ks[None],
+                 tl.dot(tl.trans(slope), a, input_precision="tf32x3"), (e[:, None] < E) & (ks[None] < C - c))
+
+
+class Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, k):
+        n, C, E, tokens = x[..., 0].numel(), x.shape[-1], len(weight), x.shape[:-1]
+        x, weight = x.contiguous(), weight.contiguous()
+        chosen = torch.empty(*tokens, k, dtype=torch.int64, device=x.device)
+        gates, sums = (torch.empty(*tokens, some, dtype=torch.float32, device=x.device) for some in (k, 1))
+        counts = torch.empty(triton.cdiv(n, 64), E, dtype=torch.int32, device=x.device)
+        ctx.sizes = n, C, E, k, max(16, triton.next_power_of_2(E)), 64, 64
+        _route[len(counts),](x, weight, bias, chosen, gates, sums, counts, *ctx.sizes, num_warps=4)
+        ctx.save_for_backward(x, weight, chosen, gates, sums)
+        counts = counts.sum(0)
+        ctx.mark_non_differentiable(chosen, counts)
+        return chosen, gates, counts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dgates, __):
+        x, weight, chosen, gates, sums = ctx.saved_tensors
+        n, C, E, *_ = ctx.sizes
+        dx, partial = torch.empty_like(x), torch.empty(1, triton.cdiv(n, 64), E * C, device=x.device)
+        _route_backward[partial.shape[1],](x, weight, chosen, gates, sums, dgates.contiguous(), dx, partial,
+                                           *ctx.sizes, num_warps=4)
+        return dx, sum_parts(partial, weight.dtype).view(E, C), None, None
+
+
+def route(x, weight, bias, k):
+    """The k best of E experts by sigmoid(x W^T) + bias for tokens x (..., C), W (E, C), bias (E) float32: (chosen int64
+    (..., k); their scores, float32, which add up to 1 where k > 1; how often each expert is chosen, int64 (E))."""
+    return Route.apply(x, weight, bias, k)
+
+
+@triton.jit
+def _count_slots(chosen, counts, n, E, E_PAD: tl.constexpr, M: tl.constexpr):
+    slot, e = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD)
+    here = tl.load(chosen + slot, slot < n, -1)[:, None] == e[None]
+    tl.store(counts + tl.program_id(0) * E + e, tl.sum(here.to(tl.int32), 0), e < E)
+
+
+@triton.jit
+def _places(chosen, counts, places, totals, n, E, programs, E_PAD: tl.constexpr, M: tl.constexpr):
+    """A slot's place: the slots of lower experts, those of its own expert in programs before, and before it in its own."""
+    slot, e = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD)
+    total, before = tl.zeros((E_PAD,), tl.int32), tl.zeros((E_PAD,), tl.int32)
+    for i in range(programs):
+        count = tl.load(counts + i * E + e, e < E, 0)
+        total += count
+        before += tl.where(i < tl.program_id(0), count, 0)
+    here = (tl.load(chosen + slot, slot < n, -1)[:, None] == e[None]).to(tl.int32)                      # (M, E_PAD)
+    first = tl.cumsum(total, 0) - total + before
+    tl.store(places + slot, tl.sum(here * (tl.cumsum(here, 0) - 1 + first[None]), 1), slot < n)
+    if tl.program_id(0) == 0:
+        tl.store(totals + e, total.to(tl.int64), e < E)
+
+
+def places_by_expert(chosen, E):
+    """(places int32 (n, k): where each choice (..., k) lies among all, by expert and then in their order; how often
+    each expert is chosen, int64 (E))."""
+    n, M, width = chosen.numel(), 256, triton.next_power_of_2(E)
+    programs = max(1, triton.cdiv(n, M))
+    counts, places = (torch.empty(size, dtype=torch.int32, device=chosen.device)
+                      for size in ((programs, E), (n // chosen.shape[-1], chosen.shape[-1])))
+    chosen, totals = chosen.contiguous(), torch.empty(E, dtype=torch.int64, device=chosen.device)
+    _count_slots[programs,](chosen, counts, n, E, width, M, num_warps=4)
+    _places[programs,](chosen, counts, places, totals, n, E, programs, width, M, num_warps=4)
+    return places, totals
+
+
+@triton.jit
+def _dispatch(x, places, gates, rows, y, dgates, C, K: tl.constexpr, BLOCK: tl.constexpr):
+    """rows[place] = x, times its gate where there are gates; then dgates = x . y[place], too."""
+    t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    v = tl.load(x + t * C + c, c < C, 0).to(tl.float32)
+    for j in tl.static_range(K):
+        place, w = tl.load(places + t * K + j).to(tl.int64) * C, v
+        if gates is not None:
+            w = v * tl.load(gates + t * K + j)
+            tl.store(dgates + t * K + j, tl.sum(v * tl.load(y + place + c, c < C, 0).to(tl.float32), 0))
+        tl.store(rows + place + c, w, c < C)
+
+
+@triton.jit
+def _combine(rows, places, gates, x, C, K: tl.constexpr, BLOCK: tl.constexpr):
+    t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        v = tl.load(rows + tl.load(places + t * K + j).to(tl.int64) * C + c, c < C, 0).to(tl.float32)
+        total += v if gates is None else v * tl.load(gates + t * K + j)
+    tl.store(x + t * C + c, total, c < C)
+
+
+def launch_dispatch(x, places, gates=None, y=None):
+    """(rows (n k, C), dgates (n, k) or None) of x (n, C)."""
+    (n, k), C = places.shape, x.shape[1]
+    rows, dgates = x.new_empty(n * k, C), None if gates is None else torch.empty_like(gates)
+    if n:
+        _dispatch[n,](x.contiguous(), places, gates, rows, y, dgates, C, k, triton.next_power_of_2(C), num_warps=4)
+    return rows, dgates
+
+
+def launch_combine(rows, places, gates=None):
+    (n, k), C = places.shape, rows.shape[1]
+    x = rows.new_empty(n, C)
+    if n:
+        _combine[n,](rows.contiguous(), places, gates, x, C, k, triton.next_power_of_2(C), num_warps=4)
+    return x
+
+
+class Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        return launch_dispatch(x, places)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, drows):
+        return launch_combine(drows, *ctx.saved_tensors), None
+
+
+class Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, places, gates):
+        ctx.save_for_backward(places, *(() if gates is None else (gates, rows)))
+        return launch_combine(rows, places, gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        drows, dgates = launch_dispatch(dx, *ctx.saved_tensors)
+        return drows, None, dgates
+
+
+def dispatch(x, places):
+    """x (n, C), places (n, k) -> rows (n k, C): row places[t, j] is x[t]. Places are each of 0 to n k - 1 once."""
+    return Dispatch.apply(x, places)
+
+
+def combine(rows, places, gates=None):
+    """rows (n k, C), places (n, k) -> (n, C): the sum of a token's rows, weighed by gates (n, k) float32."""
+    return Combine.apply(rows, places, None if gates is None else gates.contiguous())
+
+
 # --------------------------------------------------------------------------------------------------------- layer norm
 #
 # With the residual stream's sum before the norm, and its gradient after it, in the same pass: 4 passes of x forward

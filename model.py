@@ -199,6 +199,13 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.empty(config.experts, dtype=torch.float32))
 
     def forward(self, x):                                                                     # (B, T, C)
+        chosen, gates, counts = self.choose(x)
+        if gates.requires_grad:
+            gates.register_hook(lambda grad: self.count(counts))
+        return chosen, gates
+
+    def choose(self, x):
+        """(the numbers of k experts (B, T, k), the weights of their outputs (B, T, k), how often each is chosen (E))"""
         x, weight = kernels.at_least_float32(x), kernels.at_least_float32(self.weight)
         scores = (x @ weight.T).sigmoid()                                                     # (B, T, E)
         ranked = (scores.detach() + self.bias).sort(descending=True, stable=True).indices     # of equal ones the first
@@ -206,10 +213,7 @@ class Router(nn.Module):
         gates = scores.gather(-1, chosen)
         if self.top_k > 1:  # of one, the share would be 1, and give the router no gradient
             gates = gates / gates.sum(-1, keepdim=True)
-        if gates.requires_grad:
-            counts = count_of_each(chosen, len(weight))
-            gates.register_hook(lambda grad: self.count(counts))
-        return chosen, gates
+        return chosen, gates, count_of_each(chosen, len(weight))
 
     def count(self, counts):
         self.load = self.load + counts
@@ -263,7 +267,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.router, self.experts = Router(config), Experts(config)
+        self.router, self.experts = (FASTER.get(part, part)(config) for part in (Router, Experts))
 
     def forward(self, x):                                                                     # (B, T, C)
         return self.experts(x, *self.router(x))
@@ -447,7 +451,23 @@ class FusedBlock(Block):
         return x + self.mlp(y)
 
 
-FASTER[Block] = FusedBlock
+class FusedRouter(Router):
+    def choose(self, x):
+        return (kernels.route(x, self.weight, self.bias, self.top_k) if kernels.on_triton(x) else super().choose(x))
+
+
+class FusedExperts(Experts):
+    """Rows go to their places, and come back, in one kernel each."""
+
+    def forward(self, x, chosen, gates):
+        if not kernels.on_triton(x):
+            return super().forward(x, chosen, gates)
+        places, counts = kernels.places_by_expert(chosen, self.count)
+        y = self.mlps(kernels.dispatch(x.flatten(0, 1), places), counts)
+        return kernels.combine(y, places, gates.view(places.shape)).view_as(x)
+
+
+FASTER.update({Block: FusedBlock, Router: FusedRouter, Experts: FusedExperts})
 
 
 # --------------------------------------------------------------------------------------------- Hugging Face's folders

@@ -59,7 +59,7 @@ import kernels
 from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, initial_weight, materialize,
                    materialize_buffers, routers, shapes)
 
-FASTER = {}  # class -> its subclass below the bar, which gives the same numbers sooner; `train.py --plain` empties it
+FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
 
 
 class Replaceable:
@@ -1291,7 +1291,7 @@ def expert_parallel(module, group, copies):
                 mine = local_parameter(param, Cut(group, 0))
                 mine.replicas, mine.fed = copies, dist.get_world_size(group)
                 setattr(layer, leaf, mine)
-        experts.mlps = partial(visit, experts.mlps, group)
+        experts.mlps = partial(FASTER.get(visit, visit), experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -2625,8 +2625,29 @@ def replay_micro_batches(net):
                                  torch.device(net.device), net.pipeline.channels, net.pipeline.cut)
 
 
-FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOptimizer: GuardedOptimizer,
-               FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT})
+# --------------------------------------------------------------------------------------------------- tokens to experts
+
+def visit_without_sorting(mlps, group, rows, counts):
+    """As visit: the CPU waits for the GPU once. What comes is in order of rank and expert, so where a row belongs
+    follows from the counts."""
+    if not kernels.on_triton(rows):
+        return visit(mlps, group, rows, counts)
+    n = dist.get_world_size(group)
+    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    sends, receives = both.sum(2).tolist()
+    there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
+    rows = Trade.apply(rows, group, there, back)
+    by_expert = both[1].T.flatten()
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, n).T.flatten()                        # of each rank's, by expert
+    moves = (starts - coming.cumsum(0) + coming).repeat_interleave(coming, output_size=len(rows))
+    places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
+    y = mlps(kernels.dispatch(rows, places), both[1].sum(0))
+    return Trade.apply(kernels.combine(y, places), group, back, there)
+
+
+FASTER.update({visit: visit_without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
+               ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
