@@ -39,6 +39,7 @@ import time
 import weakref
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -2507,13 +2508,15 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
 @functools.cache
 def local_elements(config, tp, pieces):
     """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
-    count = [0, 0]
+    count, one = [0, 0], replace(config, n_layer=1)  # blocks are alike, so one is built
     for run in pieces:
-        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
+        kinds = [(i > 0) + (i > config.n_layer) for i in run]  # 0 the embedding, 1 a block, 2 the head
+        for name, param in GPT(one, seed=None, pieces=range(kinds[0], kinds[-1] + 1)).named_parameters():
             layer, _, leaf = name.rpartition(".")
             how = planned(layer, GPT2_PLAN)
             whole = how is None or how is RowParallelLinear and leaf == "bias"
-            count[param.dim() == 1] += param.numel() / (1 if whole else tp)
+            times = kinds.count(1) if name.startswith("h.") else 1
+            count[param.dim() == 1] += times * param.numel() / (1 if whole else tp)
     return tuple(count)
 
 
