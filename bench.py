@@ -293,8 +293,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
             kept = -(-rows * config.n_embd // (shards if s.zero else 1))
             yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
-    for axis in (["dp"] if shards == replicas else ["within", "between"]) + ["tp", "pp"]:
-        yield Message("gradient norm", "all_reduce", axis, [1], 8)
+    yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
 
 
@@ -502,7 +501,8 @@ def predict(config, s, machine):
     each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
               "between": (replicas // shards, shards * s.tp),
-              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "all": (every, 1)}
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
+              "all": (every, 1)}
     unit = matrices // count
     buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
     buckets.append((vectors, 0))
@@ -564,8 +564,8 @@ def measure_machine(device, dtype, config, comms):
         return run
 
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
-    block, attention = (FusedBlock(config).to(device, dtype) for _ in range(2))
-    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1)) for _ in range(8))).to(device, dtype)
+    block, attention = (FusedBlock(config, 0).to(device, dtype) for _ in range(2))
+    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
@@ -839,7 +839,8 @@ def layouts(n, m, virtual):
 def random_source(config, device):
     """Weights made where they are used: drawing GPT-2 XL's on the CPU takes longer than the benchmark."""
     sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
-    return lambda name: (torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
+    return lambda name: (torch.zeros(config.experts, device=device) if name.endswith("router.bias") else
+                         torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
                          torch.randn(sizes[name], device=device).mul_(0.02))
 
 
@@ -848,7 +849,7 @@ def make_trainer(config, s, device):
     return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
-WAITED = "tp", "pp", "ends", "all"  # whose all-reduces the caller waits for
+WAITED = "tp", "pp", "ends", "world", "all"  # whose all-reduces the caller waits for
 
 
 def predicted_traffic(trainer):
@@ -857,7 +858,7 @@ def predicted_traffic(trainer):
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
               if i % s.pp == pp_rank]
     where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "all": trainer.control}
+             "between": net.between, "world": None, "all": trainer.control}
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
                                  for reducer in trainer.net.reducers for b in reducer.buckets]

@@ -2,6 +2,7 @@
 
     activations      ELU and GELU
     linear           cuBLAS's product, with a backward that can be cut in two
+    grouped product  rows sorted by group, each group times its own matrix: a mixture of experts
     layer norm       of the residual stream
     attention        flash attention
     cross-entropy    never writes a probability, puts the gradient where the logits were
@@ -245,6 +246,152 @@ def sum_columns(dy):
 def linear(x, weight, bias=None):
     """x A^T + b for x (..., in), weight A (out, in), bias (out)."""
     return faster(F.linear)(x, weight, bias)
+
+
+# ----------------------------------------------------------------------------------------------------- grouped product
+#
+# A mixture of experts multiplies each token by its expert's matrix. Rows of x come sorted by group, as many as `counts`
+# says. For row r of group e, and sums over the rows of e:
+#
+#     y_r = A_e x_r + b_e        dx_r = A_e^T dy_r        dA_e = sum of dy_r x_r^T        db_e = sum of dy_r
+#
+# A loop of products wants counts on the CPU, which then waits for the GPU, and small groups leave multiprocessors idle.
+# One launch does it if each program finds its own group. Groups are cut into tiles of BM rows, and none has rows of two
+# groups. At counts 5, 0, 3 and BM = 4:
+#
+#     row        0  1  2  3 | 4           | 5  6  7    |
+#     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
+#
+# E groups have at most ceil(R / BM) + E row tiles, whatever counts says: so many are launched. Tile t belongs to the
+# first group with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product, A's strides swapped. In dA
+# rows are what is summed over: a program owns a tile of one dA_e and walks over e's rows, if any, so that no other
+# row's number, be it NaN, is touched. FLOPs: 2 R in out each, as for one matrix.
+
+def grouped_reference(x, weight, bias, counts):
+    """A product for each group: y (R, out)."""
+    return torch.cat([F.linear(rows, weight[e], None if bias is None else bias[e])
+                      for e, rows in enumerate(x.split(counts.tolist()))])
+
+
+def grouped_backward_reference(dy, x, counts):
+    """(dA, db): zero for groups without rows."""
+    groups = list(zip(dy.split(counts.tolist()), x.split(counts.tolist())))
+    return torch.stack([d.T @ rows for d, rows in groups]), torch.stack([d.sum(0) for d, _ in groups])
+
+
+@triton.jit
+def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """(group, first row, the group's end) of a row tile. The group is E or more for a surplus tile."""
+    group = tl.arange(0, E_PAD)
+    count = tl.load(counts + group, group < E, 0)
+    tiles = (count + BM - 1) // BM
+    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # so many groups end before this tile
+    start = tl.sum(tl.where(group < e, count, 0), 0)
+    return e, start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM, start + tl.sum(
+        tl.where(group == e, count, 0), 0)
+
+
+@triton.jit
+def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_column, E_PAD: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
+    if e >= E:
+        return
+    rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    # Beyond the edges, the last row and the first columns are read again, and never stored.
+    x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
+    weight += e.to(tl.int64) * w_group + ks[:, None] * w_column + (columns % N)[None] * w_row   # (BK, BN)
+    tile = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        tile = tl.dot(tl.load(x, ks[None] < K - k, 0), tl.load(weight, ks[:, None] < K - k, 0), tile,
+                      input_precision="tf32x3")
+        x += BK
+        weight += BK * w_column
+    if bias is not None:
+        tile += tl.load(bias + e * N + columns, columns < N, 0).to(tl.float32)[None]
+    tl.store(y + rows[:, None] * N + columns[None], tile, (rows[:, None] < end) & (columns[None] < N))
+
+
+@triton.jit
+def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A (BN, BK) tile of dA_e, and where db is wanted, the first program of its rows adds up BN of db_e."""
+    e, group = tl.program_id(2), tl.arange(0, E_PAD)
+    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
+    end = first + tl.load(counts + e)
+    n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK + tl.arange(0, BK)
+    tile, total = tl.zeros((BN, BK), tl.float32), tl.zeros((BN,), tl.float32)
+    for row in range(first, end, BM):
+        rows = row + tl.arange(0, BM)
+        d = tl.load(dy + rows[None] * N + n[:, None], (rows[None] < end) & (n[:, None] < N), 0)     # (BN, BM)
+        v = tl.load(x + rows[:, None] * K + k[None], (rows[:, None] < end) & (k[None] < K), 0)      # (BM, BK)
+        tile = tl.dot(d, v, tile, input_precision="tf32x3")
+        total += tl.sum(d.to(tl.float32), 1)
+    n = n.to(tl.int64)
+    tl.store(dw + (e.to(tl.int64) * N + n)[:, None] * K + k[None], tile, (n[:, None] < N) & (k[None] < K))
+    if db is not None:
+        if tl.program_id(0) == 0:
+            tl.store(db + e * N + n, total, n < N)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x A_e^T + b_e, e the group of each row. Keeps x, A and counts."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, counts):
+        ctx.save_for_backward(x, weight, counts)
+        return grouped_product(x, weight, bias, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, counts = ctx.saved_tensors
+        dx = grouped_product(dy, weight.transpose(1, 2), None, counts) if ctx.needs_input_grad[0] else None
+        needs_dw, needs_db = ctx.needs_input_grad[1:3]
+        dw, db = grouped_weight_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
+        return dx, dw, db, None
+
+
+def grouped_product(x, weight, bias, counts):
+    return faster(launch_grouped)(x, weight, bias, counts) if on_triton(x) else grouped_reference(
+        x, weight, bias, counts)
+
+
+def grouped_weight_gradients(dy, x, counts, biased):
+    """(dA, db), db None where it is not wanted."""
+    if on_triton(x):
+        return faster(launch_grouped_gradients)(dy, x, counts, biased)
+    dw, db = grouped_backward_reference(dy, x, counts)
+    return dw, db if biased else None
+
+
+def launch_grouped(x, weight, bias, counts):
+    """weight (E, out, in) of any strides."""
+    x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
+    y, (BM, BN, BK) = x.new_empty(len(x), N), GROUPED_TILES
+    _grouped_product[triton.cdiv(len(x), BM) + E, triton.cdiv(N, BN)](
+        x, weight, bias, y, counts, E, N, K, *weight.stride(), triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
+    return y
+
+
+def launch_grouped_gradients(dy, x, counts, biased):
+    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
+    dw, db, (BM, BN, BK) = x.new_empty(E, N, K), x.new_empty(E, N) if biased else None, GROUPED_TILES
+    _grouped_weight_gradient[triton.cdiv(K, BK), triton.cdiv(N, BN), E](
+        dy, x, dw, db, counts, N, K, triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
+    return dw, db
+
+
+GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
+
+
+def grouped_linear(x, weight, bias, counts):
+    """x A_e^T + b_e for x (R, in), its rows sorted by group e; weight A (E, out, in), bias (E, out) or None: (R, out).
+
+    counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
+    one dtype. Deterministic.
+    """
+    return GroupedLinear.apply(x, weight, bias, counts)
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm
@@ -940,6 +1087,159 @@ def fast_sum_columns(dy):
 
 FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward, sum_columns: fast_sum_columns,
                F.linear: fast_linear, linear_forward: padded_forward, linear_backward: padded_backward})
+
+
+# ----------------------------------------------------------------------------------------------------- grouped product
+#
+# For 16-bit rows that TMA can address. A group's end is no edge of a tensor, where TMA would stop by itself, so tensors
+# of R rows of `width` are described with two more dimensions: sizes (2^31, 2^31, 2^30, width), all but the last a bit
+# less, strides (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
+#
+#     2^30 (2^34 - width) + end width + (2^30 - end + row) width + column  =  2^64 + row width + column
+#
+# which in addresses of 64 bits is (row, column), but the third index meets its limit where row = end: from there on
+# loads bring zeros and nothing is stored. One descriptor made on the CPU serves all groups, and no kernel has a mask.
+#
+# TFLOP/s on an H200, bf16, R = 16384 = 4 x 4096 | 8192 + 0 + 5000 + 3192 | 16 groups by Zipf, widths 1536 -> 6144:
+#
+#     forward    661 | 670 | 625      a loop of cuBLAS's products 654 | 682 | 590      torch._grouped_mm 628 | 660 | 604
+#     dx         696 | 724 | 594                                  690 | 717 | 552                        694 | 706 | 580
+#     dA         669 | 654 | 551                                  675 | 647 | 522                        663 | 578 | 530
+
+@triton.jit
+def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
+    return D.load([1 << 30, end, (1 << 30) - end + row, column]).reshape(M, N)
+
+
+@triton.jit
+def _store_group(D, row, end, column, tile, M: tl.constexpr, N: tl.constexpr):
+    D.store([1 << 30, end, (1 << 30) - end + row, column], tile.to(D.dtype).reshape(1, 1, M, N))
+
+
+@triton.jit
+def tuned_grouped_kernel(X, W, Y, bias, counts, E, N, K, TRANSPOSED: tl.constexpr, E_PAD: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """Persistent programs. Flattened, a tile's first loads are on their way while the tile before is stored.
+
+    W (E, N, K), or TRANSPOSED (E, K, N). y leaves in halves, which need half the shared memory.
+    """
+    group = tl.arange(0, E_PAD)
+    tall = tl.sum((tl.load(counts + group, group < E, 0) + BM - 1) // BM, 0).to(tl.int32)
+    wide = tl.cdiv(N, BN)
+    for program in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):
+        row, column = _tile(program, tall, wide, GROUP)
+        e, first, end = _rows_of_tile(row, counts, E, E_PAD, BM)
+        first, end, n = first.to(tl.int32), end.to(tl.int32), column * BN
+        tile = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            if TRANSPOSED:
+                tile = tl.dot(X.load([first, k]), W.load([e, k, n]).reshape(BK, BN), tile)
+            else:
+                tile = tl.dot(X.load([first, k]), W.load([e, n, k]).reshape(BN, BK).T, tile)
+        if bias is not None:
+            columns = n + tl.arange(0, BN)
+            tile += tl.load(bias + e.to(tl.int64) * N + columns, columns < N, 0).to(tl.float32)[None]
+        left, right = tile.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        _store_group(Y, first, end, n, left, BM, BN // 2)
+        _store_group(Y, first, end, n + BN // 2, right, BM, BN // 2)
+
+
+@triton.jit
+def tuned_grouped_gradient_kernel(DY, X, DW, counts, N, K, E_PAD: tl.constexpr,
+                                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """A (BN, BK) tile of dA_e a program, not persistent: where groups differ in rows, programs differ in work, and the
+    hardware starts the next one wherever a multiprocessor gets free."""
+    e, group = tl.program_id(1), tl.arange(0, E_PAD)
+    first = tl.sum(tl.load(counts + group, group < e, 0), 0).to(tl.int32)
+    end = first + tl.load(counts + e).to(tl.int32)
+    row, column = _tile(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
+    n, k = row * BN, column * BK
+    tile = tl.zeros((BN, BK), tl.float32)
+    for at in range(first, end, BM):
+        tile = tl.dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
+    DW.store([e, n, k], tile.to(DW.dtype).reshape(1, BN, BK))
+
+
+@triton.jit
+def _sum_groups(dy, counts, partial, width, E_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """partial (E, parts, width): a program adds up every parts-th M rows of N columns of a group."""
+    e, part, parts, group = tl.program_id(1), tl.program_id(2), tl.num_programs(2), tl.arange(0, E_PAD)
+    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
+    end = first + tl.load(counts + e)
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    total = tl.zeros((M, N), tl.float32)
+    for start in tl.range(first + part * M, end, parts * M, num_stages=3):
+        row = start + tl.arange(0, M)[:, None]
+        total += tl.load(dy + row * width + column, (row < end) & (column < width), 0).to(tl.float32)
+    tl.store(partial + (e * parts + part).to(tl.int64) * width + column, tl.sum(total, 0, keep_dims=True),
+             column < width)
+
+
+def grouped_descriptor(x, rows, columns):
+    width = x.shape[1]
+    return TensorDescriptor(x, [2**31 - 2**16] * 2 + [2**30, width], [2**34 - width, width, width, 1],
+                            [1, 1, rows, columns])
+
+
+def tma_takes(*tensors):
+    """Whether rows lie at multiples of 16 bytes, and the tiles below fit: on Hopper."""
+    return all(t.numel() and t.dtype.itemsize == 2 and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0
+               and (INTERPRETED or _generation(t.device) == 9) for t in tensors)
+
+
+def tuned_grouped(x, weight, bias, counts):
+    check_grouped(x, weight, bias, counts)
+    x, (E, N, K), transposed = x.contiguous(), weight.shape, weight.stride(2) != 1
+    stored = (weight.mT if transposed else weight).contiguous()
+    if not tma_takes(x, stored) or N % 8:
+        return launch_grouped(x, weight, bias, counts)
+    y, (BM, BN, BK, GROUP, stages) = x.new_empty(len(x), N), GROUPED_TILES_TUNED["product"]
+    programs = min(programs_at_once(x.device), (triton.cdiv(len(x), BM) + E) * triton.cdiv(N, BN))
+    tuned_grouped_kernel[(programs,)](
+        TensorDescriptor(x, list(x.shape), [K, 1], [BM, BK]),
+        TensorDescriptor(stored, list(stored.shape), list(stored.stride()), [1, BK, BN] if transposed else [1, BN, BK]),
+        grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, E, N, K, transposed,
+        triton.next_power_of_2(E), BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
+    return y
+
+
+def tuned_grouped_gradients(dy, x, counts, biased):
+    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
+    if not tma_takes(dy, x):
+        return launch_grouped_gradients(dy, x, counts, biased)
+    dw, (BM, BN, BK, GROUP, stages) = x.new_empty(E, N, K), GROUPED_TILES_TUNED["gradient"]
+    tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
+        grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
+        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, N, K, triton.next_power_of_2(E),
+        BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
+    return dw, grouped_sums(dy, counts) if biased else None
+
+
+def grouped_sums(dy, counts):
+    """(E, width): sums over the rows of each group. At 16384 x 6144 55 us, where reading dy takes 48."""
+    E, width = len(counts), dy.shape[1]
+    partial = torch.empty(E, 16, width, dtype=torch.float32, device=dy.device)
+    _sum_groups[triton.cdiv(width, 64), E, 16](dy, counts, partial, width, triton.next_power_of_2(E), 32, 64,
+                                               num_warps=2)
+    return sum_parts(partial, dy.dtype)
+
+
+def check_grouped(x, weight, bias, counts):
+    if (x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or counts.shape != weight.shape[:1]
+            or bias is not None and bias.shape != weight.shape[:2]):
+        raise ValueError(f"grouped product of x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
+                         f"{None if bias is None else tuple(bias.shape)} and counts {tuple(counts.shape)}: needs "
+                         f"(R, in), (E, out, in), (E, out) or None, (E)")
+    if x.dtype != weight.dtype or counts.dtype != torch.int64 or not x.device == weight.device == counts.device:
+        raise ValueError(f"grouped product of x {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, "
+                         f"counts {counts.dtype} on {counts.device}: x and weight must be of one dtype, counts int64, "
+                         f"all on one device")
+
+
+# BM, BN, BK, GROUP, stages.
+GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 4)}
+
+FASTER.update({launch_grouped: tuned_grouped, launch_grouped_gradients: tuned_grouped_gradients})
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm

@@ -7,7 +7,7 @@ parameter's name, on nothing else.
     python model.py            parameters, FLOPs and training bytes of every preset
 
 Letters: K parameters (N is for ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head,
-V vocabulary, L layers.
+V vocabulary, L layers, E experts, k of them a token.
 Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
@@ -39,10 +39,13 @@ class GPTConfig:
     activation: str = "gelu"   # "gelu" (the tanh form, GPT-2's) or "elu"
     tied: bool = True          # the head is the transposed embedding
     norm_eps: float = 1e-5
+    experts: int = 0           # MLPs a block has to choose from; 0: one, for all tokens
+    top_k: int = 2             # experts a token goes through
+    expert_every: int = 1      # of how many blocks the last has experts
 
     def __post_init__(self):
         for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "inner" else 1
+            value, least = getattr(self, field.name), 0 if field.name in ("inner", "experts") else 1
             if type(value) is not field.type:  # True is no int here
                 raise ValueError(f"{field.name} {value!r} must be of type {field.type.__name__}")
             if field.type is int and not least <= value < 2**31:
@@ -51,6 +54,8 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} must be at most the number of experts, {self.experts}")
         if not 0 <= self.norm_eps <= 1:
             raise ValueError(f"norm_eps {self.norm_eps} must be between 0 and 1")
         object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)
@@ -59,13 +64,24 @@ class GPTConfig:
     def head_dim(self):
         return self.n_embd // self.n_head
 
-    def parameters(self):
-        """K, how many parameters; a tied head counts once."""
+    def has_experts(self, block):
+        """Whether the block of this number, from 0, has experts: of each `expert_every` blocks the last."""
+        return self.experts > 0 and block % self.expert_every == self.expert_every - 1
+
+    def parameters(self, experts=None):
+        """K, how many parameters; a tied head counts once. experts: count so many a block, where not all."""
         c, v = self.n_embd, self.vocab_size
         attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
         mlp = 2 * c * self.inner + c + self.inner
-        blocks = self.n_layer * (attention + mlp + 4 * c)      # two layer norms of 2C each
+        blocks = self.n_layer * (attention + 4 * c)            # two layer norms of 2C each
+        routed = sum(map(self.has_experts, range(self.n_layer)))
+        count = self.experts if experts is None else experts
+        blocks += (self.n_layer - routed) * mlp + routed * (count * mlp + self.experts * c)    # the router: E C
         return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
+
+    def active_parameters(self):
+        """How many of them one token meets: k of the E experts."""
+        return self.parameters(self.top_k)
 
     @property
     def long_sequences(self):
@@ -75,14 +91,15 @@ class GPTConfig:
     def flops_per_token(self):
         """FLOPs to train on one token: 6 (K - T C) + 12 L C T. Backward takes twice what forward takes.
 
-        6 a parameter that is multiplied: position embeddings (T C) are only added, an embedding that is no head as well
-        is only read. 12 L C T is Q K^T and P V, in full though a causal kernel skips half. PaLM (2022), appendix B.
-        Up to T = 4C that is a quarter too much at most, and comparable with others' figures. Long sequences count the
-        causal half, 6 L C T, because with the full term a fast kernel's MFU would pass 100 %.
+        6 a parameter that is multiplied, of experts those the token goes through: position embeddings (T C) are only
+        added, an embedding that is no head as well is only read. 12 L C T is Q K^T and P V, in full though a causal
+        kernel skips half. PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at most, and comparable with
+        others' figures. Long sequences count the causal half, 6 L C T, because with the full term a fast kernel's MFU
+        would pass 100 %.
         """
         read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
         scores = (6 if self.long_sequences else 12) * self.n_layer * self.n_embd * self.seq_len
-        return 6 * (self.parameters() - read) + scores
+        return 6 * (self.active_parameters() - read) + scores
 
     def training_bytes(self):
         """Bytes of float32 weights, gradients, AdamW's two moments: 4 + 4 + 8 a parameter. Activations come on top."""
@@ -147,16 +164,114 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm: the residual stream passes untouched from the embedding to the head, each sublayer adds to it."""
 
-    def __init__(self, config):
+    def __init__(self, config, number):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, config.norm_eps)
         self.attn = Attention(config)
         self.ln_2 = LayerNorm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = (MixtureOfExperts if config.has_experts(number) else MLP)(config)
 
     def forward(self, x):                                                                     # (B, T, C)
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
+
+
+# Mixture of experts: in place of one MLP a block has E, and a router sends each token through k of them. Parameters
+# grow with E, FLOPs with k. A router left alone learns to use few experts. Two older remedies depend on how a batch is
+# spread over ranks and micro-batches: an auxiliary loss multiplies means over the tokens that are looked at together,
+# and a capacity drops those that come last. Here each expert has a bias that counts in the choice alone. After a step
+# it falls by `rate` if the expert got more than 1/E of the batch, else it rises. The number of tokens is a sum of
+# integers, the same in every layout, and no token is dropped.
+# Shazeer et al., "Outrageously Large Neural Networks" (2017); Wang et al., "Auxiliary-Loss-Free Load Balancing" (2024);
+# DeepSeek-V3 (2024), section 2.1.2. CS336 lecture 4.
+
+class Router(nn.Module):
+    """Chooses k of E experts for each token, and weighs them. In float32, or float64, whatever layers compute in.
+
+    load: int64 (E), the tokens that each expert got in forwards whose backward has been here: so neither evaluation
+    counts nor what backward runs again. Whoever balances sets it to 0.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.load = config.top_k, 0
+        self.weight = nn.Parameter(torch.empty(config.experts, config.n_embd))
+        self.register_buffer("bias", torch.empty(config.experts, dtype=torch.float32))
+
+    def forward(self, x):                                                                     # (B, T, C)
+        x, weight = kernels.at_least_float32(x), kernels.at_least_float32(self.weight)
+        scores = (x @ weight.T).sigmoid()                                                     # (B, T, E)
+        ranked = (scores.detach() + self.bias).sort(descending=True, stable=True).indices     # of equal ones the first
+        chosen = ranked[..., :self.top_k]                                                     # (B, T, k)
+        gates = scores.gather(-1, chosen)
+        if self.top_k > 1:  # of one, the share would be 1, and give the router no gradient
+            gates = gates / gates.sum(-1, keepdim=True)
+        if gates.requires_grad:
+            counts = count_of_each(chosen, len(weight))
+            gates.register_hook(lambda grad: self.count(counts))
+        return chosen, gates
+
+    def count(self, counts):
+        self.load = self.load + counts
+
+    @torch.no_grad()
+    def balance(self, load, rate):
+        """Move the bias against the load (E) of a whole batch. Its mean stays 0."""
+        self.bias += rate * (load.sum() - len(load) * load).sign()
+        self.bias -= self.bias.mean()
+
+
+def count_of_each(chosen, experts):
+    """How often each expert is chosen: int64 (E)."""
+    return (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
+
+
+class StackedLinear(nn.Module):
+    """A Linear of each expert: weight (E, out, in), bias (E, out)."""
+
+    def __init__(self, experts, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(experts, n_out))
+        self.bias.matrix = False  # it is E vectors
+
+    def forward(self, rows, counts):
+        return kernels.grouped_linear(rows, self.weight, self.bias, counts)
+
+
+class Experts(nn.Module):
+    """E MLPs. Tokens are sorted by expert, so that each expert multiplies a matrix of its own tokens."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = StackedLinear(config.experts, config.n_embd, config.inner)
+        self.c_proj = StackedLinear(config.experts, config.inner, config.n_embd)
+        self.count, self.activation = config.experts, ACTIVATIONS[config.activation]
+
+    def forward(self, x, chosen, gates):                                                      # (B, T, C), 2 x (B, T, k)
+        order, k = chosen.flatten().argsort(stable=True), chosen.shape[-1]                    # (B T k)
+        rows = x.flatten(0, 1).repeat_interleave(k, 0).index_select(0, order)                 # (B T k, C)
+        y = self.mlps(rows, count_of_each(chosen, self.count))
+        y = y.index_select(0, order.argsort()).view(*chosen.shape, -1)                        # (B, T, k, C)
+        return (y * gates.unsqueeze(-1).to(y.dtype)).sum(-2)
+
+    def mlps(self, rows, counts):
+        """rows (n, C): counts[0] of the first expert, counts[1] of the second, and so on."""
+        return self.c_proj(self.activation(self.c_fc(rows, counts)), counts)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.router, self.experts = Router(config), Experts(config)
+
+    def forward(self, x):                                                                     # (B, T, C)
+        return self.experts(x, *self.router(x))
+
+
+def routers(model):
+    """{number of a block: its Router}."""
+    return {int(i): block.mlp.router for i, block in model.h.items() if isinstance(block.mlp, MixtureOfExperts)}
 
 
 class GPT(nn.Module):
@@ -175,7 +290,7 @@ class GPT(nn.Module):
                 self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, config.n_embd), freeze=False)
                                       for n in (config.vocab_size, config.seq_len))
             block = FASTER.get(Block, Block)
-            self.h = nn.ModuleDict({str(i - 1): block(config) for i in pieces if 1 <= i <= config.n_layer})
+            self.h = nn.ModuleDict({str(i - 1): block(config, i - 1) for i in pieces if 1 <= i <= config.n_layer})
             if last:
                 self.ln_f = LayerNorm(config.n_embd, config.norm_eps)
                 self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
@@ -233,7 +348,12 @@ def initial_weight(config, name, seed):
     Matrices from N(0, 0.02); those that add to the residual stream, 2L of them, from N(0, 0.02 / sqrt(2L)).
     """
     name = "wte.weight" if config.tied and name == "lm_head.weight" else name
-    shape = shapes(config)[name]
+    if each := names_of_experts(config, name):
+        return torch.stack([initial_value(config, one, shapes(config)[name][1:], seed) for one in each])
+    return initial_value(config, name, {**shapes(config), **buffers(config)}[name], seed)
+
+
+def initial_value(config, name, shape, seed):
     if len(shape) == 1:
         return torch.full(shape, float(name.endswith("weight")), device="cpu")
     std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
@@ -241,10 +361,23 @@ def initial_weight(config, name, seed):
     return torch.empty(shape, device="cpu").normal_(0, std, generator=generator)
 
 
+def names_of_experts(config, name):
+    """A stacked parameter's name for each expert, "h.0.mlp.experts.3.c_fc.weight": so it is called in files, and by
+    this name it gets its initial values. Empty for all others."""
+    there = name.replace(".experts.", ".experts.{}.")
+    return [there.format(e) for e in range(config.experts)] if there != name else []
+
+
 @functools.cache
 def shapes(config):
     """Name -> shape of every parameter of the whole model (one dict for all who ask: not to be changed)."""
     return {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
+
+
+@functools.cache
+def buffers(config):
+    """The same of what is kept beside parameters: the routers' biases, float32."""
+    return {name: tuple(b.shape) for name, b in GPT(config, seed=None).named_buffers()}
 
 
 def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda param, value: value):
@@ -260,6 +393,14 @@ def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda 
                 made[old] = nn.Parameter(value.to(device, dtype, copy=True).contiguous(), old.requires_grad)
                 made[old].__dict__.update(old.__dict__)
             setattr(owner, leaf, made[old])
+    materialize_buffers(module, source, device)
+
+
+def materialize_buffers(module, source, device):
+    """Give every buffer its value. They are routers' biases, float32 whatever dtype layers have."""
+    for prefix, owner in module.named_modules():
+        for leaf, old in list(owner.named_buffers(recurse=False)):
+            owner.register_buffer(leaf, source(f"{prefix}.{leaf}").to(device, torch.float32, copy=True))
 
 
 # ============================================================ machinery: the same results, faster or safer ============
@@ -294,9 +435,10 @@ class FusedMLP(MLP):
 class FusedBlock(Block):
     """One kernel adds a sublayer's output to the residual stream and takes the norm: 4 passes over memory, not 5."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.mlp = FusedMLP(config)
+    def __init__(self, config, number):
+        super().__init__(config, number)
+        if isinstance(self.mlp, MLP):
+            self.mlp = FusedMLP(config)
 
     def forward(self, x):
         one, two = self.ln_1, self.ln_2
@@ -319,7 +461,9 @@ HF_KEYS = {  # a field of GPTConfig: config.json's key, and what it is where the
     "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
     "n_head": ("n_head", 12), "n_embd": ("n_embd", 768), "inner": ("n_inner", None),
     "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
-    "norm_eps": ("layer_norm_epsilon", 1e-5)}
+    "norm_eps": ("layer_norm_epsilon", 1e-5), "experts": ("num_experts", 0), "top_k": ("num_experts_per_tok", 2),
+    "expert_every": ("decoder_sparse_step", 1)}
+WITH_EXPERTS = "ringgpt_moe"  # model_type of a folder with experts: transformers knows none, so it refuses the folder
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
                       "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
@@ -339,7 +483,7 @@ def from_hf(cls, folder):
 
 def save_hf(self, folder):
     """Write the model as such a folder, readable by transformers' GPT2LMHeadModel.from_pretrained."""
-    state = dict(self.named_parameters())
+    state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
     write_hf(folder, self.config, state.__getitem__)
 
 
@@ -364,11 +508,27 @@ def open_hf(folder):
             if tuple(found.shape) != shape:
                 raise ValueError(f"{path}: {name} is {tuple(found.shape)}, config.json makes it {shape} ({said})")
 
+    def stacked(name):
+        each = names_of_experts(config, name)
+        return torch.stack([get(one) for one in each]) if each else get(name)
+
+    def get(name):
+        return tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
+
     # First what would take long to build, or could not be, if config.json alone were believed.
     check([("wte.weight", (config.vocab_size, config.n_embd))])
     check((f"h.{i}.ln_1.weight", (config.n_embd,)) for i in range(config.n_layer))
-    check(shapes(config).items())
-    return config, lambda name: tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
+    check((name, shape) for name, _, _, shape in entries(config))
+    return config, stacked
+
+
+def entries(config):
+    """[(name in a file, parameter or buffer, number of the expert or None, shape)]: what a folder holds."""
+    rows = []
+    for name, shape in {**shapes(config), **buffers(config)}.items():
+        each = names_of_experts(config, name)
+        rows += [(one, name, e, shape[1:]) for e, one in enumerate(each)] or [(name, name, None, shape)]
+    return rows
 
 
 def read_hf_config(path):
@@ -378,8 +538,10 @@ def read_hf_config(path):
             hf = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(hf, dict) or hf.get("model_type", "gpt2") != "gpt2":
+    if not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in ("gpt2", WITH_EXPERTS):
         raise ValueError(f"{path}: not the config of a GPT-2 (model_type is not 'gpt2')")
+    if (hf.get("model_type") == WITH_EXPERTS) != bool(hf.get("num_experts")):
+        raise ValueError(f"{path}: model_type {WITH_EXPERTS!r} and num_experts, at least 1, go together")
     for key, value in HF_FIXED.items():
         if hf.get(key, value) is not value:
             raise ValueError(f"{path}: {key} is {hf[key]!r}, only {value} is supported")
@@ -491,7 +653,7 @@ def write_safetensors(path, entries, get):
 
 
 def write_hf(folder, config, get, dtype=torch.float32):
-    """Write config.json and model.safetensors, calling get(name) for one whole parameter after the other.
+    """Write config.json and model.safetensors, calling get(name) for one whole parameter after the other, buffers last.
 
     dtype: what the file keeps; float64 loses nothing of float64 weights. Returns {file: {"bytes", "crc32"}}.
     """
@@ -502,13 +664,23 @@ def write_hf(folder, config, get, dtype=torch.float32):
           "n_inner": config.inner, "activation_function": activation, "layer_norm_epsilon": config.norm_eps,
           "tie_word_embeddings": config.tied, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
           "bos_token_id": None, "eos_token_id": None, "dtype": str(dtype).removeprefix("torch."), **HF_FIXED}
-    ours = {name if name == "lm_head.weight" else f"transformer.{name}": (name, shape)
-            for name, shape in shapes(config).items()}
-    turn = {name: name.endswith(TRANSPOSED) for name in ours}
+    if config.experts:
+        hf |= {"model_type": WITH_EXPERTS, "architectures": ["RingGPTMixtureOfExperts"],
+               **{HF_KEYS[field][0]: getattr(config, field) for field in ("experts", "top_k", "expert_every")}}
+    ours = {name if name == "lm_head.weight" else f"transformer.{name}": rest for name, *rest in entries(config)}
+    turn, whole = {name: name.endswith(TRANSPOSED) for name in ours}, {}
+
+    def part(hf_name):
+        name, expert, _ = ours[hf_name]
+        if name not in whole:  # a stack is gathered once, for all its experts
+            whole.clear()
+            whole[name] = get(name)
+        tensor = whole[name] if expert is None else whole[name][expert]
+        return tensor.t() if turn[hf_name] else tensor
+
     weights = write_safetensors(
         os.path.join(folder, "model.safetensors"),
-        {hf_name: (dtype, shape[::-1] if turn[hf_name] else shape) for hf_name, (_, shape) in ours.items()},
-        lambda hf_name: get(ours[hf_name][0]).t() if turn[hf_name] else get(ours[hf_name][0]))
+        {hf_name: (dtype, shape[::-1] if turn[hf_name] else shape) for hf_name, (*_, shape) in ours.items()}, part)
     text = write_file(os.path.join(folder, "config.json"), json.dumps(hf, indent=2))
     return {"config.json": text, "model.safetensors": weights}
 

@@ -6,6 +6,7 @@
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     sequence    between them the tokens are cut: f and g become all-gather and reduce-scatter
     context     all tokens of a sequence are cut: keys and values go round a ring, or heads are exchanged for tokens
+    expert      ranks of dp share out the experts, and tokens travel to those that the router chose
     pipeline    layers are spread over ranks: GPipe, 1F1B, interleaved, zero-bubble, as lists of actions
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
@@ -22,7 +23,8 @@ What the file writes onto a parameter:
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
                         that saw T/N tokens each
     param.replicas      the group that averages its gradient, where that is not the module's
-    param.cut           the `Cut` by which tensor parallelism took this rank's part of it
+    param.fed           how many ranks' tokens each of those has in its gradient, where not its own alone: an expert's
+    param.cuts          the `Cut`s by which expert and tensor parallelism took this rank's part of it
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py.
@@ -39,7 +41,6 @@ import time
 import weakref
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -55,7 +56,8 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import GPT, PRESETS, GPTConfig, Linear, initial_weight, materialize, shapes
+from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, initial_weight, materialize,
+                   materialize_buffers, routers, shapes)
 
 FASTER = {}  # class -> its subclass below the bar, which gives the same numbers sooner; `train.py --plain` empties it
 
@@ -106,6 +108,16 @@ def split_replicas(mesh, replicas, n):
     return sum([dist.rows_and_columns(grid) for grid in grids], [])
 
 
+def split_experts(mesh, n):
+    """[this rank's group of n neighbours along dp, who share out the experts, the group of those who have the same
+    ones]; where n is 1, [None, None]. On all ranks."""
+    if n == 1:
+        return [None, None]
+    _, dp, cp, _ = mesh.shape
+    grids = mesh.mesh.permute(0, 3, 1, 2).reshape(-1, dp // n, n, cp).transpose(2, 3).flatten(1, 2)  # (., dp/n cp, n)
+    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
+
+
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
 #
 # Every rank holds the whole model and sees its own part of the batch. Gradients are averaged, so replicas stay equal:
@@ -134,6 +146,7 @@ class Bucket:
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
         self.between = None         # the group of the ranks that keep the same shard, where `group` is not all replicas
+        self.fed = getattr(params[0], "fed", 1)  # ranks whose tokens a gradient has seen
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -188,7 +201,7 @@ def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=B
         filling.setdefault(key, []).append(param)
     buckets += [bucket_class(some, key[2]) for key, some in filling.items()]
     for bucket in buckets:
-        bucket.between = between
+        bucket.between = between if bucket.group == group_or_world(group) else None  # experts' copies are all of them
     return buckets
 
 
@@ -250,6 +263,8 @@ class Reducer(Replaceable):
     def wire(self, bucket):
         """The total as it travels. The bucket lets go of it."""
         total, bucket.total = bucket.total, None
+        if bucket.fed > 1:  # the sum over so many ranks' mean losses, where the average wants their mean
+            total /= bucket.fed
         return total.to(self.reduce_dtype or total.dtype)
 
     def arrive(self, bucket, average):
@@ -513,7 +528,8 @@ def master_dtype(dtype):
 
 
 def is_matrix(param):
-    """Whether weight decay is for it: not for biases and norms. A flat shard remembers what it was cut from."""
+    """Whether weight decay is for it: not for biases and norms. A flat shard remembers what it was cut from, a stack of
+    biases that it is one."""
     return getattr(param, "matrix", param.dim() >= 2)
 
 
@@ -622,10 +638,10 @@ class FSDP(Replaceable, nn.Module):
         units = fsdp_units(module)
         unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
         self.buckets = make_buckets(list(module.parameters()), math.inf, self.group,
-                                    lambda p: (p.requires_grad, p.dim() > 1 and unit_of[p]), FlatParameter, between)
+                                    lambda p: (p.requires_grad, is_matrix(p) and unit_of[p]), FlatParameter, between)
         replaced = {}
         for flat in self.buckets:
-            replaced.update(flat.become_flat(device, compute_dtype, stays_whole=flat.params[0].dim() <= 1))
+            replaced.update(flat.become_flat(device, compute_dtype, stays_whole=not is_matrix(flat.params[0])))
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
         for owner in module.modules():
             for leaf, p in list(owner.named_parameters(recurse=False)):
@@ -809,7 +825,7 @@ class Cut:
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
-    def __init__(self, linear, group, parts=1, f=CopyToGroup):
+    def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
         super().__init__()
         self.group, self.f, cut = group, f, Cut(group, 0, parts)
         self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
@@ -817,16 +833,16 @@ class ColumnParallelLinear(nn.Module):
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
-        return self.linear(self.f.apply(x, self.group), self.weight, self.bias)
+        return self.linear(self.f(x, self.group), self.weight, self.bias)
 
     def product(self, x):
-        return self.linear(self.f.apply(x, self.group), self.weight)
+        return self.linear(self.f(x, self.group), self.weight)
 
 
 class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
 
-    def __init__(self, linear, group, g=ReduceFromGroup):
+    def __init__(self, linear, group, g=ReduceFromGroup.apply):
         super().__init__()
         self.group, self.g = group, g
         self.weight, self.bias = local_parameter(linear.weight, Cut(group, 1)), linear.bias
@@ -834,14 +850,47 @@ class RowParallelLinear(nn.Module):
     linear = staticmethod(kernels.linear)
 
     def forward(self, x):
-        y = self.g.apply(self.linear(x, self.weight, None), self.group)
+        y = self.g(self.linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias  # after the sum, so that it is added once and not N times
+
+
+class ColumnParallelExperts(nn.Module):
+    """Of each expert what a ColumnParallelLinear has. Weight (E, out/N, in), bias (E, out/N)."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        self.weight, self.bias = (local_parameter(param, Cut(group, 1)) for param in (layer.weight, layer.bias))
+
+    def forward(self, rows, counts):
+        return kernels.grouped_linear(rows, self.weight, self.bias, counts)
+
+
+class RowParallelExperts(nn.Module):
+    """Of each expert what a RowParallelLinear has, before g. Weight (E, out, in/N). g comes after the sum over a
+    token's experts, too late for their biases: so each rank adds its Nth of them, (E, out/N), to its term."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        cut, out = Cut(group, 1), layer.bias.shape[1]
+        self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
+        first = first_row(out, cut)
+        self.around = first, out - first - self.bias.shape[1]
+
+    def forward(self, rows, counts):
+        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.around), counts)
+
+
+def between_f_and_g(experts, group, f, g):
+    """Let experts stand between f and g, in place. Their router stands before f, so tokens pass f with their routes."""
+    forward = experts.forward
+    experts.forward = lambda *routed: g(forward(*(f(tensor, group) for tensor in routed)), group)
+    return experts
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token ids (...) -> embeddings (..., C), each rank looking up the rows it holds: V/N of the table."""
 
-    def __init__(self, embedding, group, g=ReduceFromGroup):
+    def __init__(self, embedding, group, g=ReduceFromGroup.apply):
         super().__init__()
         self.group, self.g, cut = group, g, Cut(group, 0)
         self.weight = local_parameter(embedding.weight, cut)
@@ -852,7 +901,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         x = x.masked_fill(elsewhere.unsqueeze(-1), 0)  # zero where another rank has the row
-        return self.g.apply(x, self.group)
+        return self.g(x, self.group)
 
 
 def local_parameter(param, cut):
@@ -860,8 +909,13 @@ def local_parameter(param, cut):
     if param is None:
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    local.cut, local.split_over = cut, (cut.group,)
+    local.__dict__.update(param.__dict__)
+    local.cuts, local.split_over = cuts(param) + (cut,), split_over(param) + (cut.group,)
     return local
+
+
+def cuts(param):
+    return getattr(param, "cuts", ())
 
 
 def first_row(rows, cut):
@@ -922,6 +976,9 @@ GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer 
     "mlp.c_fc": ColumnParallelLinear,
     "mlp.c_proj": RowParallelLinear,
     "lm_head": ColumnParallelLinear,
+    "mlp.experts": partial(between_f_and_g, f=CopyToGroup.apply, g=ReduceFromGroup.apply),
+    "experts.c_fc": ColumnParallelExperts,
+    "experts.c_proj": RowParallelExperts,
 }
 
 
@@ -940,7 +997,8 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
     for name, layer in list(module.named_modules()):
         if how := planned(name, plan):
             new = how(layer, group)
-            new.weight = slices.setdefault(layer.weight, new.weight)
+            if hasattr(layer, "weight"):
+                new.weight = slices.setdefault(layer.weight, new.weight)
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, new)
     return module
@@ -975,30 +1033,27 @@ def scatter_tokens(x, group):
     return mine
 
 
-class GatherTokens(torch.autograd.Function):
-    """f: forward all-gather, backward reduce-scatter, because each token went into every rank's columns."""
+class Trade(torch.autograd.Function):
+    """forward `there`, backward `back`, two functions of a tensor and the group."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return scatter_tokens(grad, ctx.group), None
-
-
-class ScatterTokens(torch.autograd.Function):
-    """g: forward reduce-scatter, backward all-gather."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return scatter_tokens(x, group)
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_tokens(grad, ctx.group), None
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+def gathered(x, group):
+    """f. Backward adds gradients up, because each token went into every rank's columns."""
+    return Trade.apply(x, group, gather_tokens, scatter_tokens)
+
+
+def scattered(x, group):
+    """g: each rank's term of a sum -> its tokens of the sum."""
+    return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
 class GatherThenProduct(torch.autograd.Function):
@@ -1036,12 +1091,15 @@ class GatheringLinear(ColumnParallelLinear):
 
 
 GPT2_SEQUENCE_PLAN = {  # GPT2_PLAN, but that f and g cut tokens
-    "wte": partial(VocabParallelEmbedding, g=ScatterTokens),
+    "wte": partial(VocabParallelEmbedding, g=scattered),
     "attn.c_attn": partial(GatheringLinear, parts=3),
-    "attn.c_proj": partial(RowParallelLinear, g=ScatterTokens),
+    "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
-    "mlp.c_proj": partial(RowParallelLinear, g=ScatterTokens),
-    "lm_head": partial(ColumnParallelLinear, f=GatherTokens),  # its X, whole, is kept: once a model
+    "mlp.c_proj": partial(RowParallelLinear, g=scattered),
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # its X, whole, is kept: once a model
+    "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
+    "experts.c_fc": ColumnParallelExperts,
+    "experts.c_proj": RowParallelExperts,
 }
 
 
@@ -1049,7 +1107,7 @@ def sequence_parallel(module, group):
     """Tensor parallelism of a GPT with tokens cut between its sublayers, in place. N must divide T."""
     tensor_parallel(module, group, GPT2_SEQUENCE_PLAN)
     for param in module.parameters():
-        if not hasattr(param, "cut"):
+        if all(cut.group != group for cut in cuts(param)):
             param.sums = sums(param) + (group,)
     positions = module.positions  # of this rank's tokens, if a context-parallel group has cut them before
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -1170,19 +1228,6 @@ def tokens_for_heads(x, group):
     return whole.movedim(0, -3).flatten(-3, -2)
 
 
-class Trade(torch.autograd.Function):
-    """forward `there`, backward `back`."""
-
-    @staticmethod
-    def forward(ctx, x, group, there, back):
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.back(grad, ctx.group), None, None, None
-
-
 def ulysses_attention(qkv, group):
     """As RingAttention, of the tokens T/N r to T/N (r+1)."""
     y = kernels.attention(Trade.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
@@ -1200,6 +1245,53 @@ def context_parallel(module, group, kind):
     module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
     for block in module.h.values():
         block.attn.attention = lambda qkv: attention(qkv, group)
+
+
+# ----------------------------------------------------------------- expert parallel: tokens travel to the chosen experts
+#
+# Experts are most of a model's parameters, and each token needs k of them. So N ranks of dp, neighbours, keep E/N each,
+# and of everything else all. Each rank routes its own tokens; those travel, and their outputs travel back:
+#
+#     rank 0   tokens ─ router ─ sort ─┐ all-   ┌─ sort ─ experts 0, 1 ─ unsort ─┐ all-   ┌─ unsort ─ weigh, add up
+#     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
+#
+# A rank must know how many rows come before it can take them: so the counts go first, E integers. In one exchange it
+# sends the rows that other ranks' experts get, (N-1)/N of its k B T if they are balanced, C elements each; there and
+# back, forward and backward, make four.
+#
+# An expert's gradient comes from N ranks' tokens, and lies on dp/N x cp ranks, its copies. Each rank's loss is the mean
+# over its own tokens, so the gradient of the mean over all ranks is: average over the copies, divided by N (`fed`).
+# Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
+
+def exchange(rows, group, sends, receives):
+    """Send rows (n, C), sends[r] of them to each rank r in turn; what comes: receives[r] of each rank, in turn."""
+    arrived = rows.new_empty(sum(receives), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
+    return arrived
+
+
+def visit(mlps, group, rows, counts):
+    """What `Experts.mlps` gives, of experts that lie on the ranks of a group."""
+    n = dist.get_world_size(group)
+    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)  # of each rank for each expert here
+    sends, receives = (each.view(n, -1).sum(1).tolist() for each in (counts, coming))
+    there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
+    rows = Trade.apply(rows, group, there, back)
+    here = torch.arange(len(counts) // n, device=rows.device).repeat(n)
+    order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
+    y = mlps(rows.index_select(0, order), coming.view(n, -1).sum(0))
+    return Trade.apply(y.index_select(0, order.argsort()), group, back, there)
+
+
+def expert_parallel(module, group, copies):
+    """Let a rank of N keep its E/N experts of a GPT, in place. copies: the group of those who keep the same ones."""
+    for experts in [part for part in module.modules() if isinstance(part, Experts)]:
+        for layer in (experts.c_fc, experts.c_proj):
+            for leaf, param in list(layer.named_parameters()):
+                mine = local_parameter(param, Cut(group, 0))
+                mine.replicas, mine.fed = copies, dist.get_world_size(group)
+                setattr(layer, leaf, mine)
+        experts.mlps = partial(visit, experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -1614,9 +1706,15 @@ class Pipeline(Replaceable):
 
 def copies(param, groups):
     """On how many ranks of the groups the same gradient of a parameter lies."""
-    size = dist.get_world_size
-    more = [group for group in sums(param) if group not in groups]  # equal after the sum, though cut over a group
-    return math.prod(map(size, groups)) * math.prod(map(size, more)) // math.prod(map(size, split_over(param)))
+    size, over = dist.get_world_size, split_over(param)
+    again = [group for group in sums(param) if inside(group, over)]  # equal after the sum, on ranks that it is cut over
+    return math.prod(map(size, groups)) * math.prod(map(size, again)) // math.prod(map(size, over))
+
+
+def inside(group, groups):
+    """Whether one of `groups` has all ranks of a group."""
+    ranks = torch.distributed.get_process_group_ranks
+    return any(set(ranks(group)) <= set(ranks(other)) for other in groups)
 
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
@@ -1638,7 +1736,8 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """
     groups = [group or torch.distributed.group.WORLD for group in groups]
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
-    if any(g not in groups and dist.get_world_size(g) > 1 for p in parameters for g in split_over(p)):
+    over = {group for p in parameters for group in split_over(p) if dist.get_world_size(group) > 1}
+    if not all(inside(group, groups) for group in over):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`: each rank would "
                          "scale by another norm")
     if scale != 1 and parameters:
@@ -1664,41 +1763,35 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 
 
 def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None,
-                recompute="none", virtual_stages=1, zero_within=None, sequence=False, context="ring"):
+                recompute="none", virtual_stages=1, zero_within=None, sequence=False, context="ring", ep=1):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
     seed and name decide it. zero: the ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute:
     "block" or "attention" is run again in backward, not kept. sequence: cut tokens over tp, between the layers that it
-    cuts. context: how attention works over cp. The order of the five steps matters.
+    cuts. context: how attention works over cp. ep: ranks of dp that share out the experts. The order of the five steps
+    matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
-    groups = make_groups(mesh, zero_within, virtual_stages > 1, config.tied)
-    pp, tp, p, master = groups.pp, groups.tp, mesh.shape[0], master_dtype(dtype)
+    groups = make_groups(mesh, zero_within, ep, virtual_stages > 1, config.tied)
+    p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, cuts = {}, split_pieces(config, p * virtual_stages)
-    for stage in range(dist.get_rank(pp), len(cuts), p):
+    for stage in range(dist.get_rank(groups.pp), len(cuts), p):
         # 1. Shapes only, of this stage's layers. Nothing is allocated before it is known which part of it belongs here.
         model = GPT(config, seed=None, pieces=cuts[stage])
         # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
-        context_parallel(model, groups.cp, context)
-        if dist.get_world_size(tp) > 1:
-            (sequence_parallel if sequence else tensor_parallel)(model, tp)
-        for name, param in model.named_parameters():
-            param.split_over = split_over(param) + ((pp,) if p > 1 else ())
-            if p > 1 and config.tied and name in ("wte.weight", "lm_head.weight"):
-                # One weight, kept twice: on the first stage and on the last. Both start alike and step alike, because
-                # their gradients are added up after backward. The norm counts each half; a checkpoint takes the first.
-                param.sums = sums(param) + (groups.ends,)
+        cut_layers(model, groups, sequence, context)
         # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if zero == 3:
-            model = FSDP(model.to(master), groups.within, dtype, reduce_dtype, device, groups.between)
+            materialize_buffers(model.to(master), source, device)
+            model = FSDP(model, groups.within, dtype, reduce_dtype, device, groups.between)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
@@ -1710,17 +1803,48 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence, context)
 
 
-def make_groups(mesh, zero_within, around, ends):
-    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the pipeline's. On all ranks."""
+def cut_layers(model, groups, sequence, context):
+    """Over cp, ep and tp, in place; and mark what the pipeline has cut."""
+    context_parallel(model, groups.cp, context)
+    if groups.ep:
+        expert_parallel(model, groups.ep, groups.copies)
+    if dist.get_world_size(groups.tp) > 1:
+        (sequence_parallel if sequence else tensor_parallel)(model, groups.tp)
+    if dist.get_world_size(groups.pp) > 1:
+        for name, param in model.named_parameters():
+            param.split_over = split_over(param) + (groups.pp,)
+            if model.config.tied and name in ("wte.weight", "lm_head.weight"):
+                # One weight, kept twice: on the first stage and on the last. Both start alike and step alike, because
+                # their gradients are added up after backward. The norm counts each half; a checkpoint takes the first.
+                param.sums = sums(param) + (groups.ends,)
+
+
+def make_groups(mesh, zero_within, ep, around, ends):
+    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the experts', the pipeline's. On
+    all ranks."""
     axes, replicas = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names}, replicas_of(mesh)
     within, between = split_replicas(mesh, replicas, zero_within)
+    experts, copies = split_experts(mesh, ep)
     channels, ends = pipeline_groups(mesh, around, ends)
-    return SimpleNamespace(**axes, replicas=replicas, within=within, between=between, channels=channels, ends=ends)
+    return SimpleNamespace(**axes, replicas=replicas, within=within, between=between, ep=experts, copies=copies,
+                           channels=channels, ends=ends)
 
 
 def cut_like(param, whole):
-    """This rank's part of a whole tensor, where tensor parallelism cut the parameter."""
-    return param.cut.part(whole) if hasattr(param, "cut") else whole
+    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
+    for cut in cuts(param):
+        whole = cut.part(whole)
+    return whole
+
+
+def gather_cuts(param, local, shape):
+    """The way back: the whole tensor, of `shape`, on all ranks that the parameter is cut over."""
+    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
+    for cut in cuts(param):
+        whole.append(cut.part(whole[-1]))
+    for cut, before in reversed([*zip(cuts(param), whole)]):
+        local = cut.gather(local, before.shape)
+    return local
 
 
 class ParallelGPT(Replaceable):
@@ -1737,14 +1861,17 @@ class ParallelGPT(Replaceable):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
         self.pp, self.dp, self.cp, self.tp, self.ends = groups.pp, groups.dp, groups.cp, groups.tp, groups.ends
+        self.ep = groups.ep
         self.replicas, self.within, self.between = groups.replicas, groups.within, groups.between
         self.context, self.lists = context, {}
-        self.cut_over = [group for group in (self.within, self.between, self.tp, self.pp) if group]  # all ranks
-        self.groups = [*dict.fromkeys([*self.cut_over, self.replicas, self.cp, self.ends, None])]  # None: all ranks
+        self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all
+        self.counted = [self.replicas, self.pp] + [self.tp] * sequence  # whose ranks have routed different tokens
+        self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
         self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(split_pieces(config, count)):
-            for name, _ in GPT(config, seed=None, pieces=pieces).named_parameters():
+            model = GPT(config, seed=None, pieces=pieces)
+            for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device),
                                  groups.channels, mesh["tp"].size() if sequence else 1)
@@ -1794,6 +1921,8 @@ class ParallelGPT(Replaceable):
         Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages:
         nothing else divides.
         """
+        for router in self.routers.values():
+            router.load = 0
         loss = self.run(x, y, schedule, scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
             sync.finish_grad_sync()
@@ -1815,6 +1944,19 @@ class ParallelGPT(Replaceable):
                     grad.copy_(part.view_as(grad))
 
     @torch.no_grad()
+    def balance(self, rate):
+        """Move the routers' biases against the load of the last forward_backward; call it after the step that this led
+        to. Returns the loads of all ranks' tokens, int64 (L, E), 0 in blocks without experts."""
+        loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
+        for i, router in self.routers.items():
+            loads[i] = router.load
+        for group in self.counted:
+            dist.all_reduce(loads, group=group)
+        for i, router in self.routers.items():
+            router.balance(loads[i], rate)
+        return loads
+
+    @torch.no_grad()
     def forward(self, x, y):
         """The mean loss over micro-batches, with no gradients."""
         return self.run(x, y, "forward", 1.0, None)
@@ -1833,7 +1975,11 @@ class ParallelGPT(Replaceable):
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         """As the function of this name, over the whole model."""
-        return clip_grad_norm_(self.params, max_norm, self.cut_over, scale)
+        return clip_grad_norm_(self.params, max_norm, [None], scale)
+
+    def module(self, stage):
+        """A stage without its DDP or FSDP."""
+        return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, stage, name):
         """(a parameter of one of this rank's stages, the tensor that the optimizer steps for it, their bucket).
@@ -1841,29 +1987,31 @@ class ParallelGPT(Replaceable):
         The bucket is None where the parameter itself is stepped, else it knows which part of it lies in this rank's
         shard.
         """
-        model = self.stages[stage]
-        param = getattr(model, "module", model).get_parameter(name)
+        param = self.module(stage).get_parameter(name)
         bucket = self.bucket_of.get(param)
         return param, bucket.shard if bucket else param, bucket
 
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype, or what the optimizer keeps of it under
-        `key` (zeros before its first step), on every rank. All of them must ask, in the same order.
+        `key` (zeros before its first step), or a buffer, on every rank. All of them must ask, in the same order.
 
-        From the inside out: the bucket's pieces over dp, the cut's parts over tp, then from the stage that has it to
-        all."""
-        owner, local, shape = self.owners[name], None, shapes(self.config)[name]
-        if owner in self.stages:
+        From the inside out: the bucket's pieces over dp, the cuts' parts over tp and ep, then from the stage that has
+        it to all."""
+        owner, beside = self.owners[name], buffers(self.config)
+        shape, dtype = (beside[name], torch.float32) if name in beside else (shapes(self.config)[name],
+                                                                             master_dtype(self.dtype))
+        local = torch.empty(shape, dtype=dtype, device=self.device)
+        if owner in self.stages and name in beside:
+            local = self.module(owner).get_buffer(name)
+        elif owner in self.stages:
             param, stepped, bucket = self.kept(owner, name)
             local = stepped.detach()
             if key is not None:
                 local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
             local = bucket.gather_one(param, local) if bucket else local
-            local = param.cut.gather(local, shape) if hasattr(param, "cut") else local
+            local = gather_cuts(param, local, shape)
         if self.p > 1:
-            if local is None:
-                local = torch.empty(shape, dtype=master_dtype(self.dtype), device=self.device)
             local = local.clone()
             dist.broadcast(local, group=self.pp, group_src=owner % self.p)
         return local
@@ -2154,7 +2302,7 @@ class LeanGPT(ParallelGPT):
         inner = getattr(self.optimizer, "inner", self.optimizer)
         if not isinstance(inner, kernels.AdamW):
             return super().clip_grad_norm_(max_norm, scale)
-        norm = clip_grad_norm_(self.params, 0, self.cut_over) / scale
+        norm = clip_grad_norm_(self.params, 0, [None]) / scale
         inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
         return norm
 
@@ -2484,43 +2632,57 @@ FASTER.update({Reducer: EarlyReducer, ShardReducer: EarlyShardReducer, ShardedOp
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
-                 held=1, fused=True, sequence=False, cp=1, context="ring"):
+                 held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
     dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
     or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
     a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
     loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
-    sequence.
+    sequence. ep: those that share out the experts; copies: those that keep the same ones, left out, dp / ep. load: how
+    many times its share of the tokens a rank's experts get.
     """
     tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    matrix, vector = local_elements(config, tp, tuple(pieces))
-    wide, narrow, whole = master_dtype(dtype).itemsize, dtype.itemsize, matrix + vector
-    mine = matrix / dp + vector if zero == 3 else whole / dp if zero else whole  # what this rank's optimizer steps
+    wide, narrow, whole, vector, mine = master_dtype(dtype).itemsize, dtype.itemsize, 0, 0, 0
+    for some, shared, ranks in zip(local_elements(config, tp, tuple(pieces)), (1, ep), (dp, copies or dp // ep)):
+        m, v = some[True] / shared, some[False] / shared  # of matrices, of vectors, on this rank
+        whole, vector = whole + m + v, vector + v
+        mine += m / ranks + v if zero == 3 else (m + v) / (ranks if zero else 1)  # what this rank's optimizer steps
     masters = wide * mine if wide != narrow else 0
     return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
                 "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
                 "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut, twice) // cp}
+                                                       tokens_cut, twice, ep, load) // cp}
 
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """(elements of matrices, of 1-D parameters) on one of tp ranks, in some runs of pieces."""
-    count, one = [0, 0], replace(config, n_layer=1)  # blocks are alike, so one is built
+    """Elements on one of tp ranks, in some runs of pieces: ({is a matrix: of those}, the same of experts alone)."""
+    count = Counter(), Counter()
     for run in pieces:
-        kinds = [(i > 0) + (i > config.n_layer) for i in run]  # 0 the embedding, 1 a block, 2 the head
-        for name, param in GPT(one, seed=None, pieces=range(kinds[0], kinds[-1] + 1)).named_parameters():
-            layer, _, leaf = name.rpartition(".")
-            how = planned(layer, GPT2_PLAN)
-            whole = how is None or how is RowParallelLinear and leaf == "bias"
-            times = kinds.count(1) if name.startswith("h.") else 1
-            count[param.dim() == 1] += times * param.numel() / (1 if whole else tp)
-    return tuple(count)
+        for i in run:
+            for total, some in zip(count, elements_of(config, tp, i)):
+                total.update(some)
+        if config.tied and {0, config.n_layer + 1} <= set(run):  # one weight, not two
+            count[0][True] -= config.vocab_size * config.n_embd / tp
+    return count
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False):
+@functools.cache
+def elements_of(config, tp, i):
+    """The same of piece i."""
+    count = Counter(), Counter()
+    for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        how = planned(layer, GPT2_PLAN)
+        whole = how is None or how is RowParallelLinear and leaf == "bias"
+        count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
+    return count
+
+
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False, ep=1,
+                     load=1.0):
     """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
     token:
 
@@ -2535,18 +2697,37 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     cut or the loss is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32
     log-softmax. The embedding keeps its positions once and, where the vocabulary is cut, the ids of its own
     rows and a mask (9 bytes a token); the loss keeps the targets (8) and, but for PyTorch's own, three float32 numbers.
-    Under ZB-H1 the output gradients that W waits with come on top.
+    Under ZB-H1 the output gradients that W waits with come on top. Experts: `routed_bytes` in place of 2 inner.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
-    blocks = sum(1 <= i <= config.n_layer for run in pieces for i in run)
+    blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
     first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
     attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
-    rest = (4 * c * width + 16) / tokens_cut + 2 * config.inner * width / tp
-    block = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute]
+    rest = (4 * c * width + 16) / tokens_cut
+    mlps = sum(routed_bytes(config, tp, width, tokens_cut, ep, load) if routed else 2 * config.inner * width / tp
+               for routed in blocks)
+    every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute] * len(blocks)
+    every += mlps if recompute != "block" else 0
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids, targets = 8 / micro_batch + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
     last = (c * width + 8) / tokens_cut + c * width + logits + targets
-    return int(tokens * (blocks * block + first * ids + head * last))
+    return int(tokens * (every + first * ids + head * last))
+
+
+def routed_bytes(config, tp, width, tokens_cut, ep, load):
+    """What a token leaves for backward in a router and k experts, elements:
+
+        router    of each expert score and place in the order, int64     E (float32 and int64), over `tokens_cut`
+                  its input, in float32                                  C, where that is not what the layers compute in
+                  k gates: as scored, their sum, normalised              2k + 1
+        sorting   int64: which row comes from where, and goes where      3k, and 2k on the ranks that tokens come to
+        experts   rows as they come, MLP before and after GeLU           k (C + 2 inner / tp), times `load`
+                  what comes back, to be weighed                         k C
+    """
+    c, k, wide = config.n_embd, config.top_k, max(width, 4)
+    router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
+    rows = k * load * ((c + 2 * config.inner / tp) * width + 16 * (ep > 1))
+    return router / tokens_cut + rows + k * (c * width + 24 + width * (wide > width))
 
 
 def kept_tensors(net):

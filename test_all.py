@@ -1269,13 +1269,21 @@ def optimizer_of(name, params):
 CLIP = {"sgd": 0.3, "adamw": 0.3}  # fires: the norms are 0.5 and more
 
 
+RATE = 0.02  # of balancing: two steps can change a choice
+
+
 @functools.cache
-def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, **change):
-    """Losses, norms, gradients of the first step, weights after three: by plain PyTorch."""
+def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, **change):
+    """Losses, norms, gradients of the first step, weights after three: by plain PyTorch. bias: the routers' to begin
+    with."""
     config = dataclasses.replace(SMALL, **change)
-    net = GPT(config).double()
-    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
-              for matrix in (1, 0)]
+    net, margins = GPT(config).double(), []
+    for router in model.routers(net).values():
+        router.bias = torch.tensor(bias or [0.0] * config.experts)
+        router.register_forward_hook(lambda router, inputs, _: margins.append(margin_of(router, *inputs)))
+    matrices = [p for n, p in net.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
+    vectors = [p for n, p in net.named_parameters() if n.endswith("bias") or p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
         x, y = tokens_of(step, batch, tokens)
@@ -1286,8 +1294,21 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, **change):
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP[optimizer])))
         losses.append(loss.item())
         opt.step()
-    assert min(norms) > CLIP[optimizer]
-    return losses, norms, grads, {n: p.detach() for n, p in net.named_parameters()}
+        for router in model.routers(net).values():
+            mean = batch * tokens * router.top_k / config.experts
+            router.bias += torch.tensor([RATE * float(np.sign(mean - n)) for n in router.load.tolist()])
+            router.bias -= router.bias.mean()
+            router.load = 0
+    assert min(norms) > CLIP[optimizer] and min(margins, default=1) > 1e-9
+    return losses, norms, grads, {n: p.detach() for n, p in [*net.named_parameters(), *net.named_buffers()]}
+
+
+@torch.no_grad()
+def margin_of(router, x):
+    """How near a token has come to another choice: the smallest distance of its last expert from the next one."""
+    scores = ((x @ router.weight.T).sigmoid() + router.bias).sort(descending=True).values
+    return math.inf if router.top_k == len(router.bias) else float(
+        (scores[..., router.top_k - 1] - scores[..., router.top_k]).min())
 
 
 SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
@@ -1323,7 +1344,7 @@ def whole_gradients(net, shapes):
     for bucket in getattr(net.optimizer, "buckets", []):
         flat = bucket.new(bucket.shard.dtype)
         if net.zero:
-            torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=net.within)
+            torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=bucket.group)
         else:
             flat.copy_(bucket.shard.grad)
         for view, p in zip(bucket.views(flat), bucket.params):
@@ -1332,7 +1353,7 @@ def whole_gradients(net, shapes):
         for name, p in getattr(stage, "module", stage).named_parameters():
             grad = stage.full_parameter(p) if net.zero == 3 else p.grad if p.grad is not None else p.whole_grad
             name = "wte.weight" if net.config.tied and name == "lm_head.weight" else name
-            grads[name] = (p.cut.gather(grad, shapes[name]) if hasattr(p, "cut") else grad).cpu().numpy().copy()
+            grads[name] = parallel.gather_cuts(p, grad, shapes[name]).cpu().numpy().copy()
     if net.zero == 3:
         for b, values in zip(buckets, kept):
             b.shard.data.copy_(values)
@@ -1340,7 +1361,7 @@ def whole_gradients(net, shapes):
 
 
 def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False,
-              tokens=SMALL.seq_len, **options):
+              tokens=SMALL.seq_len, bias=None, **options):
     """The same three steps laid out over the processes; whole gradients and weights, gathered."""
     kept = {name: getattr(dist, name) for name in SABOTAGED}
     if sabotage:
@@ -1349,7 +1370,9 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
         config = dataclasses.replace(SMALL, **change)
         device = torch.get_default_device()
         mesh = parallel.make_mesh(device.type, **layout)
-        net = parallel.parallelize(config, mesh, device, torch.float64, **options)
+        source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
+                           else model.initial_weight(config, name, 0))
+        net = parallel.parallelize(config, mesh, device, torch.float64, source, **options)
         if cuda_graphs:
             parallel.replay_micro_batches(net)
         opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), **DECAY)
@@ -1363,9 +1386,11 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
             grads = grads or whole_gradients(net, shapes)
             norms.append(float(net.clip_grad_norm_(CLIP[optimizer])))
             opt.step()
+            if config.experts:
+                net.balance(RATE)
             torch_dist.all_reduce(total, group=net.replicas)  # the library's: this one must work under sabotage too
             losses.append(float(total) / dist.get_world_size(net.replicas))
-        weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in shapes}
+        weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
         return losses, norms, grads, weights
     finally:
         for name, function in kept.items():
@@ -1690,6 +1715,122 @@ def test_context_parallel_equals_one_process(pool, layout, micro_batches, schedu
         assert not differences(got, want), change
 
 
+FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
+
+
+@pytest.mark.parametrize("layout,micro_batches,schedule,options,experts", [
+    ({"dp": 1}, 2, "1f1b", {}, {}), ({"tp": 2}, 1, "1f1b", {}, {}), ({"dp": 2}, 1, "1f1b", {"zero": 1}, {}),
+    ({"dp": 2}, 2, "1f1b", {"ep": 2}, {}), ({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3}, {"bias": FEW}),
+    ({"dp": 2}, 1, "1f1b", {"ep": 2, "zero": 2}, {"bias": ALL, "top_k": 1}),
+    ({"dp": 2}, 2, "1f1b", {"ep": 2}, {"experts": 2, "top_k": 2}), ({"dp": 2}, 1, "1f1b", {"ep": 2}, {"top_k": 1}),
+    ({"dp": 4}, 2, "1f1b", {"ep": 2, "zero": 1, "recompute": "block"}, {"bias": FEW}),
+    ({"dp": 4}, 1, "1f1b", {"ep": 4, "zero": 2}, {}), ({"dp": 4}, 2, "1f1b", {"ep": 4, "zero": 1}, {"bias": ALL}),
+    ({"dp": 4}, 2, "1f1b", {"ep": 2, "zero": 3, "recompute": "block"}, {}),
+    ({"dp": 4}, 2, "1f1b", {"ep": 2, "zero": 2, "zero_within": 2}, {"expert_every": 2}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"ep": 2}, {"bias": FEW}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"ep": 2, "sequence": True}, {}), ({"dp": 2, "cp": 2}, 2, "1f1b", {"ep": 2}, {}),
+    ({"dp": 2, "cp": 2}, 1, "1f1b", {"ep": 2, "zero": 3, "context": "ulysses"}, {"top_k": 3}),
+    ({"dp": 2, "pp": 2}, 4, "1f1b", {"ep": 2, "zero": 1}, {"expert_every": 2}),
+    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"ep": 2}, {}),
+    ({"dp": 2, "pp": 2}, 4, "interleaved", {"ep": 2, "zero": 2, "virtual_stages": 2}, {}),
+    ({"dp": 4, "tp": 2}, 1, "1f1b", {"ep": 4, "zero": 3, "sequence": True}, {}),
+    ({"dp": 4, "cp": 2}, 1, "1f1b", {"ep": 2, "zero": 2}, {"expert_every": 3}),
+    ({"dp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"ep": 2, "zero": 1, "sequence": True}, {})], ids=str)
+def test_expert_parallel_equals_one_process(pool, layout, micro_batches, schedule, options, experts):
+    """Balanced after each step. ZeRO steps by AdamW with an untied embedding, the others by SGD with a tied one."""
+    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
+    change |= {"experts": 4, **experts}
+    bias = change.pop("bias", None)
+    want = one_process(optimizer, tokens=8, bias=bias, **change)
+    results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, tokens=8,
+                                                   schedule=schedule, bias=bias, **options)
+    assert set(all_of(results)[2]) == set(want[2])
+    for got in [*results, all_of(results)]:
+        assert not differences(got, want), change
+
+
+def averaged_over_all_replicas(*args, **options):
+    """Experts' gradients as if there were no reason to treat them apart."""
+    def expert_parallel(module, group, copies):
+        real(module, group, copies)
+        for param in module.parameters():
+            param.__dict__.pop("replicas", None), param.__dict__.pop("fed", None)
+    real = parallel.expert_parallel
+    with unittest.mock.patch.object(parallel, "expert_parallel", expert_parallel):
+        return in_layout(*args, **options)
+
+
+def counted_by_each_rank(*args, **options):
+    with unittest.mock.patch.object(parallel.ParallelGPT, "counted", [], create=True):
+        return in_layout(*args, **options)
+
+
+@pytest.mark.parametrize("layout,how", [
+    ({"dp": 2}, "exchange"), ({"dp": 2}, "ParallelGPT.balance"), ({"dp": 2}, averaged_over_all_replicas),
+    ({"dp": 4}, averaged_over_all_replicas), ({"dp": 2, "tp": 2}, "ParallelGPT.balance"),
+    *(({"tp": 2}, name) for name in ("CopyToGroup.backward", "ReduceFromGroup.forward")),
+    *(({"tp": 2, "sequence": True}, name) for name in ("scatter_tokens", "ParallelGPT.balance"))], ids=str)
+def test_experts_are_wrong_without(pool, layout, how):
+    """A collective, or the average over an expert's own copies."""
+    change, sequence = {"experts": 4, "n_layer": 1}, "sequence" in layout
+    layout = {axis: size for axis, size in layout.items() if axis != "sequence"}
+    want, options = one_process("sgd", tokens=8, **change), {"sequence": sequence, "ep": min(2, layout.get("dp", 1))}
+    run, sabotage = (in_layout, how) if isinstance(how, str) else (how, None)
+    for got in pool(math.prod(layout.values())).run(run, layout, "sgd", 1, change, sabotage, tokens=8, **options):
+        assert differences(got, want)
+
+
+def test_a_router_takes_the_lower_number_of_equal_scores_and_leaves_evaluation_uncounted():
+    config = dataclasses.replace(SMALL, experts=5, top_k=2)
+    router = model.Router(config)
+    with torch.no_grad():
+        router.weight.zero_()
+        router.bias.copy_(torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0]))
+    x = torch.randn(2, 3, 32, device="cpu").requires_grad_()
+    with torch.no_grad():
+        router(x)
+    chosen, gates = router(x)
+    assert chosen.tolist() == 2 * [3 * [[1, 3]]] and gates.eq(0.5).all() and router.load == 0
+    gates.sum().backward()
+    assert router.load.tolist() == [0, 6, 0, 6, 0]
+    router.balance(router.load, 0.5)
+    assert close(router.bias, torch.tensor([0.5, 0.5, 0.5, 0.5, 1.5]) - 0.7, 1e-6)
+
+
+def test_a_router_computes_in_float32_and_its_weights_have_a_gradient_for_one_expert():
+    """Of bf16 tokens and weights, products and choice are those of float32; the bias enters the choice alone."""
+    torch.manual_seed(1)
+    router = model.Router(dataclasses.replace(SMALL, experts=4, top_k=1))
+    nn.init.normal_(router.weight), nn.init.zeros_(router.bias)
+    router.weight.data = router.weight.data.bfloat16()
+    x = torch.randn(1, 50, 32).bfloat16()
+    scores = (x.double() @ router.weight.double().T).sigmoid()
+    chosen, gates = router(x)
+    assert gates.dtype == torch.float32 and torch.equal(chosen, scores.argmax(-1, keepdim=True))
+    assert close(gates, scores.gather(-1, chosen), 1e-6)
+    router.bias += torch.tensor([0.0, 0.0, 2.0, 0.0])
+    chosen, gates = router(x)
+    assert chosen.eq(2).all() and close(gates, scores[..., 2:3], 1e-6)
+    gates.sum().backward()
+    assert router.weight.grad[2].abs().sum() > 0
+
+
+def test_experts_are_mlps_of_their_own():
+    """A token's output is the weighted sum of k dense MLPs' outputs; each expert begins as its name says."""
+    config = dataclasses.replace(SMALL, experts=3, top_k=2)
+    net = GPT(config).double()
+    mixture, x = net.h["0"].mlp, torch.randn(2, 5, 32, device="cpu").double()
+    chosen, gates = mixture.router(x)
+    experts, want = mixture.experts, torch.zeros_like(x)
+    for b, t, k in itertools.product(range(2), range(5), range(2)):
+        e = chosen[b, t, k]
+        inner = kernels.gelu(F.linear(x[b, t], experts.c_fc.weight[e], experts.c_fc.bias[e]))
+        want[b, t] += gates[b, t, k] * F.linear(inner, experts.c_proj.weight[e], experts.c_proj.bias[e])
+    assert close(mixture(x), want, 1e-12)
+    one = model.initial_value(config, "h.0.mlp.experts.1.c_fc.weight", (128, 32), 0)
+    assert torch.equal(net.get_parameter("h.0.mlp.experts.c_fc.weight")[1], one.double())
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_layouts_drawn_at_random_equal_one_process(pool, seed):
     """Of all axes at once, with whatever goes with them."""
@@ -1704,6 +1845,9 @@ def test_layouts_drawn_at_random_equal_one_process(pool, seed):
                "recompute": str(draw.choice(["none", "attention", "block"])),
                "virtual_stages": 2 if schedule == "interleaved" else 1}
     change = {"n_layer": 3, "tied": bool(draw.integers(2))}
+    if draw.integers(2):
+        change |= {"experts": 4, "top_k": int(draw.integers(1, 4)), "expert_every": int(draw.integers(1, 3))}
+        options["ep"] = int(draw.integers(1, layout["dp"] + 1))
     want = one_process("adamw", tokens=8, **change)
     results = pool(8).run(in_layout, layout, "adamw", 2, change, tokens=8, schedule=schedule, **options)
     for got in [*results, all_of(results)]:
@@ -2366,6 +2510,16 @@ def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
             and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"])
 
 
+def memory_of(text, *flags):
+    """(bytes alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, `share`)."""
+    made, trainer_class = [], train.WatchedTrainer
+    with unittest.mock.patch.object(train, "WatchedTrainer", lambda *a: made.append(trainer_class(*a)) or made[0]):
+        kept, predicted = activations_of(text, "torch", "1", *flags)
+    measured, formula = made[0].measured_bytes(), train.predicted_bytes(made[0])
+    kinds = [(measured[kind], formula[kind]) for kind in ("parameters", "gradients", "optimizer")]
+    return kept, predicted, kinds, made[0].share
+
+
 def activations_of(text, choice, tp, *flags):
     """(bytes alive after forward, bytes predicted) on this rank."""
     device = torch.get_default_device()
@@ -2378,7 +2532,7 @@ def activations_of(text, choice, tp, *flags):
         kernels.use(choice)
         trainer = train.WatchedTrainer(s, config, source, train.load_data(s), device)
         trainer.step(0, train.BirthLog())
-        kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer)["activations"]
+        kept = trainer.measured_bytes()["activations"], train.predicted_bytes(trainer, trainer.share)["activations"]
         kernels.use("auto")
     return kept
 
@@ -2405,6 +2559,20 @@ def test_activations_of_a_shared_sequence_take_what_is_predicted(pool, text, kin
                                                         "--cp", "2", "--cp-kind", kind, "--n-head", "4", "--n-embd",
                                                         "256", *sp):
             assert abs(kept / predicted - 1) < 0.01, (recompute, sp, kept, predicted)
+
+
+@pytest.mark.parametrize("size,flags", [
+    (1, ""), (1, "--dtype bf16 --top-k 1"), (2, "--dp 2 --ep 2"), (2, "--dp 2 --ep 2 --recompute attention"),
+    (2, "--tp 2"), (4, "--dp 2 --tp 2 --sp --ep 2 --expert-every 2")])
+def test_memory_of_experts_is_what_is_predicted(pool, text, size, flags):
+    """From the tokens that a rank's experts got. Beside activations a router's counts are on no list."""
+    flags = ["--experts", "4", "--n-embd", "64", "--batch-size", "4", *flags.split()]
+    shares = set()
+    for kept, predicted, kinds, share in pool(size).run(memory_of, text, *flags):
+        assert abs(kept / predicted - 1) < 0.02, (kept, predicted)
+        assert all(abs(measured - predicted) <= 200 for measured, predicted in kinds), kinds
+        shares.add(share)
+    assert ("--ep" in flags) == (len(shares) > 1) and close(torch.tensor(sum(shares) / len(shares)), torch.ones(()), 1e-6)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
@@ -2502,7 +2670,7 @@ def clipped_of_scaled():
         found.append(p.grad.tolist())
         p.grad = torch.tensor([3.0, 4.0], device=device) * 2**16
         net = object.__new__(parallel.LeanGPT)
-        net.cut_over, net.params, net.optimizer = [None], [p], inner
+        net.params, net.optimizer = [p], inner
         assert close(net.clip_grad_norm_(max_norm, 2**16).cpu(), norm, 1e-6)
         assert close((p.grad * inner.scale).cpu(), found[-1], 1e-5)
     assert close(found, [[0.3, 0.4], [3, 4], [3, 4]], 1e-5)
@@ -4442,6 +4610,69 @@ def test_matmul(dtype, triton_kernels):
     assert kernels.tiles_read(32, 32, 1, 128) == 4 + 32 and kernels.tiles_read(32, 32, 8, 128) == 8 + 16
 
 
+# Groups without rows, of one row, of many; all rows in one group; no rows at all.
+GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_grouped_linear_in_float64(bias):
+    for counts in GROUPS:
+        x, w, b = torch.randn(sum(counts), 3), torch.randn(len(counts), 2, 3), torch.randn(len(counts), 2)
+        leaves = [t.double().requires_grad_() for t in (x, w, b)[:2 + bias]]
+        function = lambda x, w, b=None: kernels.grouped_linear(x, w, b, torch.tensor(counts))
+        for row, e in enumerate(e for e, count in enumerate(counts) for _ in range(count)):
+            want = F.linear(leaves[0][row], leaves[1][e], leaves[2][e] if bias else None)
+            assert close(function(*leaves)[row].detach(), want.detach(), 1e-14)
+        assert torch.autograd.gradcheck(function, leaves)
+        for grad in torch.autograd.grad(function(*leaves).sum(), leaves[1:]):
+            assert all(not g.any() for g, count in zip(grad, counts) if not count)
+
+
+def grouped_by_loop(counts, x, w, b=None):
+    return torch.cat([F.linear(rows, w[e], None if b is None else b[e]) for e, rows in enumerate(x.split(counts))])
+
+
+def grouped_linear(counts, x, w, b=None):
+    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
+
+
+@pytest.fixture(params=["whole", "plain"])
+def either_half(request, triton_kernels, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(kernels, "FASTER", {})
+
+
+HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_grouped_linear(dtype, either_half):
+    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
+        x, w, b = (random(*shape, dtype=dtype) for shape in ((sum(counts), K), (len(counts), N, K), (len(counts), N)))
+        strided = [x.T.contiguous().T, w.mT.contiguous().mT]
+        for inputs in ([x, w, b], *([[x, w], strided] if counts is GROUPS[0] else [])):
+            no_worse_than_pytorch(functools.partial(grouped_linear, counts), functools.partial(grouped_by_loop, counts),
+                                  inputs)
+
+
+def test_groups_do_not_touch_each_other(either_half):
+    """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
+    x, w, b, dy = (random(*shape, dtype=HALF) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72)))
+    results = []
+    for poison in (0.5, math.nan):
+        for t in x[5:75], dy[5:75], w[1:3], b[1:3]:
+            t.fill_(poison)
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        y = grouped_linear([5, 70, 0, 67], *leaves)
+        y.backward(dy)
+        results.append([torch.cat([t[:5], t[75:]]) for t in (y.detach(), leaves[0].grad)]
+                       + [t.grad[[0, 2, 3]] for t in leaves[1:]])
+        assert y[5:75].isnan().all() == leaves[1].grad[1].isnan().all() == math.isnan(poison)
+        assert not leaves[1].grad[2].any() and not leaves[2].grad[2].any()
+    for clean, beside in zip(*results):
+        assert torch.equal(clean, beside)
+
+
 @pytest.fixture
 def plain_kernels(triton_kernels, monkeypatch):
     """Only what stands above the bar of kernels.py: one tile size, nothing fused or padded."""
@@ -4516,6 +4747,10 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
                          r"v \(1, 2, 6, 16\)"),
                         (lambda: kernels.attention(random(1, 5, 2, 2, 16)), r"packed attention .*\(1, 5, 2, 2, 16\)"),
                         (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"),
+                        (lambda: kernels.grouped_linear(x, random(2, 5, 3), None, torch.tensor([1, 2])),
+                         r"x \(3, 4\), weight \(2, 5, 3\)"),
+                        (lambda: kernels.grouped_linear(x, random(1, 5, 4).double(), None, torch.tensor([3])),
+                         "weight torch.float64"),
                         (lambda: kernels.use("cuda"), "'cuda'")]:
         with pytest.raises(ValueError, match=words):
             call()

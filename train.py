@@ -33,7 +33,7 @@ import collectives as dist
 import kernels
 import model
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, materialize, shapes
+from model import ACTIVATIONS, GPT, PRESETS, buffers, materialize, shapes
 
 FASTER = {}  # class of the upper half -> the subclass to take in its place
 
@@ -45,7 +45,7 @@ def flag(default, help, **more):
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size"
+SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
 
 
@@ -60,6 +60,10 @@ class Flags:
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
+    experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
+    top_k: int = flag(None, "experts that a token goes through (2)")
+    expert_every: int = flag(None, "of how many blocks the last has experts (1)")
+    balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
     micro_batches: int = flag(1, "parts of each rank's share of a step; their gradients add up")
@@ -74,6 +78,7 @@ class Flags:
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
     cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
+    ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
@@ -161,6 +166,15 @@ def learning_rate(s, step):
     return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
 
 
+def how_even(loads):
+    """Of loads (L, E), 0 in blocks without experts: {"load_max": the largest, as a multiple of the mean,
+    "load_entropy": that of a token's expert, in nats, log E at most; the mean over blocks}."""
+    shares = loads[loads.sum(1) > 0].double()
+    shares /= shares.sum(1, keepdim=True)
+    return {"load_max": (shares.max() * loads.shape[1]).item(),
+            "load_entropy": torch.special.entr(shares).sum(1).mean().item()}
+
+
 class LossScale:
     """fp16's smallest number is 6e-8: the loss is multiplied, so that gradients stay above it, and they are divided.
 
@@ -190,13 +204,14 @@ class Trainer:
         reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
         self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
                                         reduce_dtype, s.recompute, s.virtual_stages, s.zero_within,
-                                        s.sp, s.cp_kind)
+                                        s.sp, s.cp_kind, s.ep)
         self.dp, self.tp, self.pp = self.net.dp, self.net.tp, self.net.pp
         for group in self.net.groups:
             dist.use(group, s.comm)
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
+        self.loads = None  # of the last step that was not: what each expert got of its tokens, int64 (L, E)
         n, r = s.batch_size // s.dp, dist.get_rank(self.dp)
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp and pp take the same
 
@@ -225,6 +240,8 @@ class Trainer:
             group["lr"] = learning_rate(s, step)
         if self.all_finite(loss, norm):
             self.optimizer.step()
+            if self.config.experts:
+                self.loads = self.net.balance(s.balance_rate)
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):
@@ -257,6 +274,8 @@ class Trainer:
         if self.due("log", done) or self.due("eval", done):
             loss, lr = self.mean_over_ranks(loss), learning_rate(self.s, done - 1)
             entry = {"step": done, "loss": loss, "grad_norm": norm.item(), "lr": lr}
+            if self.loads is not None:
+                entry |= how_even(self.loads)
             if self.due("eval", done):
                 entry["val_loss"] = self.evaluate()
             self.record(entry)
@@ -302,7 +321,7 @@ class Trainer:
         """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a
         time, on all ranks, for each gives its part. So a checkpoint knows no layout, and every layout can load it."""
         for key in (None, *MOMENTS):
-            for name in shapes(self.config):
+            for name in {**shapes(self.config), **({} if key else buffers(self.config))}:
                 yield f"{key}.{name}" if key else name, self.net.whole_parameter(name, key)
 
     def save(self, done):
@@ -406,7 +425,7 @@ class Settings(Flags):
     init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder, in its sizes")
     trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
     cuda_graphs: str = flag("auto", "replay a micro-batch's kernels, which spares the CPU; auto: on several GPUs, "
-                                    "where ZeRO is 0 or 1", choices=["auto", "off", "on"])
+                                    "where ZeRO is 0 or 1 and no block has experts", choices=["auto", "off", "on"])
     keep: int = flag(2, "newest checkpoints to keep; 0: all")
     on_nan: str = flag("stop", "what a loss or gradient that is not finite does to all ranks", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
@@ -450,7 +469,8 @@ class Parser(argparse.ArgumentParser):
 
 def check_numbers(s):
     """Numbers that make no sense on their own."""
-    at_least_1 = ("batch_size", "micro_batches", "dp", "tp", "pp", "cp", "virtual_stages", "timeout", *SIZES)
+    at_least_1 = {"batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout",
+                  *SIZES} - {"experts"}
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
@@ -468,6 +488,12 @@ def model_config(s, checkpoint=None):
         n_head, n_embd = (given.get(name, getattr(PRESETS[s.model], name)) for name in ("n_head", "n_embd"))
         reject(n_embd % n_head, f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd "
                f"{-(-n_embd // n_head) * n_head}")
+        top_k = given.get("top_k", PRESETS[s.model].top_k)
+        reject(0 < given.get("experts", 0) < top_k, f"--experts {s.experts} is less than the {top_k} that a token goes "
+               f"through: give --top-k {s.experts} or --experts {max(4, top_k)}")
+        for name in ("top_k", "expert_every"):
+            reject(name in given and not given.get("experts"), f"--{name.replace('_', '-')} is for a model with "
+                   "experts: give --experts 4, say, too")
         return config_of(s), None
     try:
         config, source = open_hf(folder)
@@ -500,6 +526,11 @@ def check_layout(s, config, world, local_world):
     heads = config.n_head // s.tp
     reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
            f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
+    reject(s.ep > 1 and not config.experts, f"--ep {s.ep} shares out experts: give --experts {2 * s.ep}, say, or leave "
+           "--ep out")
+    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {math.gcd(s.ep, s.dp)}")
+    reject(config.experts % s.ep, f"--ep {s.ep} does not divide the {config.experts} experts: give --ep "
+           f"{math.gcd(s.ep, s.dp, config.experts)}")
     reject(config.inner < s.tp or config.vocab_size < s.tp, f"--tp {s.tp} is more than the MLP ({config.inner}) or "
            f"the vocabulary ({config.vocab_size}) is wide: give a smaller --tp")
     reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
@@ -516,8 +547,9 @@ def check_layout(s, config, world, local_world):
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # another node may have enough
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
-    able = s.device == "cuda" and s.zero < 2
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda and --zero 0 or 1: leave it out")
+    able = s.device == "cuda" and s.zero < 2 and not config.experts  # whose counts the CPU must see in each block
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 and no --experts: "
+           "leave it out")
     if s.cuda_graphs == "auto":
         s.cuda_graphs = "on" if able and processes > 1 else "off"
     try:
@@ -630,8 +662,13 @@ def run_of(s, config, data):
     edges = slice(0, 1 << 20), slice(-1 << 20, None)  # to read all data would take minutes
     crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in data[:2] for edge in edges]).tobytes())
     start = {"init_from": os.path.abspath(s.init_from)} if s.init_from else {}
-    return {"flags": {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)},
-            "start": start, "model": dataclasses.asdict(config),
+    flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
+    sizes = dataclasses.asdict(config)
+    if config.experts:
+        flags["balance_rate"] = s.balance_rate
+    else:  # as in folders that were written before there were experts
+        sizes = {name: value for name, value in sizes.items() if name not in ("experts", "top_k", "expert_every")}
+    return {"flags": flags, "start": start, "model": sizes,
             "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]), "crc32": crc}}
 
 
@@ -854,7 +891,9 @@ def describe(trainer):
     s, c, mesh, run = trainer.s, trainer.config, trainer.mesh, trainer.run
     device, here, gpus = trainer.device.type, processes_here(), gpus_here()
     pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
-    axes = f"dp {s.dp} x tp {s.tp}" + " with sp" * s.sp + f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
+    axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
+    experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
@@ -862,7 +901,7 @@ def describe(trainer):
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
-        f"{c.parameters():,} parameters, {s.dtype}\n"
+        f"{c.parameters():,} parameters{experts}, {s.dtype}\n"
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
         f"{len(trainer.held_out):,} held out\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
@@ -877,13 +916,21 @@ def describe(trainer):
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
 
 
-def predicted_bytes(trainer):
+def load_here(net, loads):
+    """How many times its share of the tokens went to this rank's experts, if all groups that share them out got alike."""
+    ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+    return (loads.chunk(ranks, 1)[rank].sum() / loads.sum() * ranks).item()
+
+
+def predicted_bytes(trainer, load=1.0):
     s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
+    """load: as in parallel.memory_bytes."""
     return parallel.memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
                                  s.recompute, s.batch_size // s.dp // s.micro_batches,
                                  parallel.split_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
                                  math.ceil(parallel.most_held(lists[rank]) / s.virtual_stages),
-                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind)
+                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind,
+                                 s.ep, s.dp * s.cp // s.ep, load)
 
 
 def write_trace(trainer, folder, say):
@@ -911,7 +958,7 @@ def write_trace(trainer, folder, say):
 
 def describe_first_steps(trainer):
     """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
-    predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
+    predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "
@@ -945,7 +992,7 @@ class WatchedTrainer(Trainer):
     def __init__(self, s, config, source, data, device, run=None):
         self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
         self.log = self.births = self.first = self.unread = self.gpu_flops = None
-        self.bad, self.activations, self.memory = 0, 0, {}
+        self.bad, self.activations, self.share, self.memory = 0, 0, 1.0, {}
         self.terminated, self.stopping, self.saved = False, False, True
         super().__init__(s, config, source, data[:2], device)
 
@@ -975,6 +1022,8 @@ class WatchedTrainer(Trainer):
         self.net.pipeline.on_forward = self.note_activations if self.births else None
         with self.births or contextlib.nullcontext():
             done = super().step(step)
+        if self.births and self.net.ep and self.loads is not None:
+            self.share = load_here(self.net, self.loads)
         self.births = self.net.pipeline.on_forward = None
         if trace:
             write_trace(self, self.s.trace, self.say)
@@ -1065,13 +1114,15 @@ class WatchedTrainer(Trainer):
         if self.scaler:
             entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
             scale = f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
+        load = f"load {entry['load_max']:.2f} x mean  " if "load_max" in entry else ""
         if self.gpu_flops:
             entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
             mfu = f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
             left = int((s.steps - done) * tokens / speed)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                     f"lr {entry['lr']:.1e}  {scale}{speed / 1e3:.1f}k tokens/s  {mfu}left {left // 60}:{left % 60:02}")
+                     f"lr {entry['lr']:.1e}  {scale}{load}{speed / 1e3:.1f}k tokens/s  {mfu}"
+                     f"left {left // 60}:{left % 60:02}")
         if "val_loss" in entry:
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
                      f"{entry['val_loss'] / math.log(2):.2f} bits")
