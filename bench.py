@@ -304,7 +304,8 @@ class Machine:
     peak: float           # FLOP/s by the datasheet, dense, 16-bit; None: not known, no MFU
     memory: float         # bytes
     matmul: float         # FLOP/s of a block's matrix products with 8192 tokens
-    attention: float      # FLOP/s from q, k, v to the heads' outputs, both ways, without what the mask skips
+    attention: float      # FLOP/s from q, k, v to the heads' outputs, both ways, without what the mask skips. Known
+                          # GPUs': with 1024 tokens
     elementwise: float    # bytes/s of a block's other operations, as `passes` counts; fused, faster than hbm
     loss: float           # logits/s through cross-entropy, both ways
     hbm: float            # bytes/s of a copy, read plus written
@@ -317,15 +318,23 @@ class Machine:
     switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
     units: float = None        # the same under ZeRO-3, with its hooks, without its collectives
     fused: bool = True         # --kernels auto takes ours there, for the loss and AdamW, too: Hopper and later
+    long_attention: float = None  # attention's limit for long sequences; None: `attention` is of the model's own length
+
+    def attention_with(self, tokens):
+        """FLOP/s of attention over so many tokens: what each query costs whatever it sees weighs less in long rows."""
+        slow, fast = 1 / self.attention, 1 / (self.long_attention or self.attention)
+        return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
 
 
 # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
 MACHINES = {
     # networks, of the order that is reached. So measure your own: --machine FILE
-    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
-    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6),
+    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
+                    long_attention=450e12),
+    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
+                    long_attention=430e12),
     "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6,
-                    fused=False),
+                    fused=False, long_attention=170e12),
 }
 
 
@@ -366,18 +375,21 @@ def message_seconds(item, n, machine, here):
 
 
 class Costs(NamedTuple):
-    """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but dp_all."""
+    """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but the last
+    two."""
     compute: float      # forward and backward of all micro-batches
     tp: float           # tensor parallelism's collectives: nothing runs under them
+    cp: float           # context parallelism's traffic, less what runs under attention
     bubble: float
     transfers: float    # of the pipeline, where a rank waits for one; the tied embedding's gradient between its ends
     dp: float           # data parallelism's collectives, less what is saved where they run under computation
     optimizer: float
-    dp_all: float       # hidden or not
+    cp_all: float       # hidden or not
+    dp_all: float
 
     @property
     def step(self):
-        return sum(self) - self.dp_all
+        return sum(self) - self.cp_all - self.dp_all
 
 
 def passes(config, tp=1, sp=False):
@@ -407,7 +419,7 @@ def stage_seconds(config, s, machine, stages):
 
     matrices = (4 * c * c + 2 * c * inner) / s.tp
     product = 2 * matrices * tokens / machine.matmul                            # I and W take as many products as F
-    scores = 2 * config.seq_len * c / s.tp * tokens / machine.attention   # Q K^T and P V, half masked; backward: 5
+    scores = attention_seconds(config, s, machine)                        # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp))
     f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm  # into buckets
     i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
@@ -420,6 +432,43 @@ def stage_seconds(config, s, machine, stages):
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
     slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
     return slow * f, slow * i, slow * w
+
+
+def attention_seconds(config, s, machine):
+    """Of one block and micro-batch forward: Q K^T and P V, half masked, 2 T C FLOPs a token. A ring's kernels see T/N
+    tokens at once."""
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
+    return 2 * config.seq_len * config.n_embd / s.tp * tokens / rate
+
+
+def ring_hides(flops, link, dtype):
+    """(forward, backward): tokens T/N of a rank from which on a ring's traffic takes no longer than its attention, for
+    FLOP/s of attention and bytes/s between ranks; bf16: 2 F/W and 2.4 F/W.
+
+    In a step a rank sends K and V of its T/N tokens, and computes half of (T/N)^2 scores, by the zigzag. A sequence:
+
+        forward     2 x T/N x C x 2 bytes               2 products:  2 x (T/N)^2 x C FLOPs      T/N >= 4/2 F/W
+        backward    as many, with dK and dV in float32  5 products:  5 x (T/N)^2 x C FLOPs      T/N >= (4 + 8)/5 F/W
+    """
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    return 2 * narrow / 2 * flops / link, (2 * narrow + 2 * wide) / 5 * flops / link
+
+
+def context_seconds(config, s, machine, blocks, spent):
+    """(seconds of a step's traffic for context parallelism, those of them under which no attention runs).
+
+    While a ring's rank computes with some keys, it sends them on, in N-1 of N steps. In backward dK and dV follow a
+    step behind, so the last ones travel alone. Nothing runs under Ulysses' all-to-alls.
+    """
+    every = sum(seconds for (axis, _), seconds in spent.items() if axis == "cp")
+    if s.cp == 1 or s.cp_kind == "ulysses":
+        return every, every
+    runs, gradients = 1 + (s.recompute != "none"), spent["cp", "their gradients"]  # of attention's forward
+    keys = spent["cp", "keys and values"] / (runs + 1)
+    over = s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
+    return every, (runs * max(0.0, keys - over)
+                   + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over))
 
 
 @functools.cache
@@ -466,7 +515,8 @@ def predict(config, s, machine):
         here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
     tp = sum(seconds for (axis, _), seconds in spent.items() if axis == "tp")
-    f, i = f + tp / m / 2, i + tp / m / 2
+    cp_all, cp = context_seconds(config, s, machine, blocks, spent)
+    f, i = f + (tp + cp) / m / 2, i + (tp + cp) / m / 2
 
     # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
     # gradient at the end.
@@ -492,7 +542,7 @@ def predict(config, s, machine):
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
     optimizer = matrices / (shards if s.zero else 1) * moved / machine.hbm
-    return Costs(m * (f + i + w) - tp, tp, bubble, transfers, dp, optimizer, gather + reduce + between)
+    return Costs(m * (f + i + w) - tp - cp, tp, cp, bubble, transfers, dp, optimizer, cp_all, gather + reduce + between)
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
@@ -559,7 +609,9 @@ def measure_machine(device, dtype, config, comms):
 def describe_machine(machine):
     unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
     return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
-            f"{machine.attention / scale:.0f}; memory {machine.hbm / 1e9:,.0f} GB/s, a block's other operations "
+            f"{machine.attention / scale:.0f}"
+            + (f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else "")
+            + f"; memory {machine.hbm / 1e9:,.0f} GB/s, a block's other operations "
             f"{machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB; "
             f"{1e3 * machine.launch:.2f} ms to launch a block"
             + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")
@@ -1046,7 +1098,19 @@ def strategies(a):
                                    for column in zip(*row["memory_by_rank"]))
             peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
             say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
+    for name, s in a.layouts.items():
+        if s.cp > 1 and s.cp_kind == "ring":
+            say(describe_ring(name, s, a.config, machines[comms[0]]))
     write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machines[comms[0]]))
+
+
+def describe_ring(name, s, config, machine):
+    """From which T/N on a ring's traffic is hidden, by the speeds that were measured beside it."""
+    ways = [f"{factor:g} F/W = {factor * machine.attention / machine.link:,.0f} tokens {way}"
+            for factor, way in zip(ring_hides(1, 1, train.DTYPES[s.dtype]), ("forward", "backward"))]
+    return (f"\n{name}: T/N is {config.seq_len // s.cp:,}. Attention hides the ring's traffic from {', '.join(ways)},\n"
+            f"by the measured F = {machine.attention / 1e9:,.1f} GFLOP/s of causal attention and W = "
+            f"{machine.link / 1e9:.1f} GB/s between ranks")
 
 
 def measure_strategy(name, s, a, device, machines):
@@ -1135,14 +1199,17 @@ def held(schedule, p, m, v):
 
 
 def needed_bytes(config, s, fused):
-    """Bytes of the fullest pipeline rank. fused: as in parallel.memory_bytes."""
-    cuts, dtype, each = parallel.split_pieces(config,
-        s.pp * s.virtual_stages), train.DTYPES[s.dtype], s.batch_size // s.dp // s.micro_batches
+    """Bytes of the fullest pipeline rank, with what one block computes again. fused: as in parallel.memory_bytes."""
+    cuts, dtype = parallel.split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
+    each = s.batch_size // s.dp // s.micro_batches
+    again, kept = (parallel.activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(1, 2)],
+                                             tokens_cut=s.tp if s.sp else 1) // s.cp
+                   for recompute in ("none", s.recompute))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
-    return max(sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
-                                         cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp,
-                                         s.cp_kind).values())
-               for rank in range(s.pp))
+    return again - kept + max(
+        sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
+                                  cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind).values())
+        for rank in range(s.pp))
 
 
 def divisors(n):
@@ -1152,14 +1219,30 @@ def divisors(n):
 WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and stages a rank; GPipe keeps more
 
 
-def all_layouts(config, gpus, batch_size, dtype, node):
-    """Every layout that train.py takes and that is worth a look: tp within a node, 2^n sequences a micro-batch."""
+def ways_to_cut_sequences(config, tp, ranks, dtype, machine):
+    """(cp, kind) that train.py takes, and worth a look: so that a ring inside a node would be hidden. Shorter sequences
+    are better left whole."""
+    yield 1, "ring"
+    for cp in divisors(ranks)[1:]:
+        own = config.seq_len // cp
+        if own < max(ring_hides(machine.attention_with(own), machine.link, train.DTYPES[dtype])):
+            return
+        if config.seq_len % (2 * cp) == 0:
+            yield cp, "ring"
+        if config.seq_len % cp == 0 and config.n_head // tp % cp == 0:
+            yield cp, "ulysses"
+
+
+def all_layouts(config, gpus, batch_size, dtype, machine):
+    """Every layout that train.py takes and that is worth a look: tp within a node, 2^n sequences a micro-batch, one
+    where sequences are cut."""
     for tp in divisors(math.gcd(config.n_head, gpus)):
-        for pp in divisors(gpus // tp):
-            dp = gpus // tp // pp
-            if gpus > node and node % tp or pp > config.n_layer + 2 or batch_size % dp:
+        for (cp, kind), pp in itertools.product(ways_to_cut_sequences(config, tp, gpus // tp, dtype, machine),
+                                                divisors(gpus // tp)):
+            dp, rest = divmod(gpus // tp // pp, cp)
+            if rest or gpus > machine.node and machine.node % tp or pp > config.n_layer + 2 or batch_size % dp:
                 continue
-            for log in range((batch_size // dp).bit_length()):
+            for log in range((batch_size // dp).bit_length() if cp == 1 else 1):
                 m, rest = divmod(batch_size // dp, 1 << log)
                 if rest:
                     continue
@@ -1167,31 +1250,35 @@ def all_layouts(config, gpus, batch_size, dtype, node):
                     lists = few_of(schedule, pp, m, v)
                     if lists is None or v * pp > config.n_layer + 2 or (splits := splits_backward(lists)) and m < pp:
                         continue
-                    local = node // tp  # ranks of dp on a node, if no pipeline is there
-                    shards = [(zero, None) for zero in range(4 if dp > 1 else 1)]
-                    if 1 < local < dp and dp % local == 0:
+                    local, replicas = machine.node // tp, dp * cp  # of them on a node, if no pipeline is there
+                    shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
+                    if 1 < local < replicas and replicas % local == 0:
                         shards += [(zero, local) for zero in (1, 2, 3)]
                     ways = [(recompute, False) for recompute in ("none", "attention", "block")]
-                    ways += [("none", True)] * (tp > 1 and config.seq_len % tp == 0)  # sp saves what recomputing would
+                    if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
+                        ways += [("none", True), ("block", True)]
                     for (zero, within), (recompute, sp) in itertools.product(shards, ways):
                         if not splits or recompute == "none":
                             yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
                                                  virtual_stages=v, dtype=dtype, batch_size=batch_size,
-                                                 micro_batches=m, recompute=recompute, sp=sp)
+                                                 micro_batches=m, recompute=recompute, sp=sp, cp=cp,
+                                                 cp_kind=kind)
 
 
 def describe_layout(s):
     within = f" within {s.zero_within}" if s.zero_within else ""
     zero = f" ZeRO-{s.zero}{within}" if s.zero else ""
-    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
+    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1 or s.zero > 0) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
+        f"cp {s.cp} {s.cp_kind}"] * (s.cp > 1) + [
         f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
         + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
 
 
 def limit(costs):
     """What takes most of the step beside the computation."""
-    name, seconds = max(list(costs._asdict().items())[1:-1], key=lambda item: item[1])
-    name = {"tp": "tensor-parallel traffic", "dp": "data-parallel traffic"}.get(name, name)
+    name, seconds = max(list(costs._asdict().items())[1:-2], key=lambda item: item[1])
+    name = {"tp": "tensor-parallel traffic", "cp": "context-parallel traffic",
+            "dp": "data-parallel traffic"}.get(name, name)
     return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
 
 
@@ -1202,15 +1289,17 @@ def plan(a):
         f"{config.seq_len} a step"
         f"\n{describe_machine(machine)}" + mfu_note(config))
     candidates = sorted(((predict(config, s, machine), s)
-                         for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine.node)),
+                         for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)),
                         key=lambda pair: pair[0].step)
     table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", {
-        "layout": "layout:<44", "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f",
-        "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f",
-        "pp": "pp %:>6.1f", "limit": "beside computation:<28"})
+        "layout": f"layout:<{74 if any(s.cp > 1 for _, s in candidates) else 44}",
+        "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
+        "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "cp": "cp %:>6.1f",
+        "pp": "pp %:>6.1f", "limit": "beside computation:<29"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
-        key = (s.dp, s.tp, s.pp, s.zero, s.zero_within, s.sp, s.schedule)  # one row each, the fastest
+        # One row each, the fastest.
+        key = (s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.zero, s.zero_within, s.sp, s.schedule)
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)
@@ -1219,7 +1308,8 @@ def plan(a):
                   bubble=100 * costs.bubble / costs.step, limit=limit(costs),
                   mfu=mfu(config, tokens / costs.step, machine),
                   dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
-                  pp=100 * costs.transfers / costs.compute, settings=dataclasses.asdict(s), costs=costs._asdict())
+                  cp=100 * costs.cp_all / costs.compute, pp=100 * costs.transfers / costs.compute,
+                  settings=dataclasses.asdict(s), costs=costs._asdict())
         if len(table.rows) == a.top:
             break
     if not table.rows:

@@ -2682,11 +2682,23 @@ def local_elements(config, tp, pieces):
     """Elements on one of tp ranks, in some runs of pieces: ({is a matrix: of those}, the same of experts alone)."""
     count = Counter(), Counter()
     for run in pieces:
-        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
-            layer, _, leaf = name.rpartition(".")
-            how = planned(layer, GPT2_PLAN)
-            whole = how is None or how is RowParallelLinear and leaf == "bias"
-            count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
+        for i in run:
+            for total, some in zip(count, elements_of(config, tp, i)):
+                total.update(some)
+        if config.tied and {0, config.n_layer + 1} <= set(run):  # one weight, not two
+            count[0][True] -= config.vocab_size * config.n_embd / tp
+    return count
+
+
+@functools.cache
+def elements_of(config, tp, i):
+    """The same of piece i."""
+    count = Counter(), Counter()
+    for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        how = planned(layer, GPT2_PLAN)
+        whole = how is None or how is RowParallelLinear and leaf == "bias"
+        count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
 
 

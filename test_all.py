@@ -3587,11 +3587,33 @@ def test_plan_obeys_the_formulas():
         assert close(costs.bubble, max(timeline.idle), 0.05), schedule
 
 
+def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(run_bench, tmp_path):
+    """The formula, from the messages of a step and the pairs of query and key that each rank computes."""
+    flops, link, cp = 400e12, 300e9, 4
+    config = GPTConfig(256, 64 * cp, 1, 4, 48)
+    held = [parallel.own_tokens(config.seq_len, rank, cp, "ring") for rank in range(cp)]
+    for dtype, factors in ("bf16", (2, 2.4)), ("fp32", (4, 3.2)):
+        s = layout(cp=cp, batch_size=1, dtype=dtype)
+        sent = {item.what: item for item in bench.messages(config, s, [(0, range(3))], []) if item.axis == "cp"}
+        keys, grads = (sent[what].elements[0] * sent[what].width for what in ("keys and values", "their gradients"))
+        assert sent["keys and values"].times == 2 * (cp - 1) == 2 * sent["their gradients"].times
+        rows, seen, _ = parallel.seen(2, 1, 32)
+        pairs = len(held[2][rows]) * len(held[1][seen])  # a query and a key: 2C FLOPs in each product
+        steps = (keys, 2), (keys + grads, 5)             # bytes, products; FLOPs grow with (T/N)^2, bytes with T/N
+        found = bench.ring_hides(flops, link, train.DTYPES[dtype])
+        for (sent_bytes, products), tokens, factor in zip(steps, found, factors):
+            assert close(tokens, 64 * (sent_bytes / link) / (products * 2 * 48 * pairs / flops))
+            assert close(tokens, factor * flops / link)
+    _, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "cp", "--repeats", "1", "--seq-len",
+                            "32", "--n-layer", "1", "--batch-size", "2")
+    assert "cp: T/N is 16. " in printed and re.search(r"from 4 F/W = \S+ tokens forward, 3.2 F/W = \S+ ", printed)
+
+
 def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
     """A GPU that does products and attention at its peak has an MFU of 100 %, but for the scores that a backward
     kernel computes again."""
     ideal = dataclasses.replace(H200, matmul=H200.peak, attention=H200.peak, elementwise=math.inf, hbm=math.inf,
-                                loss=math.inf, launch=0.0)
+                                loss=math.inf, launch=0.0, long_attention=None)
     for tokens in (1024, 3072, 3073, 131072):
         config = dataclasses.replace(model.PRESETS["gpt2"], seq_len=tokens)
         scores = config.n_layer * config.n_embd * tokens  # 2 LCT forward and 5 backward are computed
@@ -3617,6 +3639,50 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert step(32, 4e-3) == step(32, 0.0) and close(step(32, 0.0), 0.056, 0.02)
     assert step(8, 4e-3) > 12 * 4e-3 > 3 * step(8, 0.0)  # four times fewer tokens: the GPU waits
     assert step(8, 4e-3, cuda_graphs="on") == step(8, 0.0) and step(8, 4e-3, recompute="block") > 4 / 3 * 12 * 4e-3
+
+
+def test_plan_counts_a_shared_sequence():
+    """Traffic by the lecture's law; attention is half masked and grows with T; what it hides costs nothing."""
+    config = GPTConfig(50257, 131072, 12, 16, 2048)
+    fast = dataclasses.replace(H200, hop=0.0, network_hop=0.0)
+    n, k, passes = 4, 131072 * 2048, 3  # k = BTC; of attention: forward, again, backward
+    ring, ulysses, one = (bench.predict(config, layout(batch_size=1, recompute="block", **more), fast)
+                          for more in ({"cp": n}, {"cp": n, "cp_kind": "ulysses"}, {}))
+    assert close(ring.cp_all, 12 * (n - 1) / n * k * (2 * 4 + 12) / H200.link)
+    assert close(ulysses.cp_all, 12 * (n - 1) / n * 4 * k / n * 2 * passes / H200.link) and ulysses.cp == ulysses.cp_all
+    assert close(ring.cp, 12 / n * k * 8 / H200.link)  # the last dK and dV
+    slow = bench.predict(config, layout(batch_size=1, recompute="block", cp=n), dataclasses.replace(fast, link=1e9))
+    assert close(slow.compute, ring.compute) and slow.cp_all - slow.cp < slow.compute  # no more hides than computes
+    assert close(one.compute, n * ulysses.compute, 1e-2) and one.cp == one.cp_all == 0
+    # 6 LCT FLOPs a token half masked, and 7 where the backward kernel computes the scores again.
+    even = dataclasses.replace(H200, long_attention=None, launch=0.0)
+    times = [sum(bench.stage_seconds(dataclasses.replace(config, seq_len=t), layout(batch_size=2**20 // t), even,
+                                     [(0, range(14))])) for t in (1024, 131072)]
+    assert close(times[1] - times[0], 7 * 12 * 2048 * (131072 - 1024) * 2**20 / H200.attention, 1e-6)
+    assert close(H200.attention_with(512), 220e12) and 430e12 < H200.attention_with(131072) < 450e12
+
+
+def test_plan_cuts_sequences_where_nothing_else_fits():
+    """GPT-3 with 131072 tokens on 64 H100s; never GPT-2 XL with 1024; and nothing that does not divide."""
+    def every(*words):
+        a = bench.parse(["plan", "--gpus", "64", *words])
+        bench.check(a, 1)
+        return a, list(bench.all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
+    a, settings = every("--batch-size", "8", "--seq-len", "131072", "--n-layer", "96", "--n-head", "96", "--n-embd",
+                        "12288", "--machine", "h100", "--top", "8")
+    assert {(s.cp, s.cp_kind) for s in settings} > {(cp, kind) for cp in (2, 4, 8, 32) for kind in ("ring", "ulysses")}
+    assert min(bench.needed_bytes(a.config, s, True) for s in settings if s.cp == 1) > 0.9 * a.machine.memory
+    rows = bench.plan(a).rows
+    assert len(rows) == 8 and all(row["settings"]["cp"] > 1 and row["cp"] > 0 for row in rows)
+    assert all(f"cp {row['settings']['cp']} {row['settings']['cp_kind']}" in row["layout"] for row in rows)
+    assert all(s.cp == 1 for s in every()[1])
+    # 25 heads, then 12; lengths that some cp and tp do not divide.
+    for words in (["--seq-len", "98312"], ["--n-head", "12", "--n-embd", "768", "--seq-len", "100012"]):
+        a, settings = every("--batch-size", "64", *words)
+        cuts = {(s.tp, s.sp, s.cp, s.cp_kind): s for s in settings}
+        assert {cp for _, _, cp, _ in cuts} > {1, 2}
+        for s in cuts.values():
+            assert train.check_layout(dataclasses.replace(s, device="cpu"), a.config, 64, 8) == 64
 
 
 def test_plan_lists_what_can_run_and_fits(tmp_path):
