@@ -11,8 +11,8 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
-`python parallel.py data`, `memory`, `tensor`, `context` and `pipeline` show five of them at work, in seconds on a
-laptop.
+`python parallel.py data`, `memory`, `tensor`, `context`, `experts` and `pipeline` show six of them at work, in seconds
+on a laptop.
 
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
 nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, initial_weight, materialize,
+from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, count_of_each, initial_weight, materialize,
                    materialize_buffers, routers, shapes)
 
 FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
@@ -2874,9 +2874,9 @@ def demo_pipeline(arguments):
           "second F0 is its next stage's.")
 
 
-def all_reduced():
-    """What all-reduces have sent since this was last asked."""
-    sent = dist.traffic().get("all_reduce", dist.Traffic())
+def traffic_of(operation):
+    """What this rank has sent by one kind of collective since this was last asked."""
+    sent = dist.traffic().get(operation, dist.Traffic())
     dist.reset_traffic()
     return sent
 
@@ -2908,14 +2908,14 @@ def demo_data(arguments):
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
         f"float64.\nA bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
         f"  gradients there      KiB   bucket of             still to come")
-    all_reduced()
+    traffic_of("all_reduce")
     cross_entropy(one(x), y, config.vocab_size).backward()
     cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
     model.finish_grad_sync()
-    rows = [("DDP, in buckets", all_reduced(), net)]
+    rows = [("DDP, in buckets", traffic_of("all_reduce"), net)]
     cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
     average_gradients(naive)
-    rows = [("naive, after backward", all_reduced(), naive)] + rows
+    rows = [("naive, after backward", traffic_of("all_reduce"), naive)] + rows
     say("\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
@@ -2940,11 +2940,11 @@ def demo_tensor(arguments):
         x, x_cut = X.clone().requires_grad_(), X.clone().requires_grad_()
         Y = whole(x)
         Y.backward(dY)
-        all_reduced()
+        traffic_of("all_reduce")
         Y_cut = cut(x_cut)
-        g = all_reduced()
+        g = traffic_of("all_reduce")
         Y_cut.backward(dY)
-        f, term = all_reduced(), inner[0] @ cut.c_proj.weight.T
+        f, term = traffic_of("all_reduce"), inner[0] @ cut.c_proj.weight.T
         (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")]
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
@@ -2995,6 +2995,71 @@ def demo_context(arguments):
           f"zigzag takes no longer.")
 
 
+def demo_experts(arguments):
+    """Experts over the ranks in float64: where tokens go, what the exchange sends, how exact it is; then balancing."""
+    N, rank = dist.get_world_size(), dist.get_rank()
+    config, say = GPTConfig(seq_len=5, n_embd=32, experts=2 * N), print if rank == 0 else lambda text: None
+    one, net, C, E = GPT(config).double().h["0"].mlp, GPT(config).double(), config.n_embd, config.experts
+    expert_parallel(net, *split_experts(make_mesh("cpu", dp=N), N))
+    cut, mine, generator = net.h["0"].mlp, slice(rank, rank + 1), torch.Generator().manual_seed(2)
+    for router in (one.router, cut.router):
+        router.weight.detach().mul_(10)  # so that it has clear favourites: the initial scores are all about the same
+    X, dY = torch.randn(2, N, config.seq_len, C, dtype=torch.float64, generator=generator)
+    x, x_cut = X.clone().requires_grad_(), X[mine].clone().requires_grad_()
+    Y = one(x)
+    Y.backward(dY)
+    say(f"{N} ranks, {config.seq_len} tokens each, C = {C} wide, float64. E = {E} experts, 2 on each rank. A token's "
+        f"output is the\nsum of those of k = {config.top_k} experts, weighted:\n")
+    chosen, gates = cut.router(x_cut)
+    lines = [" + ".join(f"{gate:.2f} x expert {e}" for e, gate in zip(*token)) for token in zip(chosen[0], gates[0])]
+    dist.print_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
+
+    counts = count_of_each(chosen, E)
+    rows, coming = counts.view(N, 2).sum(1), counts.new_empty(N)
+    dist.all_to_all_single(coming, rows)
+    say("\n           rows for expert" + "".join(f"{e:4}" for e in range(E)) + "    so for rank"
+        + "".join(f"{r:4}" for r in range(N)))
+    dist.print_in_order(f"  rank {rank:<3}" + 16 * " " + "".join(f"{n:4}" for n in counts) + 15 * " "
+                        + "".join(f"{n:4}" for n in rows))
+    dist.reset_traffic()
+    Y_cut = cut.experts(x_cut, chosen, gates)
+    there = traffic_of("all_to_all_single").bytes
+    Y_cut.backward(dY[mine])
+    back = traffic_of("all_to_all_single").bytes
+    law = 8 * C * (rows.sum() + coming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
+    errors = [off(Y_cut, Y[mine]), off(x_cut.grad, x.grad[mine])]
+    errors.append(max(off(p.grad, q.grad.chunk(N)[rank])
+                      for p, q in zip(cut.experts.parameters(), one.experts.parameters())))
+    say("\n           bytes sent by all-to-all: counted | formula     off from one process's\n"
+        "           forward             backward                Y       dX      its experts' gradients")
+    dist.print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
+                        + "   ".join(f"{error:.0e}" for error in errors))
+    say(f"\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
+        f"Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
+        f"will come.")
+    demo_balance(cut.router, generator, say)
+
+
+def demo_balance(router, generator, say, rate=0.01, tokens=500):
+    """Rounds of balancing on the same tokens. They have much in common, so most of them prefer the same experts."""
+    N, rank, (E, C) = dist.get_world_size(), dist.get_rank(), router.weight.shape
+    batch = torch.randn(N, tokens, C, dtype=torch.float64, generator=generator)
+    batch += torch.randn(C, dtype=torch.float64, generator=generator)
+    say(f"\nBalancing: {tokens} tokens a rank, again and again the same. After each round the bias of an expert falls "
+        f"by {rate} if it got\nmore than the mean of {N * tokens * router.top_k // E} tokens, else it rises; their "
+        f"mean stays 0. Biases count in the choice alone.\n\n  rounds   largest    " + "load".rjust(6).ljust(6 * E + 2)
+        + "  bias")
+    for done in range(51):
+        router.load = 0
+        _, gates = router(batch[rank:rank + 1])
+        gates.sum().backward()  # `load` counts tokens when backward comes by
+        dist.all_reduce(load := router.load)
+        if done in (0, 10, 50):
+            say(f"  {done:6}   {load.max() * E / load.sum():.2f} x mean" + "".join(f"{n:6}" for n in load) + "  "
+                + "".join(f"{b:+7.2f}" for b in router.bias))
+        router.balance(load, rate)
+
+
 def positive(text):
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
@@ -3025,7 +3090,8 @@ def main():
     context.add_argument("--ranks", type=positive, default=4, help="of the ring; no processes are needed")
     context.set_defaults(run=demo_context, processes=False)
     for name, demo, what in (("data", demo_data, "buckets that leave while backward runs, beside the naive way"),
-                             ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes")):
+                             ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes"),
+                             ("experts", demo_experts, "tokens that travel to experts; balancing their load")):
         ranks = demos.add_parser(name, help=what)
         ranks.add_argument("--ranks", type=positive, default=2, help="processes to start, on the CPU")
         ranks.set_defaults(run=demo, processes=True)

@@ -2893,6 +2893,31 @@ def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(pool):
     assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
 
 
+def test_experts_demo_sends_the_rows_that_travel_and_evens_out_the_load(pool):
+    if pool.device_type == "cuda":
+        pytest.skip("the demo is of processes on the CPU")
+    lines = pool(2).run(demo_lines, "parallel", "demo_experts")[0]
+    tokens = [re.findall(r"(0\.\d\d) x expert (\d)", line) for line in lines if " token " in line]
+    assert len(tokens) == 10 and all(abs(float(a) + float(b) - 1) < 0.02 and e != f for (a, e), (b, f) in tokens)
+    table = [[int(n) for n in line.split()[2:]] for line in lines if re.fullmatch(r"  rank \d( +\d+){6}", line)]
+    for rank, row in enumerate(table):
+        chosen = Counter(int(e) for token in tokens[5 * rank:5 * rank + 5] for _, e in token)
+        assert row == [chosen[e] for e in range(4)] + [chosen[0] + chosen[1], chosen[2] + chosen[3]]
+    law = 8 * 32 * (table[0][5] + table[1][4])  # of the rows that travel, a rank sends some and the others' outputs
+    sent = [line.replace(",", "").split() for line in lines if " | " in line and "counted" not in line]
+    assert len(sent) == 2 and law and table[0][5] != table[1][4]
+    for _, _, there, _, there_law, back, _, back_law, *errors in sent:
+        assert int(there) == int(there_law) == law + 2 * 8 and int(back) == int(back_law) == law
+        assert len(errors) == 3 and max(map(float, errors)) < 1e-14
+    rounds = [line.split() for line in lines if " x mean " in line]
+    loads, biases = ([[float(n) for n in row[part]] for row in rounds] for part in (slice(4, 8), slice(8, 12)))
+    largest = [max(load) / 500 for load in loads]
+    assert [row[0] for row in rounds] == ["0", "10", "50"] and [sum(load) for load in loads] == [2000] * 3
+    assert all(abs(float(row[1]) - most) < 0.01 for row, most in zip(rounds, largest))
+    assert largest[0] > 1.3 and largest[0] > largest[1] > largest[2] and largest[2] < 1.05 and biases[0] == [0] * 4
+    assert [b < 0 for b in biases[1]] == [n > 500 for n in loads[0]] and abs(sum(biases[2])) < 0.03
+
+
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_context_demo_has_equal_work_by_zigzag_alone(n, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["parallel.py", "context", "--ranks", str(n)])
@@ -2911,7 +2936,7 @@ def test_context_demo_has_equal_work_by_zigzag_alone(n, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["context", "--ranks", "0"], ["data", "--ranks", "two"],
-                                   ["memory", "--model", "gpt9"], []], ids=str)
+                                   ["experts", "--ranks", "-1"], ["memory", "--model", "gpt9"], []], ids=str)
 def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["parallel.py", *words])
     with pytest.raises(SystemExit, match="2"):
@@ -5118,7 +5143,7 @@ def test_the_whole_program_runs_the_upper_lines(pool, whole_run, tmp_path, capsy
             (2, "--plain --dtype bf16 --zero 1 --eval-every 2 --sample 3 --save-every 2")]
     seen = set().union(*(whole_run(*program)[2] for program in PROGRAMS + more))
     for i, job in enumerate([("traffic_counts", 4000), ("all_to_all_cases",), ("demo_lines", "parallel", "demo_data"),
-                             ("demo_lines", "parallel", "demo_tensor"),
+                             ("demo_lines", "parallel", "demo_tensor"), ("demo_lines", "parallel", "demo_experts"),
                              ("demo_lines", "collectives", "_demo", torch.device("cpu"))]):
         pool(4).run(traced, str(tmp_path / f"lines.{i}"), *job)
     for module, *words in (kernels,), (parallel, "pipeline"), (parallel, "memory"):
