@@ -1283,7 +1283,7 @@ def _route(x, weight, bias, chosen, gates, sums, counts, n, C, E, K: tl.constexp
 @triton.jit
 def _route_backward(x, weight, chosen, gates, sums, dgates, dx, partial, n, C, E, K: tl.constexpr, E_PAD: tl.constexpr,
                     M: tl.constexpr, BK: tl.constexpr):
-    """With s the scores of the chosen, S their sum: dlogit = (dg - sum of dg g) / S s (1 - s); for k = 1, dg s (1 - s)."""
+    """s the scores of the chosen, S their sum: dlogit = (dg - sum of dg g) / S s (1 - s); for k = 1, dg s (1 - s)."""
     t, e, ks = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD), tl.arange(0, BK)
     mean, slope, total = tl.zeros((M,), tl.float32), tl.zeros((M, E_PAD), tl.float32), tl.load(sums + t, t < n, 1)
     for j in tl.static_range(K if K > 1 else 0):
@@ -1343,7 +1343,7 @@ def _count_slots(chosen, counts, n, E, E_PAD: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _places(chosen, counts, places, totals, n, E, programs, E_PAD: tl.constexpr, M: tl.constexpr):
-    """A slot's place: the slots of lower experts, those of its own expert in programs before, and before it in its own."""
+    """A slot comes after those of lower experts, and after its expert's in programs before and before it in its own."""
     slot, e = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD)
     total, before = tl.zeros((E_PAD,), tl.int32), tl.zeros((E_PAD,), tl.int32)
     for i in range(programs):

@@ -2639,8 +2639,8 @@ def visit_without_sorting(mlps, group, rows, counts):
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
     rows = Trade.apply(rows, group, there, back)
     by_expert = both[1].T.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, n).T.flatten()                        # of each rank's, by expert
-    moves = (starts - coming.cumsum(0) + coming).repeat_interleave(coming, output_size=len(rows))
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, n).T.flatten()                        # of what a rank sent
+    moves = (starts + coming - coming.cumsum(0)).repeat_interleave(coming, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
     y = mlps(kernels.dispatch(rows, places), both[1].sum(0))
     return Trade.apply(kernels.combine(y, places), group, back, there)

@@ -917,7 +917,7 @@ def describe(trainer):
 
 
 def load_here(net, loads):
-    """How many times its share of the tokens went to this rank's experts, if all groups that share them out got alike."""
+    """How many times its share of the tokens went to this rank's experts, if the groups that share them got alike."""
     ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
     return (loads.chunk(ranks, 1)[rank].sum() / loads.sum() * ranks).item()
 
