@@ -287,8 +287,8 @@ def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
     tiles = (count + BM - 1) // BM
     e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # so many groups end before this tile
     start = tl.sum(tl.where(group < e, count, 0), 0)
-    return e, start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM, start + tl.sum(
-        tl.where(group == e, count, 0), 0)
+    first = start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM
+    return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
 
 
 @triton.jit
@@ -300,7 +300,8 @@ def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_colu
     rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     # Beyond the edges, the last row and the first columns are read again, and never stored.
     x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
-    weight += e.to(tl.int64) * w_group + ks[:, None] * w_column + (columns % N)[None] * w_row   # (BK, BN)
+    weight += e.to(tl.int64) * w_group + (columns % N)[None].to(tl.int64) * w_row
+    weight += ks[:, None] * w_column                                                            # (BK, BN)
     tile = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         tile = tl.dot(tl.load(x, ks[None] < K - k, 0), tl.load(weight, ks[:, None] < K - k, 0), tile,
@@ -365,6 +366,9 @@ def grouped_weight_gradients(dy, x, counts, biased):
     return dw, db if biased else None
 
 
+GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
+
+
 def launch_grouped(x, weight, bias, counts):
     """weight (E, out, in) of any strides."""
     x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
@@ -382,16 +386,13 @@ def launch_grouped_gradients(dy, x, counts, biased):
     return dw, db
 
 
-GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
-
-
 def grouped_linear(x, weight, bias, counts):
     """x A_e^T + b_e for x (R, in), its rows sorted by group e; weight A (E, out, in), bias (E, out) or None: (R, out).
 
     counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
     one dtype. Deterministic.
     """
-    return GroupedLinear.apply(x, weight, bias, counts)
+    return GroupedLinear.apply(x, weight, bias, counts.contiguous())
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm
@@ -1091,20 +1092,25 @@ FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward,
 
 # ----------------------------------------------------------------------------------------------------- grouped product
 #
-# For 16-bit rows that TMA can address. A group's end is no edge of a tensor, where TMA would stop by itself, so tensors
-# of R rows of `width` are described with two more dimensions: sizes (2^31, 2^31, 2^30, width), all but the last a bit
-# less, strides (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
+# For 16-bit rows that TMA can address. A group's end is no edge of a tensor, where TMA would stop by itself. So tensors
+# of R rows of `width` are described with two more dimensions: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides
+# (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
 #
 #     2^30 (2^34 - width) + end width + (2^30 - end + row) width + column  =  2^64 + row width + column
 #
-# which in addresses of 64 bits is (row, column), but the third index meets its limit where row = end: from there on
+# Addresses have 64 bits, so this is (row, column), but the third index reaches its limit where row = end: from there on
 # loads bring zeros and nothing is stored. One descriptor made on the CPU serves all groups, and no kernel has a mask.
 #
-# TFLOP/s on an H200, bf16, R = 16384 = 4 x 4096 | 8192 + 0 + 5000 + 3192 | 16 groups by Zipf, widths 1536 -> 6144:
+# TFLOP/s on an H200, bf16, 1536 -> 6144, R = 16384 as 4 x 4096 | 8192 + 0 + 5000 + 3192 | 16 groups by Zipf. cuBLAS: in
+# a loop that has counts on the CPU. _grouped_mm: torch's.
 #
-#     forward    661 | 670 | 625      a loop of cuBLAS's products 654 | 682 | 590      torch._grouped_mm 628 | 660 | 604
-#     dx         696 | 724 | 594                                  690 | 717 | 552                        694 | 706 | 580
-#     dA         669 | 654 | 551                                  675 | 647 | 522                        663 | 578 | 530
+#                ours               cuBLAS             _grouped_mm
+#     forward    685 | 644 | 627    695 | 649 | 579    673 | 620 | 585
+#     dx         715 | 720 | 619    728 | 706 | 578    698 | 700 | 610
+#     dA         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
+#
+# Slower forward: a tile a program (620 | 598 | 546), stored through pointers (483), 128 x 128 (537), BK = 128 in 2
+# stages (510). Warps that only load gain nothing forward, and Triton 3.6 miscompiles dA with them.
 
 @triton.jit
 def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
@@ -1117,7 +1123,17 @@ def _store_group(D, row, end, column, tile, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def tuned_grouped_kernel(X, W, Y, bias, counts, E, N, K, TRANSPOSED: tl.constexpr, E_PAD: tl.constexpr,
+def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """table (row tiles, 3): group, first row, the group's end. Found once, not by every program for every tile."""
+    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
+    table += 3 * tl.program_id(0)
+    tl.store(table, e)
+    tl.store(table + 1, first)
+    tl.store(table + 2, end)
+
+
+@triton.jit
+def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.constexpr, E_PAD: tl.constexpr,
                          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     """Persistent programs. Flattened, a tile's first loads are on their way while the tile before is stored.
 
@@ -1128,8 +1144,8 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, E, N, K, TRANSPOSED: tl.constexp
     wide = tl.cdiv(N, BN)
     for program in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):
         row, column = _tile(program, tall, wide, GROUP)
-        e, first, end = _rows_of_tile(row, counts, E, E_PAD, BM)
-        first, end, n = first.to(tl.int32), end.to(tl.int32), column * BN
+        e, first, end = tl.load(table + 3 * row), tl.load(table + 3 * row + 1), tl.load(table + 3 * row + 2)
+        n = column * BN
         tile = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             if TRANSPOSED:
@@ -1145,13 +1161,13 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, E, N, K, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def tuned_grouped_gradient_kernel(DY, X, DW, counts, N, K, E_PAD: tl.constexpr,
+def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
                                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     """A (BN, BK) tile of dA_e a program, not persistent: where groups differ in rows, programs differ in work, and the
     hardware starts the next one wherever a multiprocessor gets free."""
-    e, group = tl.program_id(1), tl.arange(0, E_PAD)
-    first = tl.sum(tl.load(counts + group, group < e, 0), 0).to(tl.int32)
-    end = first + tl.load(counts + e).to(tl.int32)
+    e = tl.program_id(1)
+    end = tl.load(ends + e).to(tl.int32)
+    first = end - tl.load(counts + e).to(tl.int32)
     row, column = _tile(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
     n, k = row * BN, column * BK
     tile = tl.zeros((BN, BK), tl.float32)
@@ -1194,12 +1210,14 @@ def tuned_grouped(x, weight, bias, counts):
     if not tma_takes(x, stored) or N % 8:
         return launch_grouped(x, weight, bias, counts)
     y, (BM, BN, BK, GROUP, stages) = x.new_empty(len(x), N), GROUPED_TILES_TUNED["product"]
-    programs = min(programs_at_once(x.device), (triton.cdiv(len(x), BM) + E) * triton.cdiv(N, BN))
-    tuned_grouped_kernel[(programs,)](
+    tall, padded = triton.cdiv(len(x), BM) + E, triton.next_power_of_2(E)
+    table = torch.empty(tall, 3, dtype=torch.int32, device=x.device)
+    _list_row_tiles[(tall,)](counts, table, E, padded, BM, num_warps=1)
+    tuned_grouped_kernel[(min(programs_at_once(x.device), tall * triton.cdiv(N, BN)),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [BM, BK]),
         TensorDescriptor(stored, list(stored.shape), list(stored.stride()), [1, BK, BN] if transposed else [1, BN, BK]),
-        grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, E, N, K, transposed,
-        triton.next_power_of_2(E), BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
+        grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, table, E, N, K,
+        transposed, padded, BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
     return y
 
 
@@ -1207,11 +1225,11 @@ def tuned_grouped_gradients(dy, x, counts, biased):
     dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
     if not tma_takes(dy, x):
         return launch_grouped_gradients(dy, x, counts, biased)
-    dw, (BM, BN, BK, GROUP, stages) = x.new_empty(E, N, K), GROUPED_TILES_TUNED["gradient"]
+    (BM, BN, BK, GROUP, stages), dw, ends = GROUPED_TILES_TUNED["gradient"], x.new_empty(E, N, K), counts.cumsum(0)
     tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
         grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
-        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, N, K, triton.next_power_of_2(E),
-        BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
+        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, ends, N, K, BM, BN, BK, GROUP,
+        num_warps=8, num_stages=stages)
     return dw, grouped_sums(dy, counts) if biased else None
 
 
@@ -1236,8 +1254,8 @@ def check_grouped(x, weight, bias, counts):
                          f"all on one device")
 
 
-# BM, BN, BK, GROUP, stages.
-GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 4)}
+# BM, BN, BK, GROUP, stages
+GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 3)}
 
 FASTER.update({launch_grouped: tuned_grouped, launch_grouped_gradients: tuned_grouped_gradients})
 
@@ -1911,6 +1929,9 @@ def operations(dtype, device):
                [random(1, 2, 80, D) for _ in "qkv"])
     targets = torch.randint(5000, (8,), device=device)
     yield "linear", linear, F.linear, [random(2, 3, 16), random(37, 16), random(37)]
+    counts = torch.tensor([3, 0, 70, 17], device=device)
+    yield ("grouped product", lambda *xwb: grouped_linear(*xwb, counts), lambda *xwb: grouped_reference(*xwb, counts),
+           [random(90, 40), random(4, 72, 40), random(4, 72)])
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
     yield ("product + GELU", lambda a, b: matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
