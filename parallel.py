@@ -2725,7 +2725,7 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
     attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut
-    mlps = sum(routed_bytes(config, tp, width, tokens_cut, ep, load) if routed else 2 * config.inner * width / tp
+    mlps = sum(routed_bytes(config, tp, width, tokens_cut, ep, load, fused) if routed else 2 * config.inner * width / tp
                for routed in blocks)
     every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute] * len(blocks)
     every += mlps if recompute != "block" else 0
@@ -2735,20 +2735,25 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     return int(tokens * (every + first * ids + head * last))
 
 
-def routed_bytes(config, tp, width, tokens_cut, ep, load):
-    """What a token leaves for backward in a router and k experts, elements:
+def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
+    """What a token leaves for backward in a router and k experts. Elements, and bytes where our kernels are `fused`:
 
-        router    of each expert score and place in the order, int64     E (float32 and int64), over `tokens_cut`
-                  its input, in float32                                  C, where that is not what the layers compute in
-                  k gates: as scored, their sum, normalised              2k + 1
-        sorting   int64: which row comes from where, and goes where      3k, and 2k on the ranks that tokens come to
+        router    of each expert score and place in the order, int64     E (float32 and int64)         nothing
+                  its input, in float32                                  C, if layers have 16 bits     nothing
+                  k gates as scored, their sum, and as weights           2k + 1                        4k + 4
+                  k numbers of experts                                   among the places              8k
+        sorting   int64: which row comes from where, and goes where      3k, and 2k where tokens come  4k, 4k
         experts   rows as they come, MLP before and after GeLU           k (C + 2 inner / tp), times `load`
                   what comes back, to be weighed                         k C
+
+    The router's are those of 1 / tokens_cut of the tokens; then the weights of all are kept, too.
     """
     c, k, wide = config.n_embd, config.top_k, max(width, 4)
+    rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
+    if fused:
+        return rows + (12 * k + 4) / tokens_cut + 4 * k * ((tokens_cut > 1) + 1 + load * (ep > 1))
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
-    rows = k * load * ((c + 2 * config.inner / tp) * width + 16 * (ep > 1))
-    return router / tokens_cut + rows + k * (c * width + 24 + width * (wide > width))
+    return rows + router / tokens_cut + k * (24 + 16 * load * (ep > 1) + width * (wide > width))
 
 
 def kept_tensors(net):

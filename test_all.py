@@ -2510,11 +2510,11 @@ def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
             and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"])
 
 
-def memory_of(text, *flags):
+def memory_of(text, choice, *flags):
     """(bytes alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, `share`)."""
     made, trainer_class = [], train.WatchedTrainer
     with unittest.mock.patch.object(train, "WatchedTrainer", lambda *a: made.append(trainer_class(*a)) or made[0]):
-        kept, predicted = activations_of(text, "torch", "1", *flags)
+        kept, predicted = activations_of(text, choice, "1", *flags)
     measured, formula = made[0].measured_bytes(), train.predicted_bytes(made[0])
     kinds = [(measured[kind], formula[kind]) for kind in ("parameters", "gradients", "optimizer")]
     return kept, predicted, kinds, made[0].share
@@ -2561,14 +2561,17 @@ def test_activations_of_a_shared_sequence_take_what_is_predicted(pool, text, kin
             assert abs(kept / predicted - 1) < 0.01, (recompute, sp, kept, predicted)
 
 
-@pytest.mark.parametrize("size,flags", [
-    (1, ""), (1, "--dtype bf16 --top-k 1"), (2, "--dp 2 --ep 2"), (2, "--dp 2 --ep 2 --recompute attention"),
-    (2, "--tp 2"), (4, "--dp 2 --tp 2 --sp --ep 2 --expert-every 2")])
-def test_memory_of_experts_is_what_is_predicted(pool, text, size, flags):
+@pytest.mark.parametrize("choice,size,flags", [
+    ("torch", 1, ""), ("torch", 1, "--dtype bf16 --top-k 1"), ("torch", 2, "--dp 2 --ep 2"),
+    ("torch", 2, "--dp 2 --ep 2 --recompute attention"), ("torch", 2, "--tp 2"),
+    ("torch", 4, "--dp 2 --tp 2 --sp --ep 2 --expert-every 2"), ("triton", 2, "--dp 2 --ep 2")])
+def test_memory_of_experts_is_what_is_predicted(pool, text, choice, size, flags):
     """From the tokens that a rank's experts got. Beside activations a router's counts are on no list."""
+    if choice == "triton":
+        needs_kernels(pool)
     flags = ["--experts", "4", "--n-embd", "64", "--batch-size", "4", *flags.split()]
     shares = set()
-    for kept, predicted, kinds, share in pool(size).run(memory_of, text, *flags):
+    for kept, predicted, kinds, share in pool(size).run(memory_of, text, choice, *flags):
         assert abs(kept / predicted - 1) < 0.02, (kept, predicted)
         assert all(abs(measured - predicted) <= 200 for measured, predicted in kinds), kinds
         shares.add(share)
@@ -4716,27 +4719,26 @@ def test_a_fused_router_takes_the_lower_number_and_a_nan_stays_in_its_token(trit
     assert chosen.ge(0).all() and chosen.le(4).all() and gates.isnan().tolist() == [[i == 1] * 2 for i in range(3)]
 
 
-def gradients_of_experts(choice):
-    """Of one step, in float32, on two ranks that share out the experts."""
+def results_of_shared_experts(choice):
+    """Outputs, gradients and loads on this rank of two, which share out four experts."""
     kernels.use(choice)
-    config = GPTConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=1, n_embd=16, inner=16, experts=4)
-    device = torch.get_default_device()
-    net = parallel.parallelize(config, parallel.make_mesh(device.type, dp=2), device, ep=2)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x = torch.randint(16, (2, 2, 8), generator=torch.Generator("cpu").manual_seed(dist.get_rank()), device="cpu")
-    with torch.no_grad():
-        net.routers[0].bias[1] = -2  # no tokens for the first rank's second expert
-    loss = net.forward_backward(*([t] for t in x.to(device)))
+    rank, device = dist.get_rank(), torch.get_default_device()
+    mixture = mixture_of(GPTConfig(n_embd=16, n_head=1, inner=16, experts=4), torch.float32).to(device)
+    parallel.expert_parallel(mixture, None, None)
+    assert mixture.experts.mlps.func is parallel.visit_without_sorting
+    mixture.router.bias[1] = -2  # no tokens for the first rank's second expert
+    x, dy = torch.randn(2, 1, 6 + rank, 16, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device)
+    x.requires_grad_()
+    y = mixture(x)
+    y.backward(dy)
     kernels.use("auto")
-    return loss.item(), [p.grad.cpu().numpy() for p in net.params], net.balance(0.1).tolist()
+    return [t.detach().cpu().numpy() for t in (y, x.grad, *(p.grad for p in mixture.parameters()), mixture.router.load)]
 
 
 def test_visits_without_sorting_give_the_same(pool):
     needs_kernels(pool)
-    for (loss, grads, loads), (its, theirs, others) in zip(*(pool(2).run(gradients_of_experts, choice)
-                                                             for choice in ("torch", "triton"))):
-        assert close(loss, its, 1e-5) and loads == others and loads[0][1] == 0
-        assert all(close(a, b, 1e-5) for a, b in zip(grads, theirs, strict=True))
+    for got, want in zip(*(pool(2).run(results_of_shared_experts, choice) for choice in ("triton", "torch"))):
+        assert all(close(a, b, 1e-5) for a, b in zip(got, want, strict=True)) and got[-1][1] == 0
 
 
 def test_groups_do_not_touch_each_other(either_half):
