@@ -1033,7 +1033,8 @@ class NcclLink(PiecewiseLink):
         if not async_op:
             return super().run(name, operation, arguments, False)
         # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
-        self._stream = self._stream or torch.cuda.Stream()
+        # Its barriers go before the rest of a kernel that fills the GPU: else they would wait for that kernel's end.
+        self._stream = self._stream or torch.cuda.Stream(priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             super().run(name, operation, arguments, False)
@@ -1094,6 +1095,12 @@ class Window:
         for r in self.others:
             parts[r].view(torch.uint8).copy_(self.of[r][:parts[r].nbytes])
             self.link.log.count(parts[self.link.rank])
+        self.barrier()
+
+    def shift(self, outgoing, incoming):
+        """Copy what the left rank sends out of its window."""
+        incoming.copy_(self.open(outgoing)[self.link.rank - 1])
+        self.link.log.count(outgoing)
         self.barrier()
 
 
@@ -1201,6 +1208,15 @@ class Direct:
                 window.gather(parts)
         else:
             self.all_to_all([chunks[self.rank]] * self.size, chunks)
+
+    def shift(self, outgoing, incoming):
+        """Send a flat tensor to the right and receive the left one's. Between GPUs copy engines do it, which take no
+        multiprocessor from what computes beside them."""
+        if window := self.window(WINDOW_BYTES):
+            for out, into in _in_step([outgoing, incoming], WINDOW_BYTES):
+                window.shift(out, into)
+        else:
+            self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
 
     def all_to_all(self, outgoing, incoming):
         others = [r for r in range(self.size) if r != self.rank]

@@ -62,11 +62,15 @@ from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, count_of_e
 FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
 
 
+def faster(what):
+    return FASTER.get(what, what)
+
+
 class Replaceable:
     """Making one of these makes the subclass that `FASTER` names for it, where there is one."""
 
     def __new__(cls, *args, **kwargs):
-        return super().__new__(FASTER.get(cls, cls))
+        return super().__new__(faster(cls))
 
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
@@ -1154,7 +1158,7 @@ def going_round(tensor, group):
     """(rank, its tensor) of all ranks, this one first. Each is passed on while the caller computes with it."""
     n = dist.get_world_size(group)
     for s in range(n):
-        handles, incoming = shift(tensor, group) if s < n - 1 else ([], None)
+        handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
         yield (dist.get_rank(group) - s) % n, tensor
         for handle in handles:
             handle.wait()
@@ -1234,7 +1238,11 @@ def ulysses_attention(qkv, group):
     return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 
-ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
+def ring_attention(qkv, group):
+    return faster(RingAttention).apply(qkv, group)
+
+
+ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 def context_parallel(module, group, kind):
@@ -1291,7 +1299,7 @@ def expert_parallel(module, group, copies):
                 mine = local_parameter(param, Cut(group, 0))
                 mine.replicas, mine.fed = copies, dist.get_world_size(group)
                 setattr(layer, leaf, mine)
-        experts.mlps = partial(FASTER.get(visit, visit), experts.mlps, group)
+        experts.mlps = partial(faster(visit), experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -2307,6 +2315,96 @@ class LeanGPT(ParallelGPT):
         return norm
 
 
+# -------------------------------------------------------------------------------------- context parallel: tuned kernels
+
+def shift_directly(tensor, group):
+    """`shift` of any strides, where ranks reach each other's memory."""
+    link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
+    if not isinstance(link, dist.Direct):
+        return shift(tensor.contiguous(), group)
+    return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
+                     {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+
+
+class TunedRing(RingAttention):
+    """RingAttention on Triton's kernels: few passes over memory beside theirs, and all messages under computation.
+
+    K and V first travel under a rank's own keys, in backward under their dQ. Their dK and dV come last, because those
+    of the others' keys travel home under them. Two ranks add two numbers for each sum, and 16 bits may hold the first,
+    because that is what its kernel writes; more ranks add up in float32.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, group):
+        rank, half = dist.get_rank(group), qkv.shape[1] // 2
+        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # halves of whole tiles
+        if not ctx.tuned:
+            return RingAttention.forward(ctx, qkv, group)
+        qkv = qkv.contiguous()
+        q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
+        for other, kv in going_round(qkv[:, :, 1:], group):                                   # (B, T/N, 2, H, D)
+            (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
+            part, its = kernels.tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            if other == rank:
+                o, lse = part.to(sum_dtype(part, group)), its
+            else:
+                kernels.merge_parts(o[:, :, rows], lse[:, rows], part, its)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(qkv, o, lse)
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        if not ctx.tuned:
+            return RingAttention.backward(ctx, do)
+        (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
+        (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), kernels.aligned(do.transpose(1, 2)), torch.empty_like(lse)
+        grads, came, handles = torch.empty_like(qkv), None, []  # came: dK and dV that have come with the keys
+        dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
+        for other, kv in going_round(qkv[:, :, 1:], ctx.group):
+            if other == rank:
+                kernels.tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
+                total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
+                continue
+            rows, keys, _ = seen(rank, other, half)
+            dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
+                                                  kv[:, keys])
+            kernels.add_rows(total[:, rows], dq_part)
+            wait(handles)
+            first = came is None
+            if first:
+                came = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                came[:, dkv_part.shape[1]:] = 0
+            kernels.add_rows(came[:, keys], dkv_part, first)
+            handles, came = faster(shift)(came, ctx.group)
+        kernels.tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
+        wait(handles)
+        kernels.add_rows(grads[:, :, 1:], came)
+        if dist.get_world_size(ctx.group) > 2:
+            grads[:, :, 0] = total
+        return grads, None
+
+
+def sum_dtype(part, group):
+    """Of sums over the ranks."""
+    return part.dtype if dist.get_world_size(group) == 2 else torch.float32
+
+
+def wait(handles):
+    for handle in handles:
+        handle.wait()
+
+
+def gradients_of_part(q, o, do, lse, delta, kv):
+    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of another rank's keys, all of which these queries see."""
+    dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
+    k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
+    kernels.tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
+    kernels.tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
+    return dq, dkv
+
+
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
 
 class NamedHandle:
@@ -2647,7 +2745,8 @@ def visit_without_sorting(mlps, group, rows, counts):
 
 
 FASTER.update({visit: visit_without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
-               ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT})
+               ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT,
+               shift: shift_directly, RingAttention: TunedRing})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
