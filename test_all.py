@@ -510,6 +510,16 @@ def all_reduce_through_windows(rank, windows, barrier, tensors):
     return link.log.bytes
 
 
+def rows_through_windows(rank, windows, barrier, own, terms):
+    """(`own` of all ranks side by side, this rank's part of the sum of `terms`, the left one's `own`, bytes sent)."""
+    link, left = link_with_window(rank, windows, barrier), torch.full_like(own, math.nan)
+    whole, mine = own.new_full((len(own), link.size, *own.shape[1:]), math.nan), torch.full_like(own, math.nan)
+    dist.NodeLink.by_rows(link, None, whole.transpose(0, 1), own, None)
+    dist.NodeLink.by_rows(link, None, terms.unflatten(1, (link.size, -1)).transpose(0, 1), mine, dist.ReduceOp.SUM)
+    link.shift(own.view(-1), left.view(-1))
+    return whole.flatten(1, 2), mine, left, link.log.bytes
+
+
 @pytest.mark.parametrize("elements,async_op,opened",
                          [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
                           ((3 << 21) + 1, False, False)])
@@ -607,6 +617,23 @@ def test_all_reduce_through_windows(size, way, monkeypatch):
         assert all(close(tensors[rank][i][0], wants[i], 1e-2 if dtype == torch.bfloat16 else 1e-12)
                    for rank in range(size)), (dtype, n, op)
     assert sent == sum(2 * (size - 1) * dtype.itemsize * n for dtype, n, _ in cases)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_that_lie_apart_go_through_windows(size, monkeypatch):
+    """Tokens of five sequences, two at a time; and a shift in several pieces."""
+    B, t, C = 5, 3, 7
+    monkeypatch.setattr(dist, "WINDOW_BYTES", 2 * size * t * C * 8 + 8)
+    own, terms = (torch.randn(size, B, tokens, C, dtype=torch.float64) for tokens in (t, size * t))
+    windows, barrier = ([torch.zeros(dist.WINDOW_BYTES, dtype=torch.uint8) for _ in range(size)],
+                        threading.Barrier(size, timeout=20))
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(lambda rank: rows_through_windows(rank, windows, barrier, own[rank], terms[rank]),
+                                   range(size)))
+    for rank, (whole, mine, left, sent) in enumerate(results):
+        assert torch.equal(whole, torch.cat([*own], 1)) and torch.equal(left, own[rank - 1])
+        assert close(mine, terms.sum(0).chunk(size, 1)[rank], 1e-14)
+        assert sent == (2 * (size - 1) + 1) * B * t * C * 8
 
 
 def ends_then_all():
@@ -1699,6 +1726,18 @@ def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, sched
                                                    schedule=schedule, sequence=True, **options)
     for got in [*results, all_of(results)]:
         assert not differences(got, want), change
+
+
+def in_layout_by_rows(*args, **options):
+    with unittest.mock.patch.object(dist, "row_bytes", lambda group: 0):
+        return in_layout(*args, **options)
+
+
+def test_sequence_parallel_in_place_equals_one_process(pool):
+    """Gathered and scattered where tokens belong, however small they are."""
+    want = one_process("sgd", n_layer=3)
+    for got in pool(2).run(in_layout_by_rows, {"tp": 2}, "sgd", 2, {"n_layer": 3}, sequence=True):
+        assert not differences(got, want)
 
 
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
