@@ -1033,7 +1033,8 @@ class NcclLink(PiecewiseLink):
         if not async_op:
             return super().run(name, operation, arguments, False)
         # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
-        self._stream = self._stream or torch.cuda.Stream()
+        # Its barriers go before the rest of a kernel that fills the GPU: else they would wait for that kernel's end.
+        self._stream = self._stream or torch.cuda.Stream(priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             super().run(name, operation, arguments, False)
@@ -1094,6 +1095,36 @@ class Window:
         for r in self.others:
             parts[r].view(torch.uint8).copy_(self.of[r][:parts[r].nbytes])
             self.link.log.count(parts[self.link.rank])
+        self.barrier()
+
+    def gather_rows(self, whole, own):
+        """Copy `own` of rank r, (B, ...), to whole[r], for every r. Rows of `whole` (N, B, ...) may lie apart."""
+        tensors = self.open(own.view(-1))
+        whole[self.link.rank].copy_(own)
+        for r in self.others:
+            for place, row in zip(whole[r], tensors[r].view(own.shape)):
+                place.copy_(row)
+            self.link.log.count(own)
+        self.barrier()
+
+    def scatter_rows(self, parts):
+        """`scatter` of parts (N, B, ...) whose rows may lie apart: what came here, (B, ...) of each rank."""
+        def of_rank(window, r):
+            return window[r * own.nbytes:(r + 1) * own.nbytes].view(own.dtype).view(own.shape)
+
+        own = parts[self.link.rank]
+        self.barrier()
+        for r in self.others:
+            for place, row in zip(of_rank(self.of[r], self.link.rank), parts[r]):
+                place.copy_(row)
+            self.link.log.count(own)
+        self.barrier()
+        return [own if r == self.link.rank else of_rank(self.mine, r) for r in range(len(parts))]
+
+    def shift(self, outgoing, incoming):
+        """Copy what the left rank sends out of its window."""
+        incoming.copy_(self.open(outgoing)[self.link.rank - 1])
+        self.link.log.count(outgoing)
         self.barrier()
 
 
@@ -1202,9 +1233,29 @@ class Direct:
         else:
             self.all_to_all([chunks[self.rank]] * self.size, chunks)
 
+    def shift(self, outgoing, incoming):
+        """Send a flat tensor to the right and receive the left one's. Between GPUs copy engines do it, which take no
+        multiprocessor from what computes beside them."""
+        if window := self.window(WINDOW_BYTES):
+            for out, into in _in_step([outgoing, incoming], WINDOW_BYTES):
+                window.shift(out, into)
+        else:
+            self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
+
     def all_to_all(self, outgoing, incoming):
         others = [r for r in range(self.size) if r != self.rank]
         self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
+
+
+# Rows of a tensor that lie apart in memory are copied one by one if they have as many bytes; a copy costs 2 us.
+ROW_BYTES = 1 << 20
+BY_ROWS = {"all_gather_into_tensor": ("output_tensor", "input_tensor"), "reduce_scatter_tensor": ("input", "output")}
+
+
+def row_bytes(group):
+    """From so many bytes a row on, this group gathers (B, ...) into (N, B, ...) whose rows lie apart, and
+    reduce-scatters back, without a copy of its own before or after."""
+    return ROW_BYTES if isinstance(link_of(group), NodeLink) else float("inf")
 
 
 class NodeLink(Direct, NcclLink):
@@ -1213,6 +1264,29 @@ class NodeLink(Direct, NcclLink):
     def __init__(self, group):
         super().__init__(group)
         self._windows = {}
+
+    def run(self, name, operation, arguments, async_op):
+        if name in BY_ROWS:
+            whole, own = (arguments[key] for key in BY_ROWS[name])
+            if not whole.is_contiguous() and whole[0].shape == own.shape and own.is_contiguous() and (
+                    whole[0, 0].is_contiguous() and whole[:, 0].numel() * whole.itemsize <= WINDOW_BYTES):
+                operation = functools.partial(NodeLink.by_rows, flat=operation, whole=whole, own=own,
+                                              op=arguments.get("op"))
+        return super().run(name, operation, arguments, async_op)
+
+    def by_rows(self, flat, whole, own, op):
+        """Gather own (B, ...) into whole (N, B, ...), or, with an op, reduce-scatter back. flat: what does it without a
+        window."""
+        window = self.window(WINDOW_BYTES)
+        if window is None:
+            return flat(self)
+        rows = WINDOW_BYTES // (whole[:, 0].numel() * whole.itemsize)
+        for many, few in zip(whole.split(rows, 1), own.split(rows)):
+            if op is None:
+                window.gather_rows(many, few)
+                continue
+            for parts, result in zip(zip(*window.scatter_rows(many)), few):
+                _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
 
     def window(self, nbytes):
         """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the

@@ -1755,18 +1755,74 @@ def tuned_attention_forward(q, k, v, is_causal):
 
 def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
     """Write the gradients into dq, dk, dv, of any strides that aligned accepts."""
-    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], lse.shape[1]
     do, delta = aligned(do), torch.empty_like(lse)
-    scale = 1 / math.sqrt(D)
+    tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq)
+    tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv)
+
+
+def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
+    """Write dq, and for `tuned_backward_kv` delta, which has lse's strides."""
+    (B, H, Tq, D), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
     BM, BN, settings = attention_settings("dq", q, is_causal)
-    tuned_backward_q_kernel[T_pad // BM, B * H](
+    tuned_backward_q_kernel[lse.shape[1] // BM, B * H](
         descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), descriptor(do, BM), lse, delta,
-        descriptor(dq, BM), scale * math.log2(math.e), scale, Tq, Tk, T_pad, H, **settings)
+        descriptor(dq, BM), scale * math.log2(math.e), scale, Tq, Tk, lse.stride(0), H, **settings)
+
+
+def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
+    (B, H, Tq, D), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
     BM, BN, settings = attention_settings("dkv", q, is_causal)
     tuned_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
         descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(do, BM), descriptor(lse, BM),
         descriptor(delta, BM), descriptor(dk, BN), descriptor(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H,
         **settings)
+
+
+@triton.jit
+def _merge_parts(O, LSE, PART, ITS, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, its_bh, H, T, D: tl.constexpr,
+                 ROWS: tl.constexpr):
+    """ROWS rows of one head: O and LSE of some keys take in those of others."""
+    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b, h, column, inside = bh // H, bh % H, tl.arange(0, D), rows < T
+    before = tl.load(LSE + bh * lse_bh + rows, inside, 0)
+    its = tl.load(ITS + bh * its_bh + rows, inside, 0)
+    top = tl.maximum(before, its)
+    total = top + tl.log2(tl.exp2(before - top) + tl.exp2(its - top))
+    at = O + b * o_b + h * o_h + rows.to(tl.int64)[:, None] * o_t + column[None, :]
+    part = tl.load(PART + b * part_b + h * part_h + rows.to(tl.int64)[:, None] * part_t + column[None, :],
+                   inside[:, None], 0).to(tl.float32)
+    o = tl.load(at, inside[:, None], 0).to(tl.float32)
+    tl.store(at, o * tl.exp2(before - total)[:, None] + part * tl.exp2(its - total)[:, None], inside[:, None])
+    tl.store(LSE + bh * lse_bh + rows, total, inside)
+
+
+def merge_parts(o, lse, part, its):
+    """Merge attention to some keys, (part, its), into (o, lse), that to others: in place, in float32 inside.
+
+    o and part (B, H, T, D), lse and its (B*H, T), in base 2 as tuned_attention_forward gives them; every row has seen a
+    key in each.
+    """
+    B, H, T, D = o.shape
+    _merge_parts[triton.cdiv(T, 64), B * H](o, lse, part, its, *o.stride()[:3], lse.stride(0), *part.stride()[:3],
+                                            its.stride(0), H, T, D, 64)
+
+
+@triton.jit
+def _add_rows(total, part, total_b, total_t, part_b, part_t, T, width, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    b, t = tl.program_id(0).to(tl.int64) // T, tl.program_id(0).to(tl.int64) % T
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = total + b * total_b + t * total_t + column, column < width
+    more = tl.load(part + b * part_b + t * part_t + column, inside, 0).to(tl.float32)
+    tl.store(at, more if FIRST else tl.load(at, inside, 0).to(tl.float32) + more, inside)
+
+
+def add_rows(total, part, first=False):
+    """total += part, or = the first part, both (B, T, ...), of any two dtypes, contiguous but for gaps between rows.
+    PyTorch's own kernel for two dtypes or for gaps reaches a third of the bandwidth."""
+    total, part = total.flatten(2), part.flatten(2)  # views, both
+    B, T, width = total.shape
+    _add_rows[B * T, triton.cdiv(width, 2048)](total, part, *total.stride()[:2], *part.stride()[:2], T, width, first,
+                                               2048)
 
 
 def aligned(x):

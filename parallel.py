@@ -62,11 +62,15 @@ from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, count_of_e
 FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
 
 
+def faster(what):
+    return FASTER.get(what, what)
+
+
 class Replaceable:
     """Making one of these makes the subclass that `FASTER` names for it, where there is one."""
 
     def __new__(cls, *args, **kwargs):
-        return super().__new__(FASTER.get(cls, cls))
+        return super().__new__(faster(cls))
 
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
@@ -1039,11 +1043,11 @@ class Trade(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, there, back):
         ctx.group, ctx.back = group, back
-        return there(x, group)
+        return faster(there)(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.back(grad, ctx.group), None, None, None
+        return faster(ctx.back)(grad, ctx.group), None, None, None
 
 
 def gathered(x, group):
@@ -1066,7 +1070,7 @@ class GatherThenProduct(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, take=None):
         ctx.group, ctx.take = group, take
         ctx.save_for_backward(x, weight)
-        return F.linear(gather_tokens(x, group), weight, bias)
+        return F.linear(faster(gather_tokens)(x, group), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -1081,7 +1085,7 @@ class GatheringLinear(ColumnParallelLinear):
     """A ColumnParallelLinear of T/N tokens."""
 
     def linear(self, x, weight, bias=None, take=None):
-        return GatherThenProduct.apply(x, weight, bias, self.group, take)
+        return faster(GatherThenProduct).apply(x, weight, bias, self.group, take)
 
     def forward(self, x):
         return self.linear(x, self.weight, self.bias)
@@ -1154,7 +1158,7 @@ def going_round(tensor, group):
     """(rank, its tensor) of all ranks, this one first. Each is passed on while the caller computes with it."""
     n = dist.get_world_size(group)
     for s in range(n):
-        handles, incoming = shift(tensor, group) if s < n - 1 else ([], None)
+        handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
         yield (dist.get_rank(group) - s) % n, tensor
         for handle in handles:
             handle.wait()
@@ -1234,7 +1238,11 @@ def ulysses_attention(qkv, group):
     return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 
-ATTENTION = {"ring": RingAttention.apply, "ulysses": ulysses_attention}
+def ring_attention(qkv, group):
+    return faster(RingAttention).apply(qkv, group)
+
+
+ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 def context_parallel(module, group, kind):
@@ -1291,7 +1299,7 @@ def expert_parallel(module, group, copies):
                 mine = local_parameter(param, Cut(group, 0))
                 mine.replicas, mine.fed = copies, dist.get_world_size(group)
                 setattr(layer, leaf, mine)
-        experts.mlps = partial(FASTER.get(visit, visit), experts.mlps, group)
+        experts.mlps = partial(faster(visit), experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -2307,6 +2315,148 @@ class LeanGPT(ParallelGPT):
         return norm
 
 
+# ------------------------------------------------------------------------------ sequence parallel: without permutations
+#
+# Tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens permute them into a message or out
+# of it: on an H200 96 us for 64 MiB, as long as the message itself takes. Between GPUs of a node the copy engines pick
+# each sequence's tokens up, and put them down, where they belong.
+
+def start_gathering(x, group, async_op=False):
+    """(handle, (B, N, T/N, C) of all ranks), from (B, T/N, C) of each. The handle is None unless async_op."""
+    n = dist.get_world_size(group)
+    if x[0].nbytes >= dist.row_bytes(group):
+        whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
+    else:
+        whole = x.new_empty(n, *x.shape)
+    return dist.all_gather_into_tensor(whole, x.contiguous(), group, async_op), whole.transpose(0, 1)
+
+
+def start_scattering(x, group, async_op=False):
+    """(handle, (B, T/N, C) of this rank), from a term (B, T, C) of each."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
+    mine = x.new_empty(parts.shape[1:])
+    parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
+    return dist.reduce_scatter_tensor(mine, parts, group=group, async_op=async_op), mine
+
+
+def gather_in_place(x, group):
+    if x[0].nbytes < dist.row_bytes(group):
+        return gather_tokens(x, group)
+    return start_gathering(x, group)[1].flatten(1, 2)
+
+
+def scatter_in_place(x, group):
+    if x[0].nbytes < dist.row_bytes(group) * dist.get_world_size(group):
+        return scatter_tokens(x, group)
+    return start_scattering(x, group)[1]
+
+
+class OverlappedProduct(GatherThenProduct):
+    """In backward X is gathered under dY A, and the terms of dX are added up under dY^T X."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x, weight), added, dx = ctx.saved_tensors, dist.Handle(), None
+        gathered, whole = start_gathering(x, ctx.group, async_op=True)
+        if ctx.needs_input_grad[0]:
+            added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
+        gathered.wait()
+        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        added.wait()
+        return dx, *gradients, None, None
+
+
+# -------------------------------------------------------------------------------------- context parallel: tuned kernels
+
+def shift_directly(tensor, group):
+    """`shift` of any strides, where ranks reach each other's memory."""
+    link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
+    if not isinstance(link, dist.Direct):
+        return shift(tensor.contiguous(), group)
+    return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
+                     {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+
+
+class TunedRing(RingAttention):
+    """RingAttention on Triton's kernels: few passes over memory beside theirs, and all messages under computation.
+
+    K and V first travel under a rank's own keys, in backward under their dQ. Their dK and dV come last, because those
+    of the others' keys travel home under them. Two ranks add two numbers for each sum, and 16 bits may hold the first,
+    because that is what its kernel writes; more ranks add up in float32.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, group):
+        rank, half = dist.get_rank(group), qkv.shape[1] // 2
+        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # halves of whole tiles
+        if not ctx.tuned:
+            return RingAttention.forward(ctx, qkv, group)
+        qkv = qkv.contiguous()
+        q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
+        for other, kv in going_round(qkv[:, :, 1:], group):                                   # (B, T/N, 2, H, D)
+            (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
+            part, its = kernels.tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            if other == rank:
+                o, lse = part.to(sum_dtype(part, group)), its
+            else:
+                kernels.merge_parts(o[:, :, rows], lse[:, rows], part, its)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(qkv, o, lse)
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        if not ctx.tuned:
+            return RingAttention.backward(ctx, do)
+        (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
+        (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), kernels.aligned(do.transpose(1, 2)), torch.empty_like(lse)
+        grads, came, handles = torch.empty_like(qkv), None, []  # came: dK and dV that have come with the keys
+        dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
+        for other, kv in going_round(qkv[:, :, 1:], ctx.group):
+            if other == rank:
+                kernels.tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
+                total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
+                continue
+            rows, keys, _ = seen(rank, other, half)
+            dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
+                                                  kv[:, keys])
+            kernels.add_rows(total[:, rows], dq_part)
+            wait(handles)
+            first = came is None
+            if first:
+                came = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                came[:, dkv_part.shape[1]:] = 0
+            kernels.add_rows(came[:, keys], dkv_part, first)
+            handles, came = faster(shift)(came, ctx.group)
+        kernels.tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
+        wait(handles)
+        kernels.add_rows(grads[:, :, 1:], came)
+        if dist.get_world_size(ctx.group) > 2:
+            grads[:, :, 0] = total
+        return grads, None
+
+
+def sum_dtype(part, group):
+    """Of sums over the ranks."""
+    return part.dtype if dist.get_world_size(group) == 2 else torch.float32
+
+
+def wait(handles):
+    for handle in handles:
+        handle.wait()
+
+
+def gradients_of_part(q, o, do, lse, delta, kv):
+    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of another rank's keys, all of which these queries see."""
+    dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
+    k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
+    kernels.tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
+    kernels.tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
+    return dq, dkv
+
+
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
 
 class NamedHandle:
@@ -2647,7 +2797,9 @@ def visit_without_sorting(mlps, group, rows, counts):
 
 
 FASTER.update({visit: visit_without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
-               ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT})
+               ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT,
+               gather_tokens: gather_in_place, scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
+               shift: shift_directly, RingAttention: TunedRing})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept

@@ -493,15 +493,31 @@ def test_messages_beside_a_collective(pool):
     pool(3).run(messages_beside_a_collective)
 
 
-def all_reduce_through_windows(rank, windows, barrier, tensors):
-    """One rank of several that are threads: windows are memory of the CPU. Returns what it sent."""
+def link_with_window(rank, windows, barrier):
+    """Of one rank of several that are threads: windows are memory of the CPU."""
     link, window = object.__new__(DirectGlooLink), object.__new__(dist.Window)
     link.rank, link.size, link.log, link.window = rank, len(windows), dist.Traffic(), lambda nbytes: window
     window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
     window.others = [(rank + i) % link.size for i in range(1, link.size)]
+    return link
+
+
+def all_reduce_through_windows(rank, windows, barrier, tensors):
+    """Returns what it sent."""
+    link = link_with_window(rank, windows, barrier)
     for t, op in tensors:
         link.all_reduce(t, op)
     return link.log.bytes
+
+
+def rows_through_windows(rank, windows, barrier, own, terms):
+    """(`own` of all ranks side by side, this rank's part of the sum of `terms`, the left one's `own`, bytes sent)."""
+    link, left = link_with_window(rank, windows, barrier), torch.full_like(own, math.nan)
+    whole, mine = own.new_full((len(own), link.size, *own.shape[1:]), math.nan), torch.full_like(own, math.nan)
+    dist.NodeLink.by_rows(link, None, whole.transpose(0, 1), own, None)
+    dist.NodeLink.by_rows(link, None, terms.unflatten(1, (link.size, -1)).transpose(0, 1), mine, dist.ReduceOp.SUM)
+    link.shift(own.view(-1), left.view(-1))
+    return whole.flatten(1, 2), mine, left, link.log.bytes
 
 
 @pytest.mark.parametrize("elements,async_op,opened",
@@ -601,6 +617,23 @@ def test_all_reduce_through_windows(size, way, monkeypatch):
         assert all(close(tensors[rank][i][0], wants[i], 1e-2 if dtype == torch.bfloat16 else 1e-12)
                    for rank in range(size)), (dtype, n, op)
     assert sent == sum(2 * (size - 1) * dtype.itemsize * n for dtype, n, _ in cases)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_that_lie_apart_go_through_windows(size, monkeypatch):
+    """Tokens of five sequences, two at a time; and a shift in several pieces."""
+    B, t, C = 5, 3, 7
+    monkeypatch.setattr(dist, "WINDOW_BYTES", 2 * size * t * C * 8 + 8)
+    own, terms = (torch.randn(size, B, tokens, C, dtype=torch.float64) for tokens in (t, size * t))
+    windows, barrier = ([torch.zeros(dist.WINDOW_BYTES, dtype=torch.uint8) for _ in range(size)],
+                        threading.Barrier(size, timeout=20))
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(lambda rank: rows_through_windows(rank, windows, barrier, own[rank], terms[rank]),
+                                   range(size)))
+    for rank, (whole, mine, left, sent) in enumerate(results):
+        assert torch.equal(whole, torch.cat([*own], 1)) and torch.equal(left, own[rank - 1])
+        assert close(mine, terms.sum(0).chunk(size, 1)[rank], 1e-14)
+        assert sent == (2 * (size - 1) + 1) * B * t * C * 8
 
 
 def ends_then_all():
@@ -1695,6 +1728,18 @@ def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, sched
         assert not differences(got, want), change
 
 
+def in_layout_by_rows(*args, **options):
+    with unittest.mock.patch.object(dist, "row_bytes", lambda group: 0):
+        return in_layout(*args, **options)
+
+
+def test_sequence_parallel_in_place_equals_one_process(pool):
+    """Gathered and scattered where tokens belong, however small they are."""
+    want = one_process("sgd", n_layer=3)
+    for got in pool(2).run(in_layout_by_rows, {"tp": 2}, "sgd", 2, {"n_layer": 3}, sequence=True):
+        assert not differences(got, want)
+
+
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 @pytest.mark.parametrize("layout,micro_batches,schedule,options", [
     ({"cp": 2}, 2, "1f1b", {}), ({"cp": 4}, 1, "1f1b", {"zero": 3}), ({"dp": 2, "cp": 2}, 2, "1f1b", {"zero": 1}),
@@ -1889,6 +1934,40 @@ def test_ring_attention_goes_back_through_the_sums_of_all_keys(pool):
     want = one_process("sgd", tokens=8)
     for got in pool(2).run(with_the_block_s_own_sums, {"cp": 2}, "sgd", 1, {}, tokens=8):
         assert differences(got, want)
+
+
+def ring_on_kernels(dtype, link):
+    """(how far O, dQ, dK and dV of ring attention are from those of one rank, bytes sent)."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    B, T, H, D = 2, 256 * n, 1, 16
+    torch.manual_seed(0)
+    qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
+    whole, mine = qkv.double().requires_grad_(), parallel.own_tokens(T, rank, n, "ring", qkv.device)
+    y = kernels.attention(whole)
+    y.backward(dy.double())
+    kernels.use("triton")
+    try:
+        with served_by(link) if link else contextlib.nullcontext():
+            dist.reset_traffic()
+            part = qkv[:, mine].to(dtype).requires_grad_()
+            out = parallel.ring_attention(part, None)
+            out.backward(dy[:, mine].to(dtype))
+    finally:
+        kernels.use("auto")
+    assert out.dtype == part.grad.dtype == dtype and out.is_contiguous()
+    pairs = [(out, y[:, mine]), *zip(part.grad.unbind(2), whole.grad[:, mine].unbind(2))]
+    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs], sum(t.bytes for t in dist.traffic().values())
+
+
+@pytest.mark.parametrize("size,dtype,error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
+def test_ring_attention_on_kernels(pool, size, dtype, error):
+    """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
+    in float32, once."""
+    needs_kernels(pool)
+    link = DirectGlooLink if pool.device_type == "cpu" and size == 2 else None
+    for errors, sent in pool(size).run(ring_on_kernels, dtype, link):
+        assert max(errors) < error, errors
+        assert sent == (size - 1) * 2 * 2 * 256 * 16 * (2 * dtype.itemsize + 4)
 
 
 @pytest.mark.parametrize("size,kind", [(1, "ring"), (2, "ring"), (4, "ring"), (4, "ulysses")])
@@ -4898,6 +4977,18 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
     with pytest.raises(ValueError, match="1500,.*torch.float64"):
         theirs.grad = grads[0].double()
         kernels.AdamW([theirs]).step()
+
+
+def test_rows_with_gaps_are_added(triton_kernels):
+    for totals, parts in itertools.product((torch.float32, torch.float16), repeat=2):
+        total, part = random(2, 5, 3, 2, 8).to(totals), random(2, 9, 2, 8).to(parts)[:, 3:8]
+        want = total.clone()
+        want[:, :, 1] = (want[:, :, 1].float() + part.float()).to(totals)
+        kernels.add_rows(total[:, :, 1], part)
+        assert torch.equal(total, want)
+        want[:, :, 2] = part.to(totals)
+        kernels.add_rows(total[:, :, 2], part, first=True)
+        assert torch.equal(total, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
