@@ -1180,16 +1180,34 @@ def damage(folder, how):
     elif how == "pickled code":
         weights.unlink()
         torch.save({"wte.weight": Malice()}, folder / "pytorch_model.bin")
+    elif how == "expert missing":
+        weights.write_bytes(data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"))
+    elif how == "expert of another shape":
+        weights.write_bytes(data.replace(b"[64, 16]", b"[16, 64]"))
+    elif how == "experts of a GPT-2":
+        config.write_text(json.dumps({**edit, "model_type": "gpt2"}))
+    elif how == "experts not counted":
+        config.write_text(json.dumps({key: value for key, value in edit.items() if key != "num_experts"}))
+    elif how == "experts beyond memory":
+        config.write_text(json.dumps({**edit, "num_experts": 10**9}))
+    elif how == "experts nowhere":
+        config.write_text(json.dumps({**edit, "decoder_sparse_step": 3}))
 
 
 @pytest.mark.parametrize("how,says", [
     ("cut short", "model.safetensors.*cut short"), ("no header", "model.safetensors"), ("no weights", "holds neither"),
     ("empty", "model.safetensors"), ("wrong shape", r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
     ("too many layers", "has no h.2."), ("not json", "config.json"), ("another model", "not the config of a GPT-2"),
-    ("another activation", "'relu'"), ("pickled code", "pytorch_model.bin: not a file of tensors")])
+    ("another activation", "'relu'"), ("pickled code", "pytorch_model.bin: not a file of tensors"),
+    ("expert missing", "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
+    ("expert of another shape", r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
+    ("experts of a GPT-2", "config.json: model_type 'gpt2' with num_experts 2"),
+    ("experts not counted", "config.json: model_type 'ringgpt_moe' with num_experts None"),
+    ("experts beyond memory", r"h.0.mlp.router.weight is \(2, 16\), config.json makes it \(1000000000, 16\)"),
+    ("experts nowhere", "config.json: decoder_sparse_step 3 must be at most the number of blocks, 2")])
 def test_damaged_folder_is_named(tmp_path, monkeypatch, how, says):
     monkeypatch.chdir(tmp_path)
-    GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
+    GPT(GPTConfig(37, 10, 2, 4, 16, experts=2 * how.startswith("expert"))).save_hf(tmp_path)
     damage(tmp_path, how)
     with pytest.raises(ValueError, match=says):
         GPT.from_hf(tmp_path)
@@ -1200,28 +1218,31 @@ def test_config_refuses_what_is_no_size():
     for name, values in {"vocab_size": [True, 0, 2**63], "seq_len": [1.5, None], "n_layer": [-1, "x"],
                          "n_head": [3, [1]], "n_embd": [2**31], "inner": [-1, "x", None],
                          "activation": [[1], "relu", None], "tied": ["yes", 1],
-                         "norm_eps": [{}, math.nan, -1.0]}.items():
+                         "norm_eps": [{}, math.nan, -1.0], "experts": [-1, True, 1.5], "top_k": [0, "x", 5],
+                         "expert_every": [0, None, 5]}.items():
         for value in values:
             with pytest.raises(ValueError, match=name):
-                GPTConfig(**{name: value})
+                GPTConfig(**{"experts": 4, name: value})
     assert GPTConfig(n_embd=12).inner == 48
 
 
-HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 2**31, 2**40, 2**63, 10**400, "", "x",
-             "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
+HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 10**9, 2**31, 2**40, 2**63, 10**400,
+             "", "x", "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
 
 
 def too_long(*_):
     raise TimeoutError("it did not end")
 
 
-def test_wrong_values_in_a_config_json_are_named(tmp_path):
+@pytest.mark.parametrize("experts", [0, 2])
+def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     """Each key with each value: the folder loads, or one ValueError names the file and the key, at once."""
-    GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
+    GPT(GPTConfig(37, 10, 2, 4, 16, experts=experts)).save_hf(tmp_path)
     path, loaded, refused, wrong = tmp_path / "config.json", [], [], []
     config = json.loads(path.read_text())
     keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
             "layer_norm_epsilon", "tie_word_embeddings", "model_type", *model.HF_FIXED]
+    keys += ["num_experts", "num_experts_per_tok", "decoder_sparse_step"] if experts else []
     assert set(keys) <= set(config)
     before = signal.signal(signal.SIGALRM, too_long)
     for key, value in [(key, value) for key in keys for value in HF_VALUES] + [(key, "left out") for key in keys]:
@@ -3199,6 +3220,21 @@ BAD = [  # flags, and what the one line must name
     (["--cp", "2", "--tp", "2", "--sp", "--seq-len", "6"], "cannot be cut into 4 parts: give --seq-len 8"),
     (["--cp", "3", "--cp-kind", "ulysses", "--seq-len", "12"], "does not divide the 4 heads of a rank: give --cp 1 or"),
     (["--cp", "0"], "--cp"), (["--cp-kind", "star"], "--cp-kind"),
+    (["--ep", "0"], "--ep 0"), (["--dp", "2", "--ep", "2"], "give --experts 4, say, or leave --ep out"),
+    (["--ep", "2", "--experts", "4"], "--ep 2 does not divide --dp 1: give --ep 1 or --dp 2"),
+    (["--dp", "6", "--ep", "4", "--experts", "3"], "--ep 4 does not divide --dp 6: give --ep 1"),
+    (["--dp", "4", "--ep", "4", "--experts", "6"], "--ep 4 does not divide the 6 experts: give --ep 2"),
+    (["--experts", "4", "--top-k", "5"], "less than the 5 that a token goes through: give --top-k 4 or --experts 5"),
+    (["--experts", "1"], "give --top-k 1 or --experts 4"), (["--top-k", "1"], "--top-k is for a model with experts"),
+    (["--expert-every", "2"], "--expert-every is for a model with experts: give --experts 4"),
+    (["--experts", "4", "--expert-every", "5"], "give --expert-every 4"), (["--experts", "-1"], "--experts -1"),
+    (["--balance-rate", "nan"], "--balance-rate nan"),
+    (["--init-from", "HF", "--experts", "4"], "--experts 4: the model in --init-from has 0; leave the flag out"),
+    (["--init-from", "HF", "--top-k", "2"], "--top-k 2: the model in --init-from has no experts; leave the flag out"),
+    (["--init-from", "HF", "--dp", "2", "--ep", "2"], "the model has none: leave --ep out"),
+    (["--init-from", "EXPERTS", "--top-k", "1"], "--top-k 1: the model in --init-from has 2; leave the flag out"),
+    (["--init-from", "BAD_EXPERTS"], "config.json: model_type 'gpt2' with num_experts 2"),
+    (["--cuda-graphs", "on", "--experts", "4"], "and no --experts: leave it out"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"),
     (["--sample", "-5"], "--sample"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"),
@@ -3218,6 +3254,10 @@ def bad_files(tmp_path_factory):
     GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "hf")
     GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "bad_hf")
     (folder / "bad_hf" / "config.json").write_text("{}")
+    for name in ("experts", "bad_experts"):
+        GPT(GPTConfig(256, 16, 1, 2, 16, experts=2)).save_hf(folder / name)
+        paths[name.upper()] = str(folder / name)
+    damage(folder / "bad_experts", "experts of a GPT-2")
     os.makedirs(folder / "no-lock" / ".lock")
     os.mkdir(folder / "old")
     (folder / "old" / "log.jsonl").write_text("")
@@ -3260,6 +3300,10 @@ def test_more_processes_than_gpus(monkeypatch):
                     layout(processes, device="cuda")
         s = train.Settings()
         assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
+    s, experts = train.Settings(dp=8, ep=2), dataclasses.replace(model.PRESETS["tiny"], experts=4)
+    assert train.check_layout(s, experts, 8, 8) == 8 and (s.device, s.cuda_graphs) == ("cuda", "off")
+    with pytest.raises(train.BadInput, match="--cuda-graphs on is for --device cuda, --zero 0 or 1 and no --experts"):
+        train.check_layout(train.Settings(dp=8, ep=2, cuda_graphs="on"), experts, 8, 8)
     gpus = 2
     with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: "
                        "give --device cpu"):
@@ -4183,9 +4227,12 @@ BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must sa
     ("pickled weights", [], "model.safetensors: not a whole .safetensors file"),
     ("pickled moments", [], "not a whole .safetensors file"),
     ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"),
-    ("", ["--n-layer", "2"], "--n-layer 2"),
+    ("", ["--n-layer", "2"], "--n-layer 2"), ("", ["--experts", "4"], "--experts 4: the model in --resume has 2"),
     ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
-    ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"),
+    ("", ["--out", "OTHER_RUN"], "(--lr 0.002 there, 0.5 here): name a new folder"),
+    ("", ["--out", "OTHER_RUN", "--steps", "3"], "/other-2, or add --resume\n"),
+    ("", ["--out", "OTHER_RUN", "--experts", "4"], "(--experts 2 there, 4 here; --lr 0.002 there, 0.5 here): name a"),
+    ("", ["--out", "OTHER_RUN", "--experts", "0"], "/other-2\n"),  # --resume would refuse another number of experts
     ("", ["--out", "LOCKED"], "process 1 on here writes there"),
     ("", ["--out", "NEW"], "a run goes on in its own folder"),
     ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
@@ -4194,8 +4241,8 @@ BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must sa
 @pytest.fixture(scope="session")
 def finished_run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--out", str(folder / "run")], 1,
-                  folder / "log")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--experts", "2", "--out",
+                           str(folder / "run")], 1, folder / "log")
     assert ranks.end() == [0], ranks.printed()
     return folder / "run"
 
@@ -4265,7 +4312,7 @@ def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_r
     resume = ["--resume", str(resume)]
     if "OTHER_RUN" in flags:
         shutil.copytree(run, tmp_path / "other")
-        resume, flags = [], flags + ["--data", text, *TINY, "--steps", "3", "--lr", "0.5"]
+        resume, flags = [], ["--data", text, *TINY, "--steps", "3", "--lr", "0.5", "--experts", "2", *flags]
     if "LOCKED" in flags:
         lock = open(run / ".lock", "w+")  # noqa: SIM115  locked until the test ends
         lock.write("process 1 on here"), lock.flush()
