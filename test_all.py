@@ -1135,6 +1135,24 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     assert GPT.from_hf(tmp_path)(tokens).equal(net(tokens))
 
 
+def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
+    """Only blocks that have experts; and the routers' biases, which are no parameters, to the bit."""
+    net, tokens = GPT(GPTConfig(37, 10, 2, 4, 16, experts=3, expert_every=2), seed=3), torch.arange(20).view(2, 10)
+    router, experts = net.h["1"].mlp.router, net.h["1"].mlp.experts
+    router.bias += torch.tensor([0.1, -0.3, 0.2])
+    for dtype in (torch.float32, torch.float64):
+        model.write_hf(tmp_path, net.config, {**dict(net.named_parameters()), **dict(net.named_buffers())}.get, dtype)
+        tensors, again = model.read_safetensors(tmp_path / "model.safetensors"), GPT.from_hf(tmp_path)
+        assert {name for name in tensors if "mlp" in name} == {
+            f"transformer.h.{name}" for layer in ("c_fc", "c_proj") for leaf in ("weight", "bias") for name in
+            [f"0.mlp.{layer}.{leaf}", *(f"1.mlp.experts.{e}.{layer}.{leaf}" for e in range(3)), f"1.mlp.router.{leaf}"]}
+        assert tensors["transformer.h.1.mlp.experts.2.c_fc.weight"].equal(experts.c_fc.weight[2].t().to(dtype))
+        assert tensors["transformer.h.1.mlp.experts.1.c_proj.bias"].equal(experts.c_proj.bias[1].to(dtype))
+        assert tensors["transformer.h.1.mlp.router.bias"].equal(router.bias.to(dtype))
+        assert again.h["1"].mlp.router.bias.equal(router.bias) and again.h["1"].mlp.router.bias.dtype == torch.float32
+        assert again.config == net.config and again(tokens).equal(net(tokens))
+
+
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=131, n_positions=37, n_embd=36, n_layer=3,
@@ -1801,7 +1819,7 @@ def test_experts_are_wrong_without(pool, layout, how):
         assert differences(got, want)
 
 
-def test_a_router_takes_the_lower_number_of_equal_scores_and_leaves_evaluation_uncounted():
+def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():
     config = dataclasses.replace(SMALL, experts=5, top_k=2)
     router = model.Router(config)
     with torch.no_grad():
@@ -1816,6 +1834,10 @@ def test_a_router_takes_the_lower_number_of_equal_scores_and_leaves_evaluation_u
     assert router.load.tolist() == [0, 6, 0, 6, 0]
     router.balance(router.load, 0.5)
     assert close(router.bias, torch.tensor([0.5, 0.5, 0.5, 0.5, 1.5]) - 0.7, 1e-6)
+    router.load = 0
+    # Backward needs what sin keeps, so it runs the whole router again.
+    torch.utils.checkpoint.checkpoint(lambda x: router(x)[1].sin(), x, use_reentrant=False).sum().backward()
+    assert router.load.tolist() == [6, 0, 0, 0, 6]
 
 
 def test_a_router_computes_in_float32_and_its_weights_have_a_gradient_for_one_expert():
@@ -2626,18 +2648,20 @@ def test_gradients_not_zeroed_add_up(pool, stage):
     pool(2).run(kept_gradients, stage)
 
 
-def overflow_case(text, zero):
+def overflow_case(text, zero, *flags):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
     s = train.parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device",
-                            torch.get_default_device().type])
+                            torch.get_default_device().type, *flags])
     config, source = train.model_config(s)
     train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
     trainer = train.WatchedTrainer(s, config, source, train.load_data(s), torch.get_default_device())
-    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in model.shapes(config)]
+    biases = model.buffers(config)
+    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(config)]]
     loss, factor = trainer.net.pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     trainer.net.pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
     assert trainer.step(0)[1].isfinite() and trainer.step(1)[1].isfinite()
     before = weights()
+    assert all(bias.any() for bias in before[:len(biases)])
     factor.fill_(1e30 if dist.get_rank() == 1 else 1)
     assert not trainer.step(2)[1].isfinite()
     assert trainer.skipped == 1 and trainer.scaler.scale == 2**15
@@ -2649,9 +2673,10 @@ def overflow_case(text, zero):
     return [w.cpu().numpy() for w in after]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero):
-    first, *others = pool(2).run(overflow_case, text, zero)
+@pytest.mark.parametrize("zero,flags", [(0, ()), (1, ()), (2, ()), (3, ()), (2, ("--experts", "4", "--ep", "2"))])
+def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
+    """Routers' biases stay as they are, too."""
+    first, *others = pool(2).run(overflow_case, text, zero, *flags)
     assert all((a == b).all() for other in others for a, b in zip(first, other))
 
 
@@ -3074,8 +3099,9 @@ def test_plain_is_the_upper_half(text, tmp_path):
     """`--plain` logs the whole program's losses, knows no flag of the lower half, and its checkpoints fit another
     layout."""
     flags = TINY + ["--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4",
-                    "--save-every", "2"]
-    runs = [(["--dp", "2", "--steps", "4"], "whole", 0), (["--plain", "--dp", "2", "--steps", "4"], "plain", 0),
+                    "--save-every", "2", "--n-layer", "2", "--experts", "4", "--expert-every", "2"]
+    runs = [(["--dp", "2", "--ep", "2", "--steps", "4"], "whole", 0),
+            (["--plain", "--dp", "2", "--ep", "2", "--steps", "4"], "plain", 0),
             (["--plain", "--zero", "3", "--steps", "4", "--resume", str(tmp_path / "plain" / "step-00000002.pt")],
              "again", 0),
             (["--plain", "--keep", "2"], "none", 2)]
@@ -3087,6 +3113,12 @@ def test_plain_is_the_upper_half(text, tmp_path):
     whole, plain, again = ([(e["step"], e["loss"], e["grad_norm"]) for e in log_of(tmp_path / out)]
                            for out in ("whole", "plain", "again"))
     assert close(plain, whole) and close(again, whole[2:])
+    plain, again = (torch.load(tmp_path / out / "step-00000004.pt")["tensors"] for out in ("plain", "again"))
+    whole = model.read_safetensors(tmp_path / "whole" / "step-00000004" / "model.safetensors")
+    for tensors in (plain, again):  # a choice of experts that turned out otherwise would move a bias
+        assert tensors["h.1.mlp.router.bias"].equal(whole["transformer.h.1.mlp.router.bias"].float())
+        assert close(tensors["h.1.mlp.experts.c_fc.weight"][3],
+                     whole["transformer.h.1.mlp.experts.3.c_fc.weight"].t(), 1e-8)
     assert "--- sample, 4 tokens" in (tmp_path / "plain.txt").read_text()
 
 
@@ -3965,6 +3997,38 @@ def test_checkpoint_fits_every_layout(pool, text, tmp_path):
                      for folder in (tmp_path / "whole", out))
         assert (want.keys() == got.keys()
                 and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items()))
+
+
+def test_checkpoint_of_experts_fits_every_layout(pool, text, tmp_path):
+    """To the bit in the layout that wrote it, also with evaluation after each step, or recomputation. In others losses
+    differ by rounding, and a router's biases, which move by whole steps, not at all."""
+    flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--lr", "0.01", "--clip", "0.5", "--dtype",
+                     "fp64", "--n-layer", "2", "--experts", "4", "--device", pool(2).device_type]
+
+    def biases(out):
+        tensors = model.read_safetensors(f"{out}/step-00000004/model.safetensors")
+        return {name: tensor for name, tensor in tensors.items() if name.endswith("router.bias")}
+
+    whole, shared = str(tmp_path / "whole"), ["--dp", "2", "--ep", "2"]
+    pool(2).run(run_training, flags + shared + ["--out", whole])
+    want, same = end_of(whole), [["--eval-every", "1"], ["--recompute", "block"]]
+    assert [step for step, _ in want[1]] == [1, 2, 3, 4] and len(biases(whole)) == 2
+    assert all(b.any() and b.equal(b.float().double()) for b in biases(whole).values())
+    for more in same:
+        out = str(tmp_path / more[0])
+        pool(2).run(run_training, flags + shared + more + ["--out", out])
+        assert end_of(out) == want, more
+    for size, layout in [(2, shared), (1, []), (2, ["--dp", "2"]), (2, ["--tp", "2"]), (2, ["--pp", "2"]),
+                         (2, [*shared, "--zero", "3"])]:
+        out = str(tmp_path / " ".join(["resumed", *layout]))
+        shutil.copytree(whole, out)
+        shutil.rmtree(f"{out}/step-00000004")
+        pool(size).run(run_training, flags + layout + ["--out", out])
+        got = end_of(out)
+        assert layout != shared or got == want
+        assert [step for step, _ in got[1]] == [1, 2, 3, 4] and got[1][:2] == want[1][:2]
+        assert all(abs(a - b) <= 1e-10 * b for (_, a), (_, b) in zip(got[1], want[1])), (layout, got, want)
+        assert all(b.equal(biases(whole)[name]) for name, b in biases(out).items()), layout
 
 
 def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
