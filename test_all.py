@@ -4959,6 +4959,8 @@ def cases_of(test):
     (test_between_nodes_every_rank_sends_its_share, [(4, 2)]),
     (test_context_parallel_equals_one_process, [({"cp": 2, "pp": 2}, 4, "zb-h1", {"zero": 3}, "ring")]),
     (test_sequence_parallel_equals_one_process, [({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1})]),
+    (test_expert_parallel_equals_one_process, [({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3}, {"bias": FEW})]),
+    (test_experts_are_wrong_without, [({"dp": 2}, "exchange"), ({"dp": 2}, averaged_over_all_replicas)]),
     (test_point_to_point_equals_library, [(4,)]),
     (test_examples_print_the_same, [(4,)]),
     (test_all_to_all_equals_library, [(3,)]),
@@ -5021,7 +5023,7 @@ def test_zero_keeps_what_the_table_says(pool, cut_pool, half):
 PROGRAMS = [  # processes, flags
     (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --tp 2 --sp"),
     (4, "--dtype fp64 --cp 2 --dp 2 --zero 2"), (2, "--dtype fp64 --cp 2 --cp-kind ulysses"),
-    (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
+    (2, "--dtype fp64 --dp 2 --ep 2 --experts 4"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
     (2, "--dtype fp64 --pp 2 --schedule zb-h1"), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2"),
     (2, "--dtype fp64 --zero 1"), (2, "--dtype fp64 --zero 2"), (2, "--dtype fp64 --zero 3"),
     (4, "--dtype fp64 --dp 2 --pp 2 --zero 1"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]
@@ -5049,7 +5051,7 @@ def test_cut_program_logs_the_whole_program_s_losses(cut, whole_run, tmp_path, s
     assert ranks.end() == [0] * size, ranks.printed()
     assert [entry["step"] for entry in log] == [1, 2, 3] and log[0]["loss"] > 5
     for upper, whole in zip(log_of(tmp_path), log, strict=True):
-        for key in ("loss", "grad_norm", "lr"):
+        for key in {"loss", "grad_norm", "lr", "load_max", "load_entropy"} & set(whole):
             assert abs(upper[key] - whole[key]) <= tolerance * abs(whole[key]), (key, upper, whole)
 
 
