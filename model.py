@@ -56,6 +56,8 @@ class GPTConfig:
             raise ValueError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
         if self.experts and self.top_k > self.experts:
             raise ValueError(f"top_k {self.top_k} must be at most the number of experts, {self.experts}")
+        if self.experts and self.expert_every > self.n_layer:
+            raise ValueError(f"expert_every {self.expert_every} must be at most the number of blocks, {self.n_layer}")
         if not 0 <= self.norm_eps <= 1:
             raise ValueError(f"norm_eps {self.norm_eps} must be between 0 and 1")
         object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)
@@ -538,6 +540,8 @@ def open_hf(folder):
     # First what would take long to build, or could not be, if config.json alone were believed.
     check([("wte.weight", (config.vocab_size, config.n_embd))])
     check((f"h.{i}.ln_1.weight", (config.n_embd,)) for i in range(config.n_layer))
+    check((f"h.{i}.mlp.router.weight", (config.experts, config.n_embd)) for i in range(config.n_layer)
+          if config.has_experts(i))
     check((name, shape) for name, _, _, shape in entries(config))
     return config, stacked
 
@@ -560,8 +564,10 @@ def read_hf_config(path):
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in ("gpt2", WITH_EXPERTS):
         raise ValueError(f"{path}: not the config of a GPT-2 (model_type is not 'gpt2')")
-    if (hf.get("model_type") == WITH_EXPERTS) != bool(hf.get("num_experts")):
-        raise ValueError(f"{path}: model_type {WITH_EXPERTS!r} and num_experts, at least 1, go together")
+    kind, experts = hf.get("model_type"), hf.get("num_experts")
+    if (kind == WITH_EXPERTS) != bool(experts):
+        raise ValueError(f"{path}: model_type {kind!r} with num_experts {experts!r}: only {WITH_EXPERTS!r} has "
+                         "num_experts, and at least 1")
     for key, value in HF_FIXED.items():
         if hf.get(key, value) is not value:
             raise ValueError(f"{path}: {key} is {hf[key]!r}, only {value} is supported")

@@ -1168,6 +1168,24 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     assert GPT.from_hf(tmp_path)(tokens).equal(net(tokens))
 
 
+def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
+    """Only blocks that have experts; and the routers' biases, which are no parameters, to the bit."""
+    net, tokens = GPT(GPTConfig(37, 10, 2, 4, 16, experts=3, expert_every=2), seed=3), torch.arange(20).view(2, 10)
+    router, experts = net.h["1"].mlp.router, net.h["1"].mlp.experts
+    router.bias += torch.tensor([0.1, -0.3, 0.2])
+    for dtype in (torch.float32, torch.float64):
+        model.write_hf(tmp_path, net.config, {**dict(net.named_parameters()), **dict(net.named_buffers())}.get, dtype)
+        tensors, again = model.read_safetensors(tmp_path / "model.safetensors"), GPT.from_hf(tmp_path)
+        assert {name for name in tensors if "mlp" in name} == {
+            f"transformer.h.{name}" for layer in ("c_fc", "c_proj") for leaf in ("weight", "bias") for name in
+            [f"0.mlp.{layer}.{leaf}", *(f"1.mlp.experts.{e}.{layer}.{leaf}" for e in range(3)), f"1.mlp.router.{leaf}"]}
+        assert tensors["transformer.h.1.mlp.experts.2.c_fc.weight"].equal(experts.c_fc.weight[2].t().to(dtype))
+        assert tensors["transformer.h.1.mlp.experts.1.c_proj.bias"].equal(experts.c_proj.bias[1].to(dtype))
+        assert tensors["transformer.h.1.mlp.router.bias"].equal(router.bias.to(dtype))
+        assert again.h["1"].mlp.router.bias.equal(router.bias) and again.h["1"].mlp.router.bias.dtype == torch.float32
+        assert again.config == net.config and again(tokens).equal(net(tokens))
+
+
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=131, n_positions=37, n_embd=36, n_layer=3,
@@ -1213,16 +1231,34 @@ def damage(folder, how):
     elif how == "pickled code":
         weights.unlink()
         torch.save({"wte.weight": Malice()}, folder / "pytorch_model.bin")
+    elif how == "expert missing":
+        weights.write_bytes(data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"))
+    elif how == "expert of another shape":
+        weights.write_bytes(data.replace(b"[64, 16]", b"[16, 64]"))
+    elif how == "experts of a GPT-2":
+        config.write_text(json.dumps({**edit, "model_type": "gpt2"}))
+    elif how == "experts not counted":
+        config.write_text(json.dumps({key: value for key, value in edit.items() if key != "num_experts"}))
+    elif how == "experts beyond memory":
+        config.write_text(json.dumps({**edit, "num_experts": 10**9}))
+    elif how == "experts nowhere":
+        config.write_text(json.dumps({**edit, "decoder_sparse_step": 3}))
 
 
 @pytest.mark.parametrize("how,says", [
     ("cut short", "model.safetensors.*cut short"), ("no header", "model.safetensors"), ("no weights", "holds neither"),
     ("empty", "model.safetensors"), ("wrong shape", r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
     ("too many layers", "has no h.2."), ("not json", "config.json"), ("another model", "not the config of a GPT-2"),
-    ("another activation", "'relu'"), ("pickled code", "pytorch_model.bin: not a file of tensors")])
+    ("another activation", "'relu'"), ("pickled code", "pytorch_model.bin: not a file of tensors"),
+    ("expert missing", "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
+    ("expert of another shape", r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
+    ("experts of a GPT-2", "config.json: model_type 'gpt2' with num_experts 2"),
+    ("experts not counted", "config.json: model_type 'ringgpt_moe' with num_experts None"),
+    ("experts beyond memory", r"h.0.mlp.router.weight is \(2, 16\), config.json makes it \(1000000000, 16\)"),
+    ("experts nowhere", "config.json: decoder_sparse_step 3 must be at most the number of blocks, 2")])
 def test_damaged_folder_is_named(tmp_path, monkeypatch, how, says):
     monkeypatch.chdir(tmp_path)
-    GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
+    GPT(GPTConfig(37, 10, 2, 4, 16, experts=2 * how.startswith("expert"))).save_hf(tmp_path)
     damage(tmp_path, how)
     with pytest.raises(ValueError, match=says):
         GPT.from_hf(tmp_path)
@@ -1233,28 +1269,31 @@ def test_config_refuses_what_is_no_size():
     for name, values in {"vocab_size": [True, 0, 2**63], "seq_len": [1.5, None], "n_layer": [-1, "x"],
                          "n_head": [3, [1]], "n_embd": [2**31], "inner": [-1, "x", None],
                          "activation": [[1], "relu", None], "tied": ["yes", 1],
-                         "norm_eps": [{}, math.nan, -1.0]}.items():
+                         "norm_eps": [{}, math.nan, -1.0], "experts": [-1, True, 1.5], "top_k": [0, "x", 5],
+                         "expert_every": [0, None, 5]}.items():
         for value in values:
             with pytest.raises(ValueError, match=name):
-                GPTConfig(**{name: value})
+                GPTConfig(**{"experts": 4, name: value})
     assert GPTConfig(n_embd=12).inner == 48
 
 
-HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 2**31, 2**40, 2**63, 10**400, "", "x",
-             "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
+HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 10**9, 2**31, 2**40, 2**63, 10**400,
+             "", "x", "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
 
 
 def too_long(*_):
     raise TimeoutError("it did not end")
 
 
-def test_wrong_values_in_a_config_json_are_named(tmp_path):
+@pytest.mark.parametrize("experts", [0, 2])
+def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     """Each key with each value: the folder loads, or one ValueError names the file and the key, at once."""
-    GPT(GPTConfig(37, 10, 2, 4, 16)).save_hf(tmp_path)
+    GPT(GPTConfig(37, 10, 2, 4, 16, experts=experts)).save_hf(tmp_path)
     path, loaded, refused, wrong = tmp_path / "config.json", [], [], []
     config = json.loads(path.read_text())
     keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
             "layer_norm_epsilon", "tie_word_embeddings", "model_type", *model.HF_FIXED]
+    keys += ["num_experts", "num_experts_per_tok", "decoder_sparse_step"] if experts else []
     assert set(keys) <= set(config)
     before = signal.signal(signal.SIGALRM, too_long)
     for key, value in [(key, value) for key in keys for value in HF_VALUES] + [(key, "left out") for key in keys]:
@@ -1825,7 +1864,7 @@ def test_experts_are_wrong_without(pool, layout, how):
         assert differences(got, want)
 
 
-def test_a_router_takes_the_lower_number_of_equal_scores_and_leaves_evaluation_uncounted():
+def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():
     config = dataclasses.replace(SMALL, experts=5, top_k=2)
     router = model.Router(config)
     with torch.no_grad():
@@ -1840,6 +1879,10 @@ def test_a_router_takes_the_lower_number_of_equal_scores_and_leaves_evaluation_u
     assert router.load.tolist() == [0, 6, 0, 6, 0]
     router.balance(router.load, 0.5)
     assert close(router.bias, torch.tensor([0.5, 0.5, 0.5, 0.5, 1.5]) - 0.7, 1e-6)
+    router.load = 0
+    # Backward needs what sin keeps, so it runs the whole router again.
+    torch.utils.checkpoint.checkpoint(lambda x: router(x)[1].sin(), x, use_reentrant=False).sum().backward()
+    assert router.load.tolist() == [6, 0, 0, 0, 6]
 
 
 def test_a_router_computes_in_float32_and_its_weights_have_a_gradient_for_one_expert():
@@ -2711,18 +2754,20 @@ def test_gradients_not_zeroed_add_up(pool, stage):
     pool(2).run(kept_gradients, stage)
 
 
-def overflow_case(text, zero):
+def overflow_case(text, zero, *flags):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
     s = train.parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device",
-                            torch.get_default_device().type])
+                            torch.get_default_device().type, *flags])
     config, source = train.model_config(s)
     train.check_layout(s, config, dist.get_world_size(), dist.get_world_size())
     trainer = train.WatchedTrainer(s, config, source, train.load_data(s), torch.get_default_device())
-    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in model.shapes(config)]
+    biases = model.buffers(config)
+    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(config)]]
     loss, factor = trainer.net.pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     trainer.net.pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
     assert trainer.step(0)[1].isfinite() and trainer.step(1)[1].isfinite()
     before = weights()
+    assert all(bias.any() for bias in before[:len(biases)])
     factor.fill_(1e30 if dist.get_rank() == 1 else 1)
     assert not trainer.step(2)[1].isfinite()
     assert trainer.skipped == 1 and trainer.scaler.scale == 2**15
@@ -2734,9 +2779,10 @@ def overflow_case(text, zero):
     return [w.cpu().numpy() for w in after]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero):
-    first, *others = pool(2).run(overflow_case, text, zero)
+@pytest.mark.parametrize("zero,flags", [(0, ()), (1, ()), (2, ()), (3, ()), (2, ("--experts", "4", "--ep", "2"))])
+def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
+    """Routers' biases stay as they are, too."""
+    first, *others = pool(2).run(overflow_case, text, zero, *flags)
     assert all((a == b).all() for other in others for a, b in zip(first, other))
 
 
@@ -3159,8 +3205,9 @@ def test_plain_is_the_upper_half(text, tmp_path):
     """`--plain` logs the whole program's losses, knows no flag of the lower half, and its checkpoints fit another
     layout."""
     flags = TINY + ["--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4",
-                    "--save-every", "2"]
-    runs = [(["--dp", "2", "--steps", "4"], "whole", 0), (["--plain", "--dp", "2", "--steps", "4"], "plain", 0),
+                    "--save-every", "2", "--n-layer", "2", "--experts", "4", "--expert-every", "2"]
+    runs = [(["--dp", "2", "--ep", "2", "--steps", "4"], "whole", 0),
+            (["--plain", "--dp", "2", "--ep", "2", "--steps", "4"], "plain", 0),
             (["--plain", "--zero", "3", "--steps", "4", "--resume", str(tmp_path / "plain" / "step-00000002.pt")],
              "again", 0),
             (["--plain", "--keep", "2"], "none", 2)]
@@ -3172,6 +3219,12 @@ def test_plain_is_the_upper_half(text, tmp_path):
     whole, plain, again = ([(e["step"], e["loss"], e["grad_norm"]) for e in log_of(tmp_path / out)]
                            for out in ("whole", "plain", "again"))
     assert close(plain, whole) and close(again, whole[2:])
+    plain, again = (torch.load(tmp_path / out / "step-00000004.pt")["tensors"] for out in ("plain", "again"))
+    whole = model.read_safetensors(tmp_path / "whole" / "step-00000004" / "model.safetensors")
+    for tensors in (plain, again):  # a choice of experts that turned out otherwise would move a bias
+        assert tensors["h.1.mlp.router.bias"].equal(whole["transformer.h.1.mlp.router.bias"].float())
+        assert close(tensors["h.1.mlp.experts.c_fc.weight"][3],
+                     whole["transformer.h.1.mlp.experts.3.c_fc.weight"].t(), 1e-8)
     assert "--- sample, 4 tokens" in (tmp_path / "plain.txt").read_text()
 
 
@@ -3305,6 +3358,21 @@ BAD = [  # flags, and what the one line must name
     (["--cp", "2", "--tp", "2", "--sp", "--seq-len", "6"], "cannot be cut into 4 parts: give --seq-len 8"),
     (["--cp", "3", "--cp-kind", "ulysses", "--seq-len", "12"], "does not divide the 4 heads of a rank: give --cp 1 or"),
     (["--cp", "0"], "--cp"), (["--cp-kind", "star"], "--cp-kind"),
+    (["--ep", "0"], "--ep 0"), (["--dp", "2", "--ep", "2"], "give --experts 4, say, or leave --ep out"),
+    (["--ep", "2", "--experts", "4"], "--ep 2 does not divide --dp 1: give --ep 1 or --dp 2"),
+    (["--dp", "6", "--ep", "4", "--experts", "3"], "--ep 4 does not divide --dp 6: give --ep 1"),
+    (["--dp", "4", "--ep", "4", "--experts", "6"], "--ep 4 does not divide the 6 experts: give --ep 2"),
+    (["--experts", "4", "--top-k", "5"], "less than the 5 that a token goes through: give --top-k 4 or --experts 5"),
+    (["--experts", "1"], "give --top-k 1 or --experts 4"), (["--top-k", "1"], "--top-k is for a model with experts"),
+    (["--expert-every", "2"], "--expert-every is for a model with experts: give --experts 4"),
+    (["--experts", "4", "--expert-every", "5"], "give --expert-every 4"), (["--experts", "-1"], "--experts -1"),
+    (["--balance-rate", "nan"], "--balance-rate nan"),
+    (["--init-from", "HF", "--experts", "4"], "--experts 4: the model in --init-from has 0; leave the flag out"),
+    (["--init-from", "HF", "--top-k", "2"], "--top-k 2: the model in --init-from has no experts; leave the flag out"),
+    (["--init-from", "HF", "--dp", "2", "--ep", "2"], "the model has none: leave --ep out"),
+    (["--init-from", "EXPERTS", "--top-k", "1"], "--top-k 1: the model in --init-from has 2; leave the flag out"),
+    (["--init-from", "BAD_EXPERTS"], "config.json: model_type 'gpt2' with num_experts 2"),
+    (["--cuda-graphs", "on", "--experts", "4"], "and no --experts: leave it out"),
     (["--dtype", "fp64", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"), (["--batch-size", "1e3"], "--batch-size"),
     (["--sample", "-5"], "--sample"),
     (["--data", "ASCII", "--vocab-size", "123", "--prompt", os.fsdecode(b"\xff")], "--prompt"),
@@ -3324,6 +3392,10 @@ def bad_files(tmp_path_factory):
     GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "hf")
     GPT(GPTConfig(256, 16, 1, 2, 16)).save_hf(folder / "bad_hf")
     (folder / "bad_hf" / "config.json").write_text("{}")
+    for name in ("experts", "bad_experts"):
+        GPT(GPTConfig(256, 16, 1, 2, 16, experts=2)).save_hf(folder / name)
+        paths[name.upper()] = str(folder / name)
+    damage(folder / "bad_experts", "experts of a GPT-2")
     os.makedirs(folder / "no-lock" / ".lock")
     os.mkdir(folder / "old")
     (folder / "old" / "log.jsonl").write_text("")
@@ -3366,6 +3438,10 @@ def test_more_processes_than_gpus(monkeypatch):
                     layout(processes, device="cuda")
         s = train.Settings()
         assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
+    s, experts = train.Settings(dp=8, ep=2), dataclasses.replace(model.PRESETS["tiny"], experts=4)
+    assert train.check_layout(s, experts, 8, 8) == 8 and (s.device, s.cuda_graphs) == ("cuda", "off")
+    with pytest.raises(train.BadInput, match="--cuda-graphs on is for --device cuda, --zero 0 or 1 and no --experts"):
+        train.check_layout(train.Settings(dp=8, ep=2, cuda_graphs="on"), experts, 8, 8)
     gpus = 2
     with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: "
                        "give --device cpu"):
@@ -4095,6 +4171,38 @@ def test_checkpoint_fits_every_layout(pool, text, tmp_path):
                 and all(t.dtype == torch.float64 and close(got[name], t) for name, t in want.items()))
 
 
+def test_checkpoint_of_experts_fits_every_layout(pool, text, tmp_path):
+    """To the bit in the layout that wrote it, also with evaluation after each step, or recomputation. In others losses
+    differ by rounding, and a router's biases, which move by whole steps, not at all."""
+    flags = TRAIN + ["--data", text, "--steps", "4", "--save-every", "2", "--lr", "0.01", "--clip", "0.5", "--dtype",
+                     "fp64", "--n-layer", "2", "--experts", "4", "--device", pool(2).device_type]
+
+    def biases(out):
+        tensors = model.read_safetensors(f"{out}/step-00000004/model.safetensors")
+        return {name: tensor for name, tensor in tensors.items() if name.endswith("router.bias")}
+
+    whole, shared = str(tmp_path / "whole"), ["--dp", "2", "--ep", "2"]
+    pool(2).run(run_training, flags + shared + ["--out", whole])
+    want, same = end_of(whole), [["--eval-every", "1"], ["--recompute", "block"]]
+    assert [step for step, _ in want[1]] == [1, 2, 3, 4] and len(biases(whole)) == 2
+    assert all(b.any() and b.equal(b.float().double()) for b in biases(whole).values())
+    for more in same:
+        out = str(tmp_path / more[0])
+        pool(2).run(run_training, flags + shared + more + ["--out", out])
+        assert end_of(out) == want, more
+    for size, layout in [(2, shared), (1, []), (2, ["--dp", "2"]), (2, ["--tp", "2"]), (2, ["--pp", "2"]),
+                         (2, [*shared, "--zero", "3"])]:
+        out = str(tmp_path / " ".join(["resumed", *layout]))
+        shutil.copytree(whole, out)
+        shutil.rmtree(f"{out}/step-00000004")
+        pool(size).run(run_training, flags + layout + ["--out", out])
+        got = end_of(out)
+        assert layout != shared or got == want
+        assert [step for step, _ in got[1]] == [1, 2, 3, 4] and got[1][:2] == want[1][:2]
+        assert all(abs(a - b) <= 1e-10 * b for (_, a), (_, b) in zip(got[1], want[1])), (layout, got, want)
+        assert all(b.equal(biases(whole)[name]) for name, b in biases(out).items()), layout
+
+
 def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
     flags = TRAIN + ["--data", text, "--steps", "3", "--seed", "5", "--save-every", "2", "--out", str(tmp_path / "run")]
     assert Ranks(flags, 1, tmp_path / "log").end() == [0]
@@ -4355,9 +4463,12 @@ BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must sa
     ("pickled weights", [], "model.safetensors: not a whole .safetensors file"),
     ("pickled moments", [], "not a whole .safetensors file"),
     ("", ["--vocab-size", "300"], "--vocab-size 300: the model in --resume has 256"),
-    ("", ["--n-layer", "2"], "--n-layer 2"),
+    ("", ["--n-layer", "2"], "--n-layer 2"), ("", ["--experts", "4"], "--experts 4: the model in --resume has 2"),
     ("", ["--data", "OTHER"], "--data"), ("", ["--init-from", "/no"], "--init-from /no beside --resume"),
-    ("", ["--out", "OTHER_RUN"], "--lr 0.002 there, 0.5 here"),
+    ("", ["--out", "OTHER_RUN"], "(--lr 0.002 there, 0.5 here): name a new folder"),
+    ("", ["--out", "OTHER_RUN", "--steps", "3"], "/other-2, or add --resume\n"),
+    ("", ["--out", "OTHER_RUN", "--experts", "4"], "(--experts 2 there, 4 here; --lr 0.002 there, 0.5 here): name a"),
+    ("", ["--out", "OTHER_RUN", "--experts", "0"], "/other-2\n"),  # --resume would refuse another number of experts
     ("", ["--out", "LOCKED"], "process 1 on here writes there"),
     ("", ["--out", "NEW"], "a run goes on in its own folder"),
     ("", ["--out", "IN_THE_WAY"], "step-00000003 would be in the way")]
@@ -4366,8 +4477,8 @@ BAD_CHECKPOINTS = [  # what was done to it, flags, and what the one line must sa
 @pytest.fixture(scope="session")
 def finished_run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--out", str(folder / "run")], 1,
-                  folder / "log")
+    ranks = Ranks(TRAIN + ["--data", text, "--steps", "3", "--save-every", "1", "--experts", "2", "--out",
+                           str(folder / "run")], 1, folder / "log")
     assert ranks.end() == [0], ranks.printed()
     return folder / "run"
 
@@ -4437,7 +4548,7 @@ def test_bad_checkpoint_is_one_line_and_exit_code_2(how, flags, says, finished_r
     resume = ["--resume", str(resume)]
     if "OTHER_RUN" in flags:
         shutil.copytree(run, tmp_path / "other")
-        resume, flags = [], flags + ["--data", text, *TINY, "--steps", "3", "--lr", "0.5"]
+        resume, flags = [], ["--data", text, *TINY, "--steps", "3", "--lr", "0.5", "--experts", "2", *flags]
     if "LOCKED" in flags:
         lock = open(run / ".lock", "w+")  # noqa: SIM115  locked until the test ends
         lock.write("process 1 on here"), lock.flush()
@@ -5098,6 +5209,8 @@ def cases_of(test):
     (test_between_nodes_every_rank_sends_its_share, [(4, 2)]),
     (test_context_parallel_equals_one_process, [({"cp": 2, "pp": 2}, 4, "zb-h1", {"zero": 3}, "ring")]),
     (test_sequence_parallel_equals_one_process, [({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1})]),
+    (test_expert_parallel_equals_one_process, [({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3}, {"bias": FEW})]),
+    (test_experts_are_wrong_without, [({"dp": 2}, "exchange"), ({"dp": 2}, averaged_over_all_replicas)]),
     (test_point_to_point_equals_library, [(4,)]),
     (test_examples_print_the_same, [(4,)]),
     (test_all_to_all_equals_library, [(3,)]),
@@ -5160,7 +5273,7 @@ def test_zero_keeps_what_the_table_says(pool, cut_pool, half):
 PROGRAMS = [  # processes, flags
     (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --tp 2 --sp"),
     (4, "--dtype fp64 --cp 2 --dp 2 --zero 2"), (2, "--dtype fp64 --cp 2 --cp-kind ulysses"),
-    (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
+    (2, "--dtype fp64 --dp 2 --ep 2 --experts 4"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
     (2, "--dtype fp64 --pp 2 --schedule zb-h1"), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2"),
     (2, "--dtype fp64 --zero 1"), (2, "--dtype fp64 --zero 2"), (2, "--dtype fp64 --zero 3"),
     (4, "--dtype fp64 --dp 2 --pp 2 --zero 1"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]
@@ -5188,7 +5301,7 @@ def test_cut_program_logs_the_whole_program_s_losses(cut, whole_run, tmp_path, s
     assert ranks.end() == [0] * size, ranks.printed()
     assert [entry["step"] for entry in log] == [1, 2, 3] and log[0]["loss"] > 5
     for upper, whole in zip(log_of(tmp_path), log, strict=True):
-        for key in ("loss", "grad_norm", "lr"):
+        for key in {"loss", "grad_norm", "lr", "load_max", "load_entropy"} & set(whole):
             assert abs(upper[key] - whole[key]) <= tolerance * abs(whole[key]), (key, upper, whole)
 
 

@@ -494,14 +494,18 @@ def model_config(s, checkpoint=None):
         for name in ("top_k", "expert_every"):
             reject(name in given and not given.get("experts"), f"--{name.replace('_', '-')} is for a model with "
                    "experts: give --experts 4, say, too")
+        every, blocks = given.get("expert_every", 1), given.get("n_layer", PRESETS[s.model].n_layer)
+        reject(every > blocks, f"--expert-every {every}: of each {every} blocks the last has experts, and the model's "
+               f"{blocks} are fewer: give --expert-every {blocks}")
         return config_of(s), None
     try:
         config, source = open_hf(folder)
     except (ValueError, OSError) as error:
         raise BadInput(f"{where} {folder}: {error}") from None
     for name, value in given.items():
-        reject(value != getattr(config, name), f"--{name.replace('_', '-')} {value}: the model in {where} has "
-               f"{getattr(config, name)}; leave the flag out")
+        there = getattr(config, name) if config.experts or name not in ("top_k", "expert_every") else "no experts"
+        reject(value != there, f"--{name.replace('_', '-')} {value}: the model in {where} has {there}; leave the flag "
+               "out")
     return config, source
 
 
@@ -526,11 +530,13 @@ def check_layout(s, config, world, local_world):
     heads = config.n_head // s.tp
     reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
            f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
-    reject(s.ep > 1 and not config.experts, f"--ep {s.ep} shares out experts: give --experts {2 * s.ep}, say, or leave "
-           "--ep out")
-    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {math.gcd(s.ep, s.dp)}")
-    reject(config.experts % s.ep, f"--ep {s.ep} does not divide the {config.experts} experts: give --ep "
-           f"{math.gcd(s.ep, s.dp, config.experts)}")
+    fixed = s.init_from or s.resume  # whose model has the experts that it has
+    reject(s.ep > 1 and not config.experts, f"--ep {s.ep} shares out experts, and the model has none: "
+           + f"give --experts {2 * s.ep}, say, or " * (not fixed) + "leave --ep out")
+    shared, enough = math.gcd(s.ep, s.dp, config.experts), world == 1 and config.experts % s.ep == 0
+    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}"
+           + f" or --dp {-(-s.dp // s.ep) * s.ep}" * enough)
+    reject(config.experts % s.ep, f"--ep {s.ep} does not divide the {config.experts} experts: give --ep {shared}")
     reject(config.inner < s.tp or config.vocab_size < s.tp, f"--tp {s.tp} is more than the MLP ({config.inner}) or "
            f"the vocabulary ({config.vocab_size}) is wide: give a smaller --tp")
     reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
@@ -672,10 +678,10 @@ def run_of(s, config, data):
             "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]), "crc32": crc}}
 
 
-def differences(there, here, parts=("flags", "start", "model", "data")):
+def differences(there, here, parts=("model", "flags", "start", "data")):
     """In words, what of two `run_of` differs. A data set may move: its contents count, not its path."""
-    return [f"{'data: ' if part == 'data' else '--'}{key.replace('_', '-')} {a.get(key)} there, {b.get(key)} here"
-            for part in parts for a, b in [(there[part], here[part])] for key in a | b
+    return [f"{'data: ' if part == 'data' else '--'}{key.replace('_', '-')} {a.get(key, 'none')} there, "
+            f"{b.get(key, 'none')} here" for part in parts for a, b in [(there[part], here[part])] for key in a | b
             if a.get(key) != b.get(key) and (part, key) != ("flags", "data")]
 
 
@@ -764,7 +770,7 @@ def start_of(s, identity, asked, read_all):
         raise BadInput(f"--out {s.out} already holds files of a run, and no run.json that says which: {another}")
     if there and (how := differences(there, identity)):
         raise BadInput(f"--out {s.out} holds another run ({'; '.join(how[:3])}): {another}"
-                       + (", or add --resume" if found else ""))
+                       + ", or add --resume" * bool(found and not differences(there, identity, ("model", "data"))))
     return open_checkpoint(found[-1], read_all) if found else None, identity
 
 
