@@ -53,7 +53,7 @@ import collectives as dist
 import kernels
 import parallel
 import train
-from model import GPT, PRESETS, FusedBlock, GPTConfig, materialize, shapes
+from model import GPT, PRESETS, Experts, FusedBlock, GPTConfig, materialize, shapes
 from train import BadInput
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
@@ -103,9 +103,9 @@ def between(start, end):
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def of_all_ranks(value):
-    every = [None] * dist.get_world_size()
-    torch_dist.all_gather_object(every, value)
+def of_all_ranks(value, group=None):
+    every = [None] * dist.get_world_size(group)
+    torch_dist.all_gather_object(every, value, group)
     return every
 
 
@@ -171,12 +171,15 @@ def law_of(group, waited=True):
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
     """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or
-    scattered ones: all of them; the root is rank 0).
+    scattered ones: all of them; of an all-to-all with uneven blocks: a tuple, how many for each rank; the root is
+    rank 0).
 
     The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small`
     bytes an all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of
     them. A binomial tree has each rank pass on what its own subtree needs.
     """
+    if isinstance(elements, tuple):
+        return width * (sum(elements) - elements[rank])
     k = elements * width
     if op == "isend":
         return k
@@ -214,9 +217,10 @@ HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
 class Message(NamedTuple):
     what: str
     op: str
-    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "pp", "all", or "ends", first and
-                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp
-    elements: list      # of the tensor of each call
+    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and
+                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp;
+                        # "copies" of the same experts; "replicas", dp where the caller waits
+    elements: list      # of the tensor of each call, as for `sent`
     width: int          # bytes an element
     times: int = 1      # a step, for each of `elements`
 
@@ -227,21 +231,18 @@ def contents(config, stages):
     return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def messages(config, s, stages, buckets, tp_rank=0, partial=None):
-    """Everything one rank sends in a training step of train.py in layout s, as Messages.
+def with_experts(config, stages):
+    """How many blocks with experts the stages have."""
+    return sum(config.has_experts(i - 1) for _, run in stages for i in run if 1 <= i <= config.n_layer)
 
-    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
-    its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
-    and 0 for 1-D parameters. partial: elements of the gradients that --sp adds up over tp; None: estimated.
-    """
-    count, m = s.pp * s.virtual_stages, s.micro_batches
-    dtype = train.DTYPES[s.dtype]
+
+def messages_of_buckets(s, axis, buckets, shards):
+    """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
+    buckets: as for `messages`. shards: ranks that share them out."""
+    m, dtype = s.micro_batches, train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
-    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
-    axis = "dp" if shards == replicas else "within"
-    yield from {  # the table in front of ShardedOptimizer, in code
+    yield from {
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
         1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
             Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
@@ -254,24 +255,76 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
+
+
+def messages_of_experts(config, s, routed, rows):
+    """What a rank sends for its `routed` blocks with experts. rows: as for `messages`.
+
+    Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
+    back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
+    """
+    c, k, m, dtype = config.n_embd, config.top_k, s.micro_batches, train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens, forwards = s.batch_size // s.dp // m * config.seq_len // s.cp, 1 + (s.recompute == "block")
+    if s.ep > 1:
+        there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
+            [[k * tokens * c] * m * routed] * 2)
+        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * m * routed)
+        for way in there, back:  # backward goes the other way: once each
+            yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
+        for way in back, there:
+            yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
+    if s.sp:  # f takes choices and gates along
+        scatter, gather = HALVES
+        yield Message("choices", gather, "tp", [k * tokens], 8, forwards * m * routed)
+        yield Message("gates", gather, "tp", [k * tokens], wide, forwards * m * routed)
+        yield Message("gradients of gates", scatter, "tp", [k * tokens], wide, m * routed)
+    elif s.tp > 1:
+        yield Message("gradients of gates", "all_reduce", "tp", [k * tokens], wide, m * routed)
+    for axis in ("replicas", "pp") + ("tp",) * s.sp:
+        yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
+
+
+def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(), rows=None):
+    """Everything one rank sends in a training step of train.py in layout s, as Messages.
+
+    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
+    its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
+    and 0 for 1-D parameters. partial: elements of the gradients that --sp adds up over tp; None: estimated. of_experts:
+    as buckets, of those parameters that --ep shares out. rows: how many a rank's tokens send to each other rank, and
+    how many of each other's come, call by call: ([(to rank 0, to rank 1, ...), ...], [(from rank 0, ...), ...]); None:
+    as many for each expert.
+    """
+    count, m = s.pp * s.virtual_stages, s.micro_batches
+    dtype = train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
+    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
+    yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
+    yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
     blocks, first, last = contents(config, stages)
-    activation = [tokens * config.n_embd]
+    activation, routed = [tokens * config.n_embd], with_experts(config, stages)
+    if config.experts:
+        yield from messages_of_experts(config, s, routed, rows)
     if s.tp > 1 and not s.sp:
         # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
         yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
                       m * blocks * (4 + (s.recompute == "block")))
         yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
     elif s.sp:
-        # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again.
+        # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
+        # theirs, sorted, so a block with experts takes 9 halves.
         scatter, gather = HALVES
         again = {"none": 0, "attention": 1, "block": 2}[s.recompute]
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, m * blocks * (6 + again))
+        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow,
+                      m * (blocks * (6 + again) - routed))
         yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow,
                       m * blocks * (4 + (s.recompute == "block")))
         for half in HALVES:
             yield Message("embedding, head", half, "tp", activation, narrow, m * (first + last))
         c = config.n_embd
-        seen = (blocks * 6 * c + first * config.seq_len * c + last * 2 * c) // (shards if s.zero in (1, 2) else 1)
+        seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
+        seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
     if s.cp > 1:
         # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
@@ -849,21 +902,51 @@ def make_trainer(config, s, device):
     return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
-WAITED = "tp", "pp", "ends", "world", "all"  # whose all-reduces the caller waits for
+WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the caller waits for
 
 
-def predicted_traffic(trainer):
-    """{collective: bytes} that this rank sends in a step, by the formulas."""
+@contextlib.contextmanager
+def routes_of(net):
+    """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
+    one for each forward of a block with experts; not those that backward runs again."""
+    routes, experts = [], [part for stage in net.stages for part in net.module(stage).modules()
+                           if isinstance(part, Experts)]
+
+    def kept(mlps):
+        def call(rows, counts):
+            if torch._C._current_graph_task_id() == -1:  # no backward is running
+                routes.append(counts)
+            return mlps(rows, counts)
+        return call
+    with contextlib.ExitStack() as stack:
+        for part in experts:
+            stack.enter_context(patch.object(part, "mlps", kept(part.mlps)))
+        yield routes
+
+
+def rows_of(routes, group):
+    """Of a step's routes, `rows` as `messages` takes them. On all ranks of the group."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
+    return there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, group))))
+
+
+def predicted_traffic(trainer, routes=()):
+    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
               if i % s.pp == pp_rank]
     where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "world": None, "all": trainer.control}
+             "between": net.between, "ep": net.ep, "copies": net.copies, "replicas": net.replicas, "world": None,
+             "all": trainer.control}
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
-    total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
-                                 for reducer in trainer.net.reducers for b in reducer.buckets]
+    total, buckets, of_experts = Counter(), [], []
+    for bucket in (bucket for reducer in trainer.net.reducers for bucket in reducer.buckets):
+        gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
+        (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
-    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial):
+    rows = rows_of(routes, net.ep) if net.ep else None
+    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
@@ -1143,11 +1226,12 @@ def measure_strategy(name, s, a, device, machines):
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
     memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
-    formula = predicted_traffic(trainer)
     ours("ours")
-    dist.reset_traffic()
-    ours("ours")
+    with routes_of(trainer.net) as routes:
+        dist.reset_traffic()
+        ours("ours")
     counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+    formula = predicted_traffic(trainer, routes)
 
     steps = {comm: functools.partial(ours, comm) for comm in comms}
     if s.pp > 1:

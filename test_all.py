@@ -3420,17 +3420,21 @@ def bench_traffic(cases):
     dist.DOUBLING_BYTES = dict.fromkeys(kept, 2000)
     for case in cases:
         s = train.Settings(**{"dp": 1, "batch_size": 8, "dtype": "fp32", **case})
-        trainer = bench.make_trainer(config, s, torch.get_default_device())
+        sizes = {name: case[name] for name in train.SIZES if name in case}
+        trainer = bench.make_trainer(dataclasses.replace(config, **sizes), s, torch.get_default_device())
         trainer.step(0)  # ZeRO-3 learns its order of units
-        dist.reset_traffic()
-        trainer.step(1)
-        found.append((bench.predicted_traffic(trainer), {op: t.bytes for op, t in dist.traffic().items() if t.bytes}))
+        with bench.routes_of(trainer.net) as routes:
+            dist.reset_traffic()
+            trainer.step(1)
+        counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+        found.append((bench.predicted_traffic(trainer, routes), counted))
         del trainer
         bench.forget()
     dist.DOUBLING_BYTES = kept
     return found
 
 
+FOUR = {"experts": 4, "ep": 2}
 TRAFFIC = {
     1: [{"dtype": "bf16", "micro_batches": 2}],
     2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2},
@@ -3441,14 +3445,22 @@ TRAFFIC = {
         {"tp": 2, "sp": True, "recompute": "attention", "dtype": "bf16"},
         {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2},
         {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
-        {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}],
+        {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2},
+        {"dp": 2, **FOUR}, {"dp": 2, **FOUR, "micro_batches": 2, "expert_every": 2},
+        *({"dp": 2, **FOUR, "dtype": "bf16", "recompute": recompute} for recompute in ("block", "attention")),
+        {"dp": 2, **FOUR, "zero": 3, "micro_batches": 2, "top_k": 1}, {"dp": 2, "experts": 4, "zero": 2},
+        *({"tp": 2, "experts": 4, "recompute": recompute, "dtype": "bf16"} for recompute in ("none", "block"))],
     3: [{"dp": 3, "batch_size": 6}, {"dp": 3, "zero": 3, "batch_size": 6, "dtype": "bf16"},
         {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
     4: [{"dp": 4, "zero": 2, "zero_within": 2, "micro_batches": 2}, {"dp": 4, "zero": 3, "zero_within": 2},
         {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
         {"tp": 2, "pp": 2, "sp": True, "micro_batches": 2}, {"dp": 2, "tp": 2, "sp": True, "zero": 1},
         {"cp": 4, "zero": 3, "micro_batches": 2}, {"cp": 2, "tp": 2, "sp": True, "zero": 1},
-        {"dp": 2, "tp": 2, "sp": True, "zero": 3, "dtype": "bf16"}, {"tp": 2, "pp": 2, "micro_batches": 2}]}
+        {"dp": 2, "tp": 2, "sp": True, "zero": 3, "dtype": "bf16"}, {"tp": 2, "pp": 2, "micro_batches": 2},
+        {"dp": 4, **FOUR, "zero": 1}, {"dp": 4, **FOUR, "zero": 3, "zero_within": 2}, {"dp": 2, "tp": 2, **FOUR},
+        *({"dp": 2, "tp": 2, "sp": True, **FOUR, "dtype": "bf16", "recompute": recompute}
+          for recompute in ("none", "attention", "block")),
+        {"dp": 2, "pp": 2, **FOUR, "expert_every": 2, "micro_batches": 2}, {"dp": 2, "cp": 2, **FOUR, "zero": 2}]}
 
 
 @pytest.mark.parametrize("size", list(TRAFFIC))
