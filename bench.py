@@ -53,7 +53,7 @@ import collectives as dist
 import kernels
 import parallel
 import train
-from model import GPT, PRESETS, FusedBlock, GPTConfig, materialize, shapes
+from model import GPT, PRESETS, Experts, FusedBlock, GPTConfig, materialize, shapes
 from train import BadInput
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
@@ -103,9 +103,9 @@ def between(start, end):
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def of_all_ranks(value):
-    every = [None] * dist.get_world_size()
-    torch_dist.all_gather_object(every, value)
+def of_all_ranks(value, group=None):
+    every = [None] * dist.get_world_size(group)
+    torch_dist.all_gather_object(every, value, group)
     return every
 
 
@@ -171,12 +171,15 @@ def law_of(group, waited=True):
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
     """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or
-    scattered ones: all of them; the root is rank 0).
+    scattered ones: all of them; of an all-to-all with uneven blocks: a tuple, how many for each rank; the root is
+    rank 0).
 
     The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small`
     bytes an all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of
     them. A binomial tree has each rank pass on what its own subtree needs.
     """
+    if isinstance(elements, tuple):
+        return width * (sum(elements) - elements[rank])
     k = elements * width
     if op == "isend":
         return k
@@ -214,9 +217,10 @@ HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
 class Message(NamedTuple):
     what: str
     op: str
-    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "pp", "all", or "ends", first and
-                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp
-    elements: list      # of the tensor of each call
+    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and
+                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp;
+                        # "copies" of the same experts; "replicas", dp where the caller waits
+    elements: list      # of the tensor of each call, as for `sent`
     width: int          # bytes an element
     times: int = 1      # a step, for each of `elements`
 
@@ -227,21 +231,18 @@ def contents(config, stages):
     return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def messages(config, s, stages, buckets, tp_rank=0, partial=None):
-    """Everything one rank sends in a training step of train.py in layout s, as Messages.
+def with_experts(config, stages):
+    """How many blocks with experts the stages have."""
+    return sum(config.has_experts(i - 1) for _, run in stages for i in run if 1 <= i <= config.n_layer)
 
-    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
-    its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
-    and 0 for 1-D parameters. partial: elements of the gradients that --sp adds up over tp; None: estimated.
-    """
-    count, m = s.pp * s.virtual_stages, s.micro_batches
-    dtype = train.DTYPES[s.dtype]
+
+def messages_of_buckets(s, axis, buckets, shards):
+    """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
+    buckets: as for `messages`. shards: ranks that share them out."""
+    m, dtype = s.micro_batches, train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
-    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
-    axis = "dp" if shards == replicas else "within"
-    yield from {  # the table in front of ShardedOptimizer, in code
+    yield from {
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
         1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
             Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
@@ -254,24 +255,76 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None):
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
+
+
+def messages_of_experts(config, s, routed, rows):
+    """What a rank sends for its `routed` blocks with experts. rows: as for `messages`.
+
+    Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
+    back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
+    """
+    c, k, m, dtype = config.n_embd, config.top_k, s.micro_batches, train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens, forwards = s.batch_size // s.dp // m * config.seq_len // s.cp, 1 + (s.recompute == "block")
+    if s.ep > 1:
+        there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
+            [[k * tokens * c] * m * routed] * 2)
+        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * m * routed)
+        for way in there, back:  # backward goes the other way: once each
+            yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
+        for way in back, there:
+            yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
+    if s.sp:  # f takes choices and gates along
+        scatter, gather = HALVES
+        yield Message("choices", gather, "tp", [k * tokens], 8, forwards * m * routed)
+        yield Message("gates", gather, "tp", [k * tokens], wide, forwards * m * routed)
+        yield Message("gradients of gates", scatter, "tp", [k * tokens], wide, m * routed)
+    elif s.tp > 1:
+        yield Message("gradients of gates", "all_reduce", "tp", [k * tokens], wide, m * routed)
+    for axis in ("replicas", "pp") + ("tp",) * s.sp:
+        yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
+
+
+def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(), rows=None):
+    """Everything one rank sends in a training step of train.py in layout s, as Messages.
+
+    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
+    its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
+    and 0 for 1-D parameters. partial: elements of the gradients that --sp adds up over tp; None: estimated. of_experts:
+    as buckets, of those parameters that --ep shares out. rows: how many a rank's tokens send to each other rank, and
+    how many of each other's come, call by call: ([(to rank 0, to rank 1, ...), ...], [(from rank 0, ...), ...]); None:
+    as many for each expert.
+    """
+    count, m = s.pp * s.virtual_stages, s.micro_batches
+    dtype = train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
+    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
+    yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
+    yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
     blocks, first, last = contents(config, stages)
-    activation = [tokens * config.n_embd]
+    activation, routed = [tokens * config.n_embd], with_experts(config, stages)
+    if config.experts:
+        yield from messages_of_experts(config, s, routed, rows)
     if s.tp > 1 and not s.sp:
         # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
         yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
                       m * blocks * (4 + (s.recompute == "block")))
         yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
     elif s.sp:
-        # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again.
+        # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
+        # theirs, sorted, so a block with experts takes 9 halves.
         scatter, gather = HALVES
         again = {"none": 0, "attention": 1, "block": 2}[s.recompute]
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, m * blocks * (6 + again))
+        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow,
+                      m * (blocks * (6 + again) - routed))
         yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow,
                       m * blocks * (4 + (s.recompute == "block")))
         for half in HALVES:
             yield Message("embedding, head", half, "tp", activation, narrow, m * (first + last))
         c = config.n_embd
-        seen = (blocks * 6 * c + first * config.seq_len * c + last * 2 * c) // (shards if s.zero in (1, 2) else 1)
+        seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
+        seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
     if s.cp > 1:
         # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
@@ -380,6 +433,7 @@ class Costs(NamedTuple):
     compute: float      # forward and backward of all micro-batches
     tp: float           # tensor parallelism's collectives: nothing runs under them
     cp: float           # context parallelism's traffic, less what runs under attention
+    ep: float           # expert parallelism's all-to-alls: nothing runs under any of them
     bubble: float
     transfers: float    # of the pipeline, where a rank waits for one; the tied embedding's gradient between its ends
     dp: float           # data parallelism's collectives, less what is saved where they run under computation
@@ -403,33 +457,64 @@ def passes(config, tp=1, sp=False):
     return 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
 
 
+def passes_of_experts(config, tp=1, sp=False, ep=1):
+    """The same of a block with experts, balanced: k rows a token, (1 + k) C to sort them, as many to weigh and add them
+    up; the router's C, 3C in I; where tokens travel, 4 k C more to sort them by expert and back."""
+    c, rows, inner = config.n_embd, config.top_k * config.n_embd, config.top_k * config.inner / tp
+    own, travelled = c / tp if sp else c, 4 * rows * (ep > 1)
+    return (11 * own + 2 * inner + 2 * (c + rows) + travelled, 19 * own + 3 * inner + 2 * c + 3 * rows + travelled,
+            own + 3 * c / tp + inner + rows)
+
+
+def block_seconds(config, s, machine, routed):
+    """(F, I, W) of one block and micro-batch, by what the GPU computes. routed: the block has experts."""
+    c, inner, dtype = config.n_embd, config.inner, train.DTYPES[s.dtype]
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: by a token, on this rank
+    moved = passes_of_experts(config, s.tp, s.sp, s.ep) if routed else passes(config, s.tp, s.sp)
+    attention, mlp = 4 * c * c / s.tp, 2 * c * inner / s.tp
+    product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
+    scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in moved)
+    into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
+    f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
+    again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
+    return f, i + again, w
+
+
+# Where tokens travel, the CPU asks for their counts in each block. It has them, and the GPU its next kernel, so many
+# seconds after the GPU could go on: a copy and a launch, by a rough estimate and not measured.
+WAIT = 2e-5
+
+
 def stage_seconds(config, s, machine, stages):
     """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own
     rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU works at the head, the
     CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), both summed
-    over all blocks and the head.
+    over all blocks and the head. Where it waits for counts in forward, it does not get ahead there: max for forward and
+    for backward. A dense block runs 9 functions of autograd, one with experts 3 more, 7 where tokens travel.
     """
-    c, inner, v = config.n_embd, config.inner, config.vocab_size
-    dtype = train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    c, v = config.n_embd, config.vocab_size
     tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     blocks, _, head = contents(config, stages)
-
-    matrices = (4 * c * c + 2 * c * inner) / s.tp
-    product = 2 * matrices * tokens / machine.matmul                            # I and W take as many products as F
-    scores = attention_seconds(config, s, machine)                        # backward: 2.5 times as long
-    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp))
-    f, i, w = f + scores, i + 2.5 * scores, w + matrices * (2 * narrow + 2 * wide) / machine.hbm  # into buckets
-    i += {"none": 0.0, "attention": scores + product * c / (c + inner / 2), "block": f}[s.recompute]
-    replayed = s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.cp * s.tp * s.pp > 1
+    routed = with_experts(config, stages)
+    f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
+        block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
+    replayed = not config.experts and (
+        s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.cp * s.tp * s.pp > 1)
     issue = machine.units if s.zero == 3 and machine.units else machine.launch
-    launch = 0.0 if replayed else blocks * issue * (1 if s.recompute == "none" else 4 / 3)
-    f, i, w = blocks * f, blocks * i, blocks * w
+    once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
+    launch = once * (1 if s.recompute == "none" else 4 / 3)
     if head:
         product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
+    if s.ep > 1 and routed:
+        waits = routed * WAIT
+        slow = max(1.0, (launch - once / 3) / (i + w))  # a third of what is issued once is forward's
+        return max(f, once / 3) + waits, slow * i + waits * (s.recompute == "block"), slow * w
     slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
     return slow * f, slow * i, slow * w
 
@@ -492,21 +577,28 @@ def predict(config, s, machine):
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, first, last = contents(config, stages)
-    vectors = blocks * (9 * c + config.inner)
-    matrices = (blocks * (4 * c * c + 2 * c * config.inner) + max(first, last) * c * config.vocab_size) // s.tp
-    count = blocks + 1 if s.zero == 3 else -(-matrices * wide // (100 << 20))  # ZeRO-3's units, or buckets
+    routed, apart = with_experts(config, stages), s.ep > 1
+    mlp, dense, experts = 2 * c * config.inner // s.tp, blocks - routed, routed * config.experts // s.ep  # on this rank
+    matrices = (blocks * 4 * c * c + max(first, last) * c * config.vocab_size) // s.tp + routed * config.experts * c
+    matrices += (dense if apart else dense + experts) * mlp
+    vectors = blocks * 8 * c + (dense if apart else dense + experts) * (c + config.inner)
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
     each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
-              "between": (replicas // shards, shards * s.tp),
+              "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
+              "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
               "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
               "all": (every, 1)}
-    unit = matrices // count
-    buckets = [(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count
-    buckets.append((vectors, 0))
-    mine = [item for item in messages(config, s, stages, buckets) if item.axis != "ends"]
+    def buckets_of(matrices, vectors, units):
+        count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
+        unit = matrices // max(1, count)
+        return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
+    buckets = buckets_of(matrices, vectors, blocks + 1)
+    of_experts = buckets_of(experts * mlp, experts * (c + config.inner), routed) if apart and routed else []
+    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
+    mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
     spent = Counter()
     for item in mine + ends:
@@ -514,9 +606,9 @@ def predict(config, s, machine):
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
-    tp = sum(seconds for (axis, _), seconds in spent.items() if axis == "tp")
+    tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
-    f, i = f + (tp + cp) / m / 2, i + (tp + cp) / m / 2
+    f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
     # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
     # gradient at the end.
@@ -528,7 +620,8 @@ def predict(config, s, machine):
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
     # last, which is there.
     axis = "dp" if shards == replicas else "within"
-    gather, reduce, between = spent[axis, "weights"], spent[axis, "gradients"], spent["between", "averages of shards"]
+    gather, reduce = (spent[axis, what] + spent["copies", what] for what in ("weights", "gradients"))
+    between = spent["between", "averages of shards"]
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
@@ -541,14 +634,16 @@ def predict(config, s, machine):
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    optimizer = matrices / (shards if s.zero else 1) * moved / machine.hbm
-    return Costs(m * (f + i + w) - tp - cp, tp, cp, bubble, transfers, dp, optimizer, cp_all, gather + reduce + between)
+    stepped = matrices / (shards if s.zero else 1) + apart * experts * mlp / (replicas // s.ep if s.zero else 1)
+    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
+                 cp_all, gather + reduce + between)
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
 
 def measure_machine(device, dtype, config, comms):
     """{comm: Machine} of these processes, at this model's sizes. All ranks at once, as they share power in training."""
+    config = dataclasses.replace(config, experts=0)  # rates are a dense block's
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
 
@@ -849,21 +944,51 @@ def make_trainer(config, s, device):
     return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
-WAITED = "tp", "pp", "ends", "world", "all"  # whose all-reduces the caller waits for
+WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the caller waits for
 
 
-def predicted_traffic(trainer):
-    """{collective: bytes} that this rank sends in a step, by the formulas."""
+@contextlib.contextmanager
+def routes_of(net):
+    """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
+    one for each forward of a block with experts; not those that backward runs again."""
+    routes, experts = [], [part for stage in net.stages for part in net.module(stage).modules()
+                           if isinstance(part, Experts)]
+
+    def kept(mlps):
+        def call(rows, counts):
+            if torch._C._current_graph_task_id() == -1:  # no backward is running
+                routes.append(counts)
+            return mlps(rows, counts)
+        return call
+    with contextlib.ExitStack() as stack:
+        for part in experts:
+            stack.enter_context(patch.object(part, "mlps", kept(part.mlps)))
+        yield routes
+
+
+def rows_of(routes, group):
+    """Of a step's routes, `rows` as `messages` takes them. On all ranks of the group."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
+    return there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, group))))
+
+
+def predicted_traffic(trainer, routes=()):
+    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
               if i % s.pp == pp_rank]
     where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "world": None, "all": trainer.control}
+             "between": net.between, "ep": net.ep, "copies": net.copies, "replicas": net.replicas, "world": None,
+             "all": trainer.control}
     kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
-    total, buckets = Counter(), [(b.numel, 0 if getattr(b, "stays_whole", True) else 1 if b in kept else 2)
-                                 for reducer in trainer.net.reducers for b in reducer.buckets]
+    total, buckets, of_experts = Counter(), [], []
+    for bucket in (bucket for reducer in trainer.net.reducers for bucket in reducer.buckets):
+        gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
+        (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
-    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial):
+    rows = rows_of(routes, net.ep) if net.ep else None
+    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
@@ -1143,11 +1268,12 @@ def measure_strategy(name, s, a, device, machines):
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
     memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
-    formula = predicted_traffic(trainer)
     ours("ours")
-    dist.reset_traffic()
-    ours("ours")
+    with routes_of(trainer.net) as routes:
+        dist.reset_traffic()
+        ours("ours")
     counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+    formula = predicted_traffic(trainer, routes)
 
     steps = {comm: functools.partial(ours, comm) for comm in comms}
     if s.pp > 1:
@@ -1201,14 +1327,15 @@ def held(schedule, p, m, v):
 def needed_bytes(config, s, fused):
     """Bytes of the fullest pipeline rank, with what one block computes again. fused: as in parallel.memory_bytes."""
     cuts, dtype = parallel.split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
-    each = s.batch_size // s.dp // s.micro_batches
-    again, kept = (parallel.activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(1, 2)],
-                                             tokens_cut=s.tp if s.sp else 1) // s.cp
+    each, i = s.batch_size // s.dp // s.micro_batches, min(config.expert_every, config.n_layer)  # a block with experts
+    again, kept = (parallel.activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(i, i + 1)],
+                                             tokens_cut=s.tp if s.sp else 1, ep=s.ep) // s.cp
                    for recompute in ("none", s.recompute))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
     return again - kept + max(
         sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
-                                  cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind).values())
+                                  cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind, s.ep,
+                                  s.dp * s.cp // s.ep).values())
         for rank in range(s.pp))
 
 
@@ -1257,27 +1384,33 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                     ways = [(recompute, False) for recompute in ("none", "attention", "block")]
                     if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
                         ways += [("none", True), ("block", True)]
-                    for (zero, within), (recompute, sp) in itertools.product(shards, ways):
+                    shared = divisors(math.gcd(dp, config.experts)) if config.experts else [1]
+                    for (zero, within), (recompute, sp), ep in itertools.product(shards, ways, shared):
                         if not splits or recompute == "none":
                             yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
                                                  virtual_stages=v, dtype=dtype, batch_size=batch_size,
                                                  micro_batches=m, recompute=recompute, sp=sp, cp=cp,
-                                                 cp_kind=kind)
+                                                 cp_kind=kind, ep=ep)
 
 
 def describe_layout(s):
     within = f" within {s.zero_within}" if s.zero_within else ""
-    zero = f" ZeRO-{s.zero}{within}" if s.zero else ""
+    zero = f" (ep {s.ep})" * (s.ep > 1) + f" ZeRO-{s.zero}{within}" * (s.zero > 0)
     return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1 or s.zero > 0) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
         f"cp {s.cp} {s.cp_kind}"] * (s.cp > 1) + [
         f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
         + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
 
 
+def describe_parameters(config):
+    active = f" ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts)"
+    return f"{config.parameters():,} parameters" + active * (config.experts > 0)
+
+
 def limit(costs):
     """What takes most of the step beside the computation."""
     name, seconds = max(list(costs._asdict().items())[1:-2], key=lambda item: item[1])
-    name = {"tp": "tensor-parallel traffic", "cp": "context-parallel traffic",
+    name = {"tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert-parallel traffic",
             "dp": "data-parallel traffic"}.get(name, name)
     return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
 
@@ -1285,21 +1418,21 @@ def limit(costs):
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     config, machine = a.config, a.machine
-    say(f"{a.model}, {config.parameters():,} parameters, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
+    say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step"
         f"\n{describe_machine(machine)}" + mfu_note(config))
     candidates = sorted(((predict(config, s, machine), s)
                          for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)),
                         key=lambda pair: pair[0].step)
     table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", {
-        "layout": f"layout:<{74 if any(s.cp > 1 for _, s in candidates) else 44}",
+        "layout": f"layout:<{74 if config.experts or any(s.cp > 1 for _, s in candidates) else 44}",
         "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "cp": "cp %:>6.1f",
-        "pp": "pp %:>6.1f", "limit": "beside computation:<29"})
+        **({"ep": "ep %:>6.1f"} if config.experts else {}), "pp": "pp %:>6.1f", "limit": "beside computation:<29"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
         # One row each, the fastest.
-        key = (s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.zero, s.zero_within, s.sp, s.schedule)
+        key = (s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule)
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)
@@ -1308,7 +1441,8 @@ def plan(a):
                   bubble=100 * costs.bubble / costs.step, limit=limit(costs),
                   mfu=mfu(config, tokens / costs.step, machine),
                   dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
-                  cp=100 * costs.cp_all / costs.compute, pp=100 * costs.transfers / costs.compute,
+                  cp=100 * costs.cp_all / costs.compute, ep=100 * costs.ep / costs.compute,
+                  pp=100 * costs.transfers / costs.compute,
                   settings=dataclasses.asdict(s), costs=costs._asdict())
         if len(table.rows) == a.top:
             break

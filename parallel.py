@@ -1869,7 +1869,7 @@ class ParallelGPT(Replaceable):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
         self.pp, self.dp, self.cp, self.tp, self.ends = groups.pp, groups.dp, groups.cp, groups.tp, groups.ends
-        self.ep = groups.ep
+        self.ep, self.copies = groups.ep, groups.copies
         self.replicas, self.within, self.between = groups.replicas, groups.within, groups.between
         self.context, self.lists = context, {}
         self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all

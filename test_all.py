@@ -3578,17 +3578,21 @@ def bench_traffic(cases):
     dist.DOUBLING_BYTES = dict.fromkeys(kept, 2000)
     for case in cases:
         s = train.Settings(**{"dp": 1, "batch_size": 8, "dtype": "fp32", **case})
-        trainer = bench.make_trainer(config, s, torch.get_default_device())
+        sizes = {name: case[name] for name in train.SIZES if name in case}
+        trainer = bench.make_trainer(dataclasses.replace(config, **sizes), s, torch.get_default_device())
         trainer.step(0)  # ZeRO-3 learns its order of units
-        dist.reset_traffic()
-        trainer.step(1)
-        found.append((bench.predicted_traffic(trainer), {op: t.bytes for op, t in dist.traffic().items() if t.bytes}))
+        with bench.routes_of(trainer.net) as routes:
+            dist.reset_traffic()
+            trainer.step(1)
+        counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+        found.append((bench.predicted_traffic(trainer, routes), counted))
         del trainer
         bench.forget()
     dist.DOUBLING_BYTES = kept
     return found
 
 
+FOUR = {"experts": 4, "ep": 2}
 TRAFFIC = {
     1: [{"dtype": "bf16", "micro_batches": 2}],
     2: [{"dp": 2}, {"dp": 2, "zero": 1, "dtype": "bf16"}, {"dp": 2, "zero": 2, "micro_batches": 2},
@@ -3599,14 +3603,22 @@ TRAFFIC = {
         {"tp": 2, "sp": True, "recompute": "attention", "dtype": "bf16"},
         {"tp": 2, "recompute": "block"}, {"tp": 2, "recompute": "attention", "micro_batches": 2},
         {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
-        {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2}],
+        {"pp": 2, "micro_batches": 4, "schedule": "interleaved", "virtual_stages": 2},
+        {"dp": 2, **FOUR}, {"dp": 2, **FOUR, "micro_batches": 2, "expert_every": 2},
+        *({"dp": 2, **FOUR, "dtype": "bf16", "recompute": recompute} for recompute in ("block", "attention")),
+        {"dp": 2, **FOUR, "zero": 3, "micro_batches": 2, "top_k": 1}, {"dp": 2, "experts": 4, "zero": 2},
+        *({"tp": 2, "experts": 4, "recompute": recompute, "dtype": "bf16"} for recompute in ("none", "block"))],
     3: [{"dp": 3, "batch_size": 6}, {"dp": 3, "zero": 3, "batch_size": 6, "dtype": "bf16"},
         {"pp": 3, "micro_batches": 4, "schedule": "gpipe"}],
     4: [{"dp": 4, "zero": 2, "zero_within": 2, "micro_batches": 2}, {"dp": 4, "zero": 3, "zero_within": 2},
         {"dp": 2, "tp": 2, "zero": 3, "micro_batches": 2}, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 4},
         {"tp": 2, "pp": 2, "sp": True, "micro_batches": 2}, {"dp": 2, "tp": 2, "sp": True, "zero": 1},
         {"cp": 4, "zero": 3, "micro_batches": 2}, {"cp": 2, "tp": 2, "sp": True, "zero": 1},
-        {"dp": 2, "tp": 2, "sp": True, "zero": 3, "dtype": "bf16"}, {"tp": 2, "pp": 2, "micro_batches": 2}]}
+        {"dp": 2, "tp": 2, "sp": True, "zero": 3, "dtype": "bf16"}, {"tp": 2, "pp": 2, "micro_batches": 2},
+        {"dp": 4, **FOUR, "zero": 1}, {"dp": 4, **FOUR, "zero": 3, "zero_within": 2}, {"dp": 2, "tp": 2, **FOUR},
+        *({"dp": 2, "tp": 2, "sp": True, **FOUR, "dtype": "bf16", "recompute": recompute}
+          for recompute in ("none", "attention", "block")),
+        {"dp": 2, "pp": 2, **FOUR, "expert_every": 2, "micro_batches": 2}, {"dp": 2, "cp": 2, **FOUR, "zero": 2}]}
 
 
 @pytest.mark.parametrize("size", list(TRAFFIC))
@@ -3866,6 +3878,54 @@ def test_plan_cuts_sequences_where_nothing_else_fits():
         assert {cp for _, _, cp, _ in cuts} > {1, 2}
         for s in cuts.values():
             assert train.check_layout(dataclasses.replace(s, device="cpu"), a.config, 64, 8) == 64
+
+
+def test_plan_counts_experts():
+    """A token's k rows travel four times, less an Nth; experts' gradients go over their copies, the rest over dp."""
+    config = GPTConfig(256, 1024, 6, 16, 2048, experts=16, expert_every=2)
+    fast = dataclasses.replace(H200, hop=0.0, network_hop=0.0)
+    n, rows, width = 8, 2 * 4 * 1024, 2048 * 2  # k T of a rank's 4 sequences, bytes of each
+    costs = {ep: bench.predict(config, layout(dp=n, ep=ep, zero=1), fast) for ep in (1, 2, 8)}
+    for ep, found in costs.items():
+        assert close(found.ep, 3 * 4 * (ep - 1) / ep * rows * width / H200.link, 1e-3)
+        ours, others = config.parameters(0), config.parameters() - config.parameters(0)
+        sent = 7 / 8 * ours + (1 - ep / n) * others / ep  # reduce-scatter in float32, all-gather in bf16
+        assert close(found.dp_all, 6 * sent / H200.link, 0.03) and close(found.optimizer, costs[1].optimizer, 1e-6)
+    again = bench.predict(config, layout(dp=n, ep=8, zero=1, recompute="block"), fast)
+    assert close(again.ep, costs[8].ep * 6 / 4, 1e-3)
+    # Two experts a token where there was one MLP, in every second block: the products of MLPs half as wide again.
+    ideal = dataclasses.replace(H200, elementwise=math.inf, hbm=math.inf, launch=0.0)
+    wide = GPTConfig(256, 1024, 6, 16, 2048, 6 * 2048)
+    moe, dense = (bench.predict(some, layout(dp=n), ideal).compute for some in (config, wide))
+    assert close(moe, dense, 1e-6)
+    waiting = bench.predict(config, layout(dp=n, ep=8), ideal).compute
+    assert close(waiting - moe, 3 * bench.WAIT, 1e-6)
+    # No CUDA graph; and where the CPU waits in forward, backward's launches are not issued ahead.
+    slow = dataclasses.replace(fast, launch=5e-3)
+    assert bench.predict(config, layout(dp=n, cuda_graphs="auto"), slow).compute >= (6 + 3 * 3 / 9) * 5e-3
+    assert bench.predict(config, layout(dp=n, ep=8, batch_size=8), slow).compute > (6 + 3 * 7 / 9) * 5e-3
+
+
+def test_plan_shares_out_experts_that_do_not_fit():
+    def plan(*words):
+        a = bench.parse(["plan", "--machine", "h100", "--batch-size", "64", *words])
+        bench.check(a, 1)
+        return a, list(bench.all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine)), bench.plan(a).rows
+    a, settings, rows = plan("--gpus", "8", "--experts", "32", "--top", "40")
+    alone = [s for s in settings if s.ep == 1 and s.zero < 3 and s.pp == 1]
+    assert alone and min(bench.needed_bytes(a.config, s, True) for s in alone) > a.machine.memory
+    assert rows[0]["settings"]["ep"] > 1 and "(ep " in rows[0]["layout"] and rows[0]["ep"] > 0
+    assert {row["settings"]["ep"] for row in rows if row["settings"]["pp"] == 1} > {2, 4, 8}
+    for row in rows:
+        s = train.Settings(**{**row["settings"], "device": "cpu"})
+        assert train.check_layout(s, a.config, 8, 8) == 8
+        assert row["gib"] == bench.needed_bytes(a.config, s, True) / 2**30 < 0.9 * 85e9 / 2**30
+    a, settings, _ = plan("--gpus", "24", "--experts", "12", "--expert-every", "3", "--batch-size", "48")
+    assert {s.ep for s in settings} == {1, 2, 3, 4, 6, 12}
+    layouts = {(s.dp, s.tp, s.pp, s.cp, s.ep, s.sp): s for s in settings}
+    for s in layouts.values():
+        assert train.check_layout(dataclasses.replace(s, device="cpu"), a.config, 24, 8) == 24
+    assert all(s.ep == 1 for s in plan("--gpus", "8")[1])
 
 
 def test_plan_lists_what_can_run_and_fits(tmp_path):
