@@ -161,10 +161,11 @@ class Link:
             self.all_gather(chunks)
 
     def all_to_all(self, outgoing, incoming):
-        """Send outgoing[c] to rank c and receive incoming[c] from it, for every other rank c.
+        """Send outgoing[c] to rank c and receive incoming[c] from it, for every rank c; my own is copied.
 
         Pairwise exchange: in step s everybody sends s+1 places to the right, so no rank has two senders at a time.
         """
+        incoming[self.rank].copy_(outgoing[self.rank])
         for s in range(self.size - 1):
             to, source = (self.rank + 1 + s) % self.size, (self.rank - 1 - s) % self.size
             self.exchange([(outgoing[to], to)], [(incoming[source], source)])
@@ -317,7 +318,8 @@ def _blocks(tensor, flat, sizes, n):
     sizes = sizes or [len(tensor) // n] * n
     if len(sizes) != n or sum(sizes) != len(tensor):
         raise ValueError(f"all_to_all_single: {len(tensor)} rows are not {n} blocks of {sizes} rows")
-    return flat.split([tensor[:1].numel() * size for size in sizes])
+    row = tensor[:1].numel()
+    return flat.split([row * size for size in sizes])
 
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
@@ -555,7 +557,6 @@ def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False
     Pairwise exchange: a rank sends all but its own, once."""
     def operation(link):
         outgoing, incoming = ([_flat(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
-        incoming[link.rank].copy_(outgoing[link.rank])
         link.all_to_all(outgoing, incoming)
         _into(incoming, output_tensor_list)
     lists = {"output_tensor_list": output_tensor_list, "input_tensor_list": input_tensor_list}
@@ -569,7 +570,6 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
         result = _flat(output)
         outgoing = _blocks(input, _flat(input), input_split_sizes, link.size)
         incoming = _blocks(output, result, output_split_sizes, link.size)
-        incoming[link.rank].copy_(outgoing[link.rank])
         link.all_to_all(outgoing, incoming)
         _unflatten(result, output)
     sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
@@ -1064,6 +1064,7 @@ class Window:
         self.handle = symmetric_memory.rendezvous(mine, link.group)
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
+        self.addresses = torch.tensor([window.data_ptr() for window in self.of], device=mine.device)  # for kernels
 
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
@@ -1096,6 +1097,14 @@ class Window:
             self.link.log.count(parts[self.link.rank])
         self.barrier()
 
+    def all_to_all(self, outgoing, incoming):
+        """Send outgoing[r] to every rank r and receive incoming[r] from it. One kernel, with no barrier: each pair of
+        ranks counts in their windows what has arrived and what was taken, so nobody needs the sizes of other pairs."""
+        kernels.all_to_all(outgoing, incoming, self.addresses, self.link.rank)
+        for r in self.others:
+            if outgoing[r].numel():
+                self.link.log.count(outgoing[r])
+
 
 def make_window(link, nbytes):
     """A Window for this group. Call it on all ranks; all get None if any GPU cannot reach another or has no room.
@@ -1115,7 +1124,7 @@ def make_window(link, nbytes):
     mine = window = None
     with contextlib.suppress(RuntimeError):
         if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
-            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda")
+            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda").zero_()  # counters start from 0
     ready, fewest, most = agreed(mine is not None, Window.made, -Window.made)
     if not ready or fewest != -most:
         return None
@@ -1192,7 +1201,7 @@ class Direct:
         own = chunks[self.rank]
         rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
         rows[self.rank] = own
-        self.all_to_all(chunks, rows)
+        self._swap(chunks, rows)
         _sum_rows(rows, [result], op)
 
     def all_gather(self, chunks):
@@ -1200,9 +1209,18 @@ class Direct:
             for parts in _in_step(chunks, WINDOW_BYTES):
                 window.gather(parts)
         else:
-            self.all_to_all([chunks[self.rank]] * self.size, chunks)
+            self._swap([chunks[self.rank]] * self.size, chunks)
 
     def all_to_all(self, outgoing, incoming):
+        window = self.window(kernels.all_to_all_bytes(self.size))
+        if window and kernels.on_triton(window.mine.new_empty(0, dtype=torch.float32)):  # the kernel takes any dtype
+            window.all_to_all(outgoing, incoming)
+        else:
+            incoming[self.rank].copy_(outgoing[self.rank])
+            self._swap(outgoing, incoming)
+
+    def _swap(self, outgoing, incoming):
+        """An all-to-all between others as messages, all at once."""
         others = [r for r in range(self.size) if r != self.rank]
         self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
 
