@@ -313,13 +313,14 @@ def _nths(whole, part, n):
     return whole.view(n, -1).unbind()
 
 
-def _blocks(tensor, flat, sizes, n):
-    """Cut the tensor's rows into one block a rank, of `sizes` rows or of equally many; blocks of `flat`."""
-    sizes = sizes or [len(tensor) // n] * n
-    if len(sizes) != n or sum(sizes) != len(tensor):
-        raise ValueError(f"all_to_all_single: {len(tensor)} rows are not {n} blocks of {sizes} rows")
-    row = tensor[:1].numel()
-    return flat.split([row * size for size in sizes])
+def _blocks(tensor, sizes, n):
+    """Elements of each rank's block of the tensor: `sizes` rows of it, or equally many."""
+    rows = len(tensor)
+    sizes = sizes or [rows // n] * n
+    if len(sizes) != n or sum(sizes) != rows:
+        raise ValueError(f"all_to_all_single: {rows} rows are not {n} blocks of {sizes} rows")
+    row = tensor.numel() // max(1, rows)
+    return [row * size for size in sizes]
 
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
@@ -568,8 +569,8 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
     Blocks are equal unless the split sizes (rows per rank) say otherwise. A rank sends all but its own block, once."""
     def operation(link):
         result = _flat(output)
-        outgoing = _blocks(input, _flat(input), input_split_sizes, link.size)
-        incoming = _blocks(output, result, output_split_sizes, link.size)
+        outgoing = _flat(input).split(_blocks(input, input_split_sizes, link.size))
+        incoming = result.split(_blocks(output, output_split_sizes, link.size))
         link.all_to_all(outgoing, incoming)
         _unflatten(result, output)
     sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
@@ -623,6 +624,7 @@ def destroy_process_group(group=None):
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import queue
 import re
@@ -1064,7 +1066,8 @@ class Window:
         self.handle = symmetric_memory.rendezvous(mine, link.group)
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
-        self.addresses = torch.tensor([window.data_ptr() for window in self.of], device=mine.device)  # for kernels
+        self.floats = mine[:4].view(torch.float32)  # for kernels.on_triton
+        self.trade = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
 
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
@@ -1098,12 +1101,16 @@ class Window:
         self.barrier()
 
     def all_to_all(self, outgoing, incoming):
-        """Send outgoing[r] to every rank r and receive incoming[r] from it. One kernel, with no barrier: each pair of
-        ranks counts in their windows what has arrived and what was taken, so nobody needs the sizes of other pairs."""
-        kernels.all_to_all(outgoing, incoming, self.addresses, self.link.rank)
+        """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each.
+
+        One kernel, without barriers: each two ranks count between them what has arrived and what was taken, so that
+        none needs the sizes of other pairs, and messages larger than the window go through it in pieces.
+        """
+        self.trade(outgoing, incoming)
         for r in self.others:
-            if outgoing[r].numel():
-                self.link.log.count(outgoing[r])
+            if outgoing[r][1]:
+                self.link.log.messages += 1
+                self.link.log.bytes += outgoing[r][1]
 
 
 def make_window(link, nbytes):
@@ -1212,9 +1219,10 @@ class Direct:
             self._swap([chunks[self.rank]] * self.size, chunks)
 
     def all_to_all(self, outgoing, incoming):
-        window = self.window(kernels.all_to_all_bytes(self.size))
-        if window and kernels.on_triton(window.mine.new_empty(0, dtype=torch.float32)):  # the kernel takes any dtype
-            window.all_to_all(outgoing, incoming)
+        triton = kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))  # there it takes any dtype
+        if triton and (window := self.window(kernels.all_to_all_bytes(self.size))):
+            window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))
+            torch.autograd.graph.increment_version(incoming)
         else:
             incoming[self.rank].copy_(outgoing[self.rank])
             self._swap(outgoing, incoming)
@@ -1243,6 +1251,30 @@ class NodeLink(Direct, NcclLink):
         window = self._windows.get(key)
         self.replays.copies |= window is not None
         return window
+
+    def run(self, name, operation, arguments, async_op):
+        if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
+            return None
+        return super().run(name, operation, arguments, async_op)
+
+    def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
+        """One that the caller waits for, from tensors as they lie, into such: experts wait for the CPU, which takes
+        longer for a view of each block and all else that `run` does than for the kernel. False where it cannot."""
+        window = self._windows.get((kernels.all_to_all_bytes(self.size), False))
+        if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
+                and input.dtype == output.dtype and kernels.on_triton(window.floats)):
+            return False
+        progress("all_to_all_single")
+        self.log = _traffic["all_to_all_single"]
+        self.log.calls += 1
+        places = []
+        for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
+            nbytes = [elements * tensor.itemsize for elements in _blocks(tensor, sizes, self.size)]
+            places.append([*zip(itertools.accumulate(nbytes[:-1], initial=tensor.data_ptr()), nbytes)])
+        window.all_to_all(*places)
+        torch.autograd.graph.increment_version(output)
+        progress("after all_to_all_single")
+        return True
 
     def close(self):
         self._windows.clear()

@@ -1690,35 +1690,37 @@ def sum_rows(rows, outs, divide):
 
 # --------------------------------------------------------------------------------------------------------- all-to-all
 #
-# Every GPU of a node holds a block of bytes for every other one, of sizes that only the two of them know. Blocks go
+# Every GPU of a node holds a block of bytes for every other one, of a size that only the two of them know. Blocks go
 # through windows, memory of each GPU that the others write to. A program hands its share of a block to the program of
-# its own number on the receiving GPU, piece by piece, in turn with the pieces that it takes:
+# its own number on the receiving GPU, piece by piece, and takes a piece of its own after each:
 #
-#     send   wait until a slot in the receiver's window is free, write a piece there, count it as arrived, over there
-#     take   wait until a piece has arrived in my window, copy it out, count it as taken, in the sender's window
+#     send   wait until a slot in the receiver's window is free, write a piece there, count it over there as arrived
+#     take   wait until a piece has arrived in my window, copy it out, count it in the sender's window as taken
 #
-# Counters go on from launch to launch, so none has to begin or end with a barrier of all GPUs, and a CUDA graph can
-# replay one. They wait for the other GPU's program of the same number and for no other, and a send for a piece taken a
-# round before or earlier: so it ends even where one program at a time has room. Bytes: a block is read and written over
-# NVLink once, then read and written once more where it arrived, out of L2, while the next pieces are on the wire.
+# In step s rank r sends to rank r+1+s and receives from r-1-s; the N-1 steps run at the same time. Counters go on from
+# launch to launch, so no barrier of all GPUs begins or ends one, and a CUDA graph can hold it. A program waits for
+# programs of its own number only, and a send for a piece that was taken a round before: so all end, even where a GPU
+# has room for one program at a time. Bytes: a block crosses NVLink once; it is written once more where it arrives, out
+# of L2, while the next pieces are on the wire.
 
-SHARES, SLOTS, SLOT_BYTES = 64, 4, 1 << 16  # programs that send, slots of each, bytes of a slot: windows of 16 MiB
-LEAST_BYTES = 1 << 12                        # of a program's share: small blocks go through few programs
+SHARES, SLOTS, SLOT_BYTES = 64, 4, 1 << 16  # programs that send, slots for what each sends: windows of 16 MiB
+LEAST_BYTES = 1 << 12                       # of a share: small blocks need few programs
 
 
 def all_to_all_bytes(ranks):
-    """Memory that `all_to_all` needs on each of the ranks: slots, then four counters for each program of each rank."""
-    return ranks * _shares(ranks) * (SLOTS * SLOT_BYTES + 16)
+    """Of a window: slots, then four counters, for each program of each step."""
+    return (ranks - 1) * _shares(ranks) * (SLOTS * SLOT_BYTES + 16)
 
 
 def _shares(ranks):
-    """Programs that send to one rank."""
-    return SHARES // max(1, ranks - 1) or 1
+    """Programs that share a block."""
+    return max(1, SHARES // max(1, ranks - 1))
 
 
 @triton.jit
 def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
-    """(start, bytes) of one of SHARES shares of n bytes."""
+    """(start, bytes) of one of SHARES shares of n bytes. n is in disguise, see AllToAll."""
+    n = (n << 2) >> 3
     width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
     start = tl.minimum(share * width, n)
     return start, tl.minimum(width, n - start)
@@ -1733,82 +1735,103 @@ def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl
     words = tl.multiple_of(n // width, UNIT // width)
     for start in range(0, words, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)  # past L1: it may be old
+        # Not out of L1, which may still hold what a slot held before.
+        tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)
 
 
 @triton.jit
 def _wait(counter, least):
-    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # right where counters pass 2^31, too
+    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # right where a counter passes 2^31, too
         pass
 
 
 @triton.jit
-def _all_to_all(numbers, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
+def _count(counter):
+    tl.debug_barrier()  # all threads of this program have done what is counted
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
                 LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    N: tl.constexpr = len(numbers) // 4
+    N: tl.constexpr = len(blocks) // 4
     share, step = tl.program_id(0), tl.program_id(1)
-    rank = (numbers[4 * N] << 2) >> 3
-    outgoing, sends, incoming, receives = numbers[0], numbers[1], numbers[2], numbers[3]
-    for i in tl.static_range(1, N):
-        outgoing, sends = tl.where(step == i, numbers[4 * i], outgoing), tl.where(step == i, numbers[4 * i + 1], sends)
-        incoming = tl.where(step == i, numbers[4 * i + 2], incoming)
-        receives = tl.where(step == i, numbers[4 * i + 3], receives)
-    sent_from, sends = _share((sends << 2) >> 3, share, SHARES, LEAST_BYTES)
-    taken_to, receives = _share((receives << 2) >> 3, share, SHARES, LEAST_BYTES)
-    outgoing, incoming = ((outgoing << 2) >> 3) + sent_from, ((incoming << 2) >> 3) + taken_to
+    outgoing, sends, incoming, receives = blocks[0], blocks[1], blocks[2], blocks[3]
+    for s in tl.static_range(1, N):
+        outgoing, sends = tl.where(step == s, blocks[4 * s], outgoing), tl.where(step == s, blocks[4 * s + 1], sends)
+        incoming = tl.where(step == s, blocks[4 * s + 2], incoming)
+        receives = tl.where(step == s, blocks[4 * s + 3], receives)
+    start, sends = _share(sends, share, SHARES, LEAST_BYTES)
+    outgoing = ((outgoing << 2) >> 3) + start
+    start, receives = _share(receives, share, SHARES, LEAST_BYTES)
+    incoming = ((incoming << 2) >> 3) + start
     rounds = tl.cdiv(tl.maximum(sends, receives), SLOT_BYTES).to(tl.int32)
     if step == N - 1:  # my own block
         _copy_bytes(incoming, outgoing, sends, WORD, UNIT, BLOCK)
     elif rounds > 0:
-        to, source = (rank + 1 + step) % N, (rank + N - 1 - step) % N
-        mine, theirs, givers = tl.load(windows + rank), tl.load(windows + to), tl.load(windows + source)
-        me, to, source = rank * SHARES + share, to * SHARES + share, source * SHARES + share
-        counters: tl.constexpr = N * SHARES * SLOTS * SLOT_BYTES
-        arrived, taken = counters, counters + 4 * N * SHARES
-        sent_counter = (mine + counters + 8 * N * SHARES + 4 * to).to(tl.pointer_type(tl.int32))
-        received_counter = (mine + counters + 12 * N * SHARES + 4 * source).to(tl.pointer_type(tl.int32))
-        sent, received = tl.load(sent_counter), tl.load(received_counter)
+        mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
+        number, programs = step * SHARES + share, (N - 1) * SHARES
+        slots, counters = number * SLOTS * SLOT_BYTES, programs * SLOTS * SLOT_BYTES + 4 * number
+        arrived_here = (mine + counters).to(tl.pointer_type(tl.int32))
+        arrived_there = (theirs + counters).to(tl.pointer_type(tl.int32))
+        taken_there = (mine + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        taken_here = (givers + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # nobody else's
+        sent, taken = tl.load(sent_before), tl.load(taken_before)
         for t in range(0, rounds + 1):
-            if t * SLOT_BYTES < sends:
-                _wait((mine + taken + 4 * to).to(tl.pointer_type(tl.int32)), sent + t + 1 - SLOTS)
-                slot = me * SLOTS + ((sent + t) & (SLOTS - 1))
-                _copy_bytes(theirs + slot * SLOT_BYTES, outgoing + t * SLOT_BYTES,
-                            tl.minimum(sends - t * SLOT_BYTES, SLOT_BYTES), WORD, UNIT, BLOCK)
-                tl.debug_barrier()
-                tl.atomic_add((theirs + arrived + 4 * me).to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
-            if (t > 0) & ((t - 1) * SLOT_BYTES < receives):
-                _wait((mine + arrived + 4 * source).to(tl.pointer_type(tl.int32)), received + t)
-                slot = source * SLOTS + ((received + t - 1) & (SLOTS - 1))
-                _copy_bytes(incoming + (t - 1) * SLOT_BYTES, mine + slot * SLOT_BYTES,
-                            tl.minimum(receives - (t - 1) * SLOT_BYTES, SLOT_BYTES), WORD, UNIT, BLOCK)
-                tl.debug_barrier()
-                tl.atomic_add((givers + taken + 4 * me).to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
-        tl.store(sent_counter, sent + tl.cdiv(sends, SLOT_BYTES).to(tl.int32))
-        tl.store(received_counter, received + tl.cdiv(receives, SLOT_BYTES).to(tl.int32))
+            at, before = t * SLOT_BYTES, (t - 1) * SLOT_BYTES
+            if at < sends:
+                _wait(taken_there, sent + 1 - SLOTS)
+                slot = theirs + slots + (sent & (SLOTS - 1)) * SLOT_BYTES
+                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _count(arrived_there)
+                sent += 1
+            if (t > 0) & (before < receives):
+                _wait(arrived_here, taken + 1)
+                slot = mine + slots + (taken & (SLOTS - 1)) * SLOT_BYTES
+                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _count(taken_here)
+                taken += 1
+        tl.store(sent_before, sent)
+        tl.store(taken_before, taken)
 
 
-def all_to_all(outgoing, incoming, windows, rank):
-    """Send outgoing[r] to every rank r and receive incoming[r] from it, of N; my own is copied.
+class AllToAll:
+    """All-to-alls of N ranks, of which this is number `rank`, as one kernel each.
 
-    Contiguous tensors of any dtype; outgoing[r] has as many bytes as incoming[rank] on rank r has, or 0. windows (N)
-    int64: addresses of every rank's window, `all_to_all_bytes` that were zero at first and that nobody else writes to.
-    All ranks make the same calls in the same order. ValueError for an own block of two sizes.
+    windows: N addresses, of `all_to_all_bytes` on each rank, zero at first, that only this writes to. All ranks make
+    the same calls in the same order, each on one stream.
     """
-    n = len(outgoing)
-    numbers = []  # of each step
-    for step in range(n):
-        there, here = outgoing[(rank + 1 + step) % n], incoming[(rank - 1 - step) % n]
-        numbers += there.data_ptr(), there.nbytes, here.data_ptr(), here.nbytes
-    if numbers[-3] != numbers[-1]:
-        raise ValueError(f"all-to-all: my own block has {numbers[-3]} bytes to be sent, {numbers[-1]} to be received")
-    bits = functools.reduce(int.__or__, numbers, 16)
-    unit, programs = bits & -bits, min(_shares(n), triton.cdiv(max(numbers[1::2]), LEAST_BYTES))
-    if programs:
-        # Triton compiles a kernel for each type and divisor of its whole numbers: here all are odd, and of 64 bits.
-        numbers = tuple([(1 << 62) + 2 * number + 1 for number in (*numbers, rank)])
+
+    def __init__(self, windows, rank, device):
+        n = len(windows)
+        self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is my own block's
+        self.windows = torch.tensor([[windows[peer] for peer in line] for line in zip(*self.peers)], device=device)
+        self.shapes, self.compiled = (_shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES), {}
+
+    def __call__(self, outgoing, incoming):
+        """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each; 0 bytes are
+        none. ValueError where my own block has two sizes."""
+        blocks = [number for to, source in self.peers for number in (*outgoing[to], *incoming[source])]
+        largest, bits = max(blocks[1::2]), 16
+        for number in blocks:
+            bits |= number
+        if blocks[-3] != blocks[-1]:
+            raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
+        if not largest:
+            return
+        # Triton would compile a kernel for every type and divisor of these numbers: so all are odd and of 64 bits.
+        blocks = tuple([(1 << 62) + 2 * number + 1 for number in blocks])
+        unit = bits & -bits
         word = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[unit]
-        _all_to_all[(programs, n)](numbers, windows, _shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES, word, unit, 4096,
-                                   num_warps=16, num_stages=1)
+        grid = min(self.shapes[0], triton.cdiv(largest, LEAST_BYTES)), len(self.peers), 1
+        arguments = blocks, self.windows, *self.shapes, word, unit, 4096
+        if unit in self.compiled:  # launched as it is, for half of what it costs the CPU to look up the kernel
+            self.compiled[unit][grid](*arguments)
+            return
+        compiled = _all_to_all[grid](*arguments, num_warps=16, num_stages=1)
+        if compiled:  # the interpreter compiles nothing
+            self.compiled[unit] = compiled
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
