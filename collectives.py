@@ -161,10 +161,11 @@ class Link:
             self.all_gather(chunks)
 
     def all_to_all(self, outgoing, incoming):
-        """Send outgoing[c] to rank c and receive incoming[c] from it, for every other rank c.
+        """Send outgoing[c] to rank c and receive incoming[c] from it, for every rank c; my own is copied.
 
         Pairwise exchange: in step s everybody sends s+1 places to the right, so no rank has two senders at a time.
         """
+        incoming[self.rank].copy_(outgoing[self.rank])
         for s in range(self.size - 1):
             to, source = (self.rank + 1 + s) % self.size, (self.rank - 1 - s) % self.size
             self.exchange([(outgoing[to], to)], [(incoming[source], source)])
@@ -312,12 +313,14 @@ def _nths(whole, part, n):
     return whole.view(n, -1).unbind()
 
 
-def _blocks(tensor, flat, sizes, n):
-    """Cut the tensor's rows into one block a rank, of `sizes` rows or of equally many; blocks of `flat`."""
-    sizes = sizes or [len(tensor) // n] * n
-    if len(sizes) != n or sum(sizes) != len(tensor):
-        raise ValueError(f"all_to_all_single: {len(tensor)} rows are not {n} blocks of {sizes} rows")
-    return flat.split([tensor[:1].numel() * size for size in sizes])
+def _blocks(tensor, sizes, n):
+    """Elements of each rank's block of the tensor: `sizes` rows of it, or equally many."""
+    rows = len(tensor)
+    sizes = sizes or [rows // n] * n
+    if len(sizes) != n or sum(sizes) != rows:
+        raise ValueError(f"all_to_all_single: {rows} rows are not {n} blocks of {sizes} rows")
+    row = tensor.numel() // max(1, rows)
+    return [row * size for size in sizes]
 
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
@@ -555,7 +558,6 @@ def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False
     Pairwise exchange: a rank sends all but its own, once."""
     def operation(link):
         outgoing, incoming = ([_flat(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
-        incoming[link.rank].copy_(outgoing[link.rank])
         link.all_to_all(outgoing, incoming)
         _into(incoming, output_tensor_list)
     lists = {"output_tensor_list": output_tensor_list, "input_tensor_list": input_tensor_list}
@@ -567,9 +569,8 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
     Blocks are equal unless the split sizes (rows per rank) say otherwise. A rank sends all but its own block, once."""
     def operation(link):
         result = _flat(output)
-        outgoing = _blocks(input, _flat(input), input_split_sizes, link.size)
-        incoming = _blocks(output, result, output_split_sizes, link.size)
-        incoming[link.rank].copy_(outgoing[link.rank])
+        outgoing = _flat(input).split(_blocks(input, input_split_sizes, link.size))
+        incoming = result.split(_blocks(output, output_split_sizes, link.size))
         link.all_to_all(outgoing, incoming)
         _unflatten(result, output)
     sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
@@ -623,6 +624,7 @@ def destroy_process_group(group=None):
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import queue
 import re
@@ -1065,6 +1067,8 @@ class Window:
         self.handle = symmetric_memory.rendezvous(mine, link.group)
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
+        self.floats = mine[:4].view(torch.float32)  # for kernels.on_triton
+        self.trade = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
 
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
@@ -1127,6 +1131,18 @@ class Window:
         self.link.log.count(outgoing)
         self.barrier()
 
+    def all_to_all(self, outgoing, incoming):
+        """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each.
+
+        One kernel, without barriers: each two ranks count between them what has arrived and what was taken, so that
+        none needs the sizes of other pairs, and messages larger than the window go through it in pieces.
+        """
+        self.trade(outgoing, incoming)
+        for r in self.others:
+            if outgoing[r][1]:
+                self.link.log.messages += 1
+                self.link.log.bytes += outgoing[r][1]
+
 
 def make_window(link, nbytes):
     """A Window for this group. Call it on all ranks; all get None if any GPU cannot reach another or has no room.
@@ -1146,7 +1162,7 @@ def make_window(link, nbytes):
     mine = window = None
     with contextlib.suppress(RuntimeError):
         if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
-            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda")
+            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda").zero_()  # counters start from 0
     ready, fewest, most = agreed(mine is not None, Window.made, -Window.made)
     if not ready or fewest != -most:
         return None
@@ -1223,7 +1239,7 @@ class Direct:
         own = chunks[self.rank]
         rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
         rows[self.rank] = own
-        self.all_to_all(chunks, rows)
+        self._swap(chunks, rows)
         _sum_rows(rows, [result], op)
 
     def all_gather(self, chunks):
@@ -1231,7 +1247,7 @@ class Direct:
             for parts in _in_step(chunks, WINDOW_BYTES):
                 window.gather(parts)
         else:
-            self.all_to_all([chunks[self.rank]] * self.size, chunks)
+            self._swap([chunks[self.rank]] * self.size, chunks)
 
     def shift(self, outgoing, incoming):
         """Send a flat tensor to the right and receive the left one's. Between GPUs copy engines do it, which take no
@@ -1243,6 +1259,16 @@ class Direct:
             self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
 
     def all_to_all(self, outgoing, incoming):
+        triton = kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))  # there it takes any dtype
+        if triton and (window := self.window(kernels.all_to_all_bytes(self.size))):
+            window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))
+            torch.autograd.graph.increment_version(incoming)
+        else:
+            incoming[self.rank].copy_(outgoing[self.rank])
+            self._swap(outgoing, incoming)
+
+    def _swap(self, outgoing, incoming):
+        """An all-to-all between others as messages, all at once."""
         others = [r for r in range(self.size) if r != self.rank]
         self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
 
@@ -1266,6 +1292,8 @@ class NodeLink(Direct, NcclLink):
         self._windows = {}
 
     def run(self, name, operation, arguments, async_op):
+        if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
+            return None
         if name in BY_ROWS:
             whole, own = (arguments[key] for key in BY_ROWS[name])
             if not whole.is_contiguous() and whole[0].shape == own.shape and own.is_contiguous() and (
@@ -1299,6 +1327,25 @@ class NodeLink(Direct, NcclLink):
         window = self._windows.get(key)
         self.replays.copies |= window is not None
         return window
+
+    def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
+        """One that the caller waits for, from tensors as they lie, into such: experts wait for the CPU, which takes
+        longer for a view of each block and all else that `run` does than for the kernel. False where it cannot."""
+        window = self._windows.get((kernels.all_to_all_bytes(self.size), False))
+        if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
+                and input.dtype == output.dtype and kernels.on_triton(window.floats)):
+            return False
+        progress("all_to_all_single")
+        self.log = _traffic["all_to_all_single"]
+        self.log.calls += 1
+        places = []
+        for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
+            nbytes = [elements * tensor.itemsize for elements in _blocks(tensor, sizes, self.size)]
+            places.append([*zip(itertools.accumulate(nbytes[:-1], initial=tensor.data_ptr()), nbytes)])
+        window.all_to_all(*places)
+        torch.autograd.graph.increment_version(output)
+        progress("after all_to_all_single")
+        return True
 
     def close(self):
         self._windows.clear()

@@ -1965,6 +1965,152 @@ def sum_rows(rows, outs, divide):
     _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
 
 
+# --------------------------------------------------------------------------------------------------------- all-to-all
+#
+# Every GPU of a node holds a block of bytes for every other one, of a size that only the two of them know. Blocks go
+# through windows, memory of each GPU that the others write to. A program hands its share of a block to the program of
+# its own number on the receiving GPU, piece by piece, and takes a piece of its own after each:
+#
+#     send   wait until a slot in the receiver's window is free, write a piece there, count it over there as arrived
+#     take   wait until a piece has arrived in my window, copy it out, count it in the sender's window as taken
+#
+# In step s rank r sends to rank r+1+s and receives from r-1-s; the N-1 steps run at the same time. Counters go on from
+# launch to launch, so no barrier of all GPUs begins or ends one, and a CUDA graph can hold it. A program waits for
+# programs of its own number only, and a send for a piece that was taken a round before: so all end, even where a GPU
+# has room for one program at a time. Bytes: a block crosses NVLink once; it is written once more where it arrives, out
+# of L2, while the next pieces are on the wire.
+
+SHARES, SLOTS, SLOT_BYTES = 64, 4, 1 << 16  # programs that send, slots for what each sends: windows of 16 MiB
+LEAST_BYTES = 1 << 12                       # of a share: small blocks need few programs
+
+
+def all_to_all_bytes(ranks):
+    """Of a window: slots, then four counters, for each program of each step."""
+    return (ranks - 1) * _shares(ranks) * (SLOTS * SLOT_BYTES + 16)
+
+
+def _shares(ranks):
+    """Programs that share a block."""
+    return max(1, SHARES // max(1, ranks - 1))
+
+
+@triton.jit
+def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
+    """(start, bytes) of one of SHARES shares of n bytes. n is in disguise, see AllToAll."""
+    n = (n << 2) >> 3
+    width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
+    start = tl.minimum(share * width, n)
+    return start, tl.minimum(width, n - start)
+
+
+@triton.jit
+def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """to, source: addresses; they and n are multiples of UNIT bytes."""
+    to = tl.multiple_of(to.to(tl.pointer_type(WORD)), UNIT)
+    source = tl.multiple_of(source.to(tl.pointer_type(WORD)), UNIT)
+    width: tl.constexpr = WORD.primitive_bitwidth // 8
+    words = tl.multiple_of(n // width, UNIT // width)
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        # Not out of L1, which may still hold what a slot held before.
+        tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)
+
+
+@triton.jit
+def _wait(counter, least):
+    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # right where a counter passes 2^31, too
+        pass
+
+
+@triton.jit
+def _count(counter):
+    tl.debug_barrier()  # all threads of this program have done what is counted
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
+                LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    N: tl.constexpr = len(blocks) // 4
+    share, step = tl.program_id(0), tl.program_id(1)
+    outgoing, sends, incoming, receives = blocks[0], blocks[1], blocks[2], blocks[3]
+    for s in tl.static_range(1, N):
+        outgoing, sends = tl.where(step == s, blocks[4 * s], outgoing), tl.where(step == s, blocks[4 * s + 1], sends)
+        incoming = tl.where(step == s, blocks[4 * s + 2], incoming)
+        receives = tl.where(step == s, blocks[4 * s + 3], receives)
+    start, sends = _share(sends, share, SHARES, LEAST_BYTES)
+    outgoing = ((outgoing << 2) >> 3) + start
+    start, receives = _share(receives, share, SHARES, LEAST_BYTES)
+    incoming = ((incoming << 2) >> 3) + start
+    rounds = tl.cdiv(tl.maximum(sends, receives), SLOT_BYTES).to(tl.int32)
+    if step == N - 1:  # my own block
+        _copy_bytes(incoming, outgoing, sends, WORD, UNIT, BLOCK)
+    elif rounds > 0:
+        mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
+        number, programs = step * SHARES + share, (N - 1) * SHARES
+        slots, counters = number * SLOTS * SLOT_BYTES, programs * SLOTS * SLOT_BYTES + 4 * number
+        arrived_here = (mine + counters).to(tl.pointer_type(tl.int32))
+        arrived_there = (theirs + counters).to(tl.pointer_type(tl.int32))
+        taken_there = (mine + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        taken_here = (givers + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # nobody else's
+        sent, taken = tl.load(sent_before), tl.load(taken_before)
+        for t in range(0, rounds + 1):
+            at, before = t * SLOT_BYTES, (t - 1) * SLOT_BYTES
+            if at < sends:
+                _wait(taken_there, sent + 1 - SLOTS)
+                slot = theirs + slots + (sent & (SLOTS - 1)) * SLOT_BYTES
+                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _count(arrived_there)
+                sent += 1
+            if (t > 0) & (before < receives):
+                _wait(arrived_here, taken + 1)
+                slot = mine + slots + (taken & (SLOTS - 1)) * SLOT_BYTES
+                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _count(taken_here)
+                taken += 1
+        tl.store(sent_before, sent)
+        tl.store(taken_before, taken)
+
+
+class AllToAll:
+    """All-to-alls of N ranks, of which this is number `rank`, as one kernel each.
+
+    windows: N addresses, of `all_to_all_bytes` on each rank, zero at first, that only this writes to. All ranks make
+    the same calls in the same order, each on one stream.
+    """
+
+    def __init__(self, windows, rank, device):
+        n = len(windows)
+        self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is my own block's
+        self.windows = torch.tensor([[windows[peer] for peer in line] for line in zip(*self.peers)], device=device)
+        self.shapes, self.compiled = (_shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES), {}
+
+    def __call__(self, outgoing, incoming):
+        """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each; 0 bytes are
+        none. ValueError where my own block has two sizes."""
+        blocks = [number for to, source in self.peers for number in (*outgoing[to], *incoming[source])]
+        largest, bits = max(blocks[1::2]), 16
+        for number in blocks:
+            bits |= number
+        if blocks[-3] != blocks[-1]:
+            raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
+        if not largest:
+            return
+        # Triton would compile a kernel for every type and divisor of these numbers: so all are odd and of 64 bits.
+        blocks = tuple([(1 << 62) + 2 * number + 1 for number in blocks])
+        unit = bits & -bits
+        word = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[unit]
+        grid = min(self.shapes[0], triton.cdiv(largest, LEAST_BYTES)), len(self.peers), 1
+        arguments = blocks, self.windows, *self.shapes, word, unit, 4096
+        if unit in self.compiled:  # launched as it is, for half of what it costs the CPU to look up the kernel
+            self.compiled[unit][grid](*arguments)
+            return
+        compiled = _all_to_all[grid](*arguments, num_warps=16, num_stages=1)
+        if compiled:  # the interpreter compiles nothing
+            self.compiled[unit] = compiled
+
+
 # ------------------------------------------------------------------------------------------------------------- errors
 
 def operations(dtype, device):

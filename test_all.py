@@ -694,6 +694,45 @@ def test_all_to_all_equals_library(pool, size):
     pool(size).run(all_to_all_cases)
 
 
+def all_to_all_through_windows(folder):
+    """Windows are files that all processes map. Shares, slots and pieces so small that blocks take many rounds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32}
+    with unittest.mock.patch.multiple(kernels, **sizes), unittest.mock.patch.object(kernels, "_choice", "triton"):
+        link, window = DirectGlooLink(torch_dist.group.WORLD), object.__new__(dist.Window)
+        window.link, window.others = link, [(rank + i) % size for i in range(1, size)]
+        window.of = [torch.from_file(f"{folder}/{r}", True, kernels.all_to_all_bytes(size), dtype=torch.uint8)
+                     for r in range(size)]
+        window.mine, window.trade = window.of[rank], kernels.AllToAll([t.data_ptr() for t in window.of], rank, "cpu")
+        link.window = lambda nbytes: window if nbytes == len(window.mine) else None
+        torch_dist.barrier()
+        for case, (dtype, columns) in enumerate(itertools.product(
+                (torch.int64, torch.bfloat16, torch.uint8, torch.float64), (1, 3, 16))):
+            rows = np.random.default_rng(case).integers(-3, 12, (size, size)).clip(0).tolist()  # of rank i for rank j
+            if case == 1:
+                rows[0] = [0] * size  # a rank that sends nothing
+            outgoing = [(torch.arange(n * columns) * 3 + 7 * rank + 11 * r + case).to(dtype)
+                        for r, n in enumerate(rows[rank])]
+            incoming = [torch.zeros(rows[r][rank] * columns, dtype=dtype) for r in range(size)]
+            before = dataclasses.replace(link.log)
+            link.all_to_all(outgoing, incoming)
+            for r, t in enumerate(incoming):
+                assert torch.equal(t, (torch.arange(len(t)) * 3 + 7 * r + 11 * rank + case).to(dtype)), (case, r)
+            sent = [outgoing[r] for r in window.others if len(outgoing[r])]
+            assert (link.log.messages - before.messages, link.log.bytes - before.bytes) == (
+                len(sent), sum(t.nbytes for t in sent))
+        with pytest.raises(ValueError, match="my own block has 8 bytes to be sent, 16 to be received"):
+            link.all_to_all([torch.zeros(1, dtype=torch.int64)] * size, [torch.zeros(2, dtype=torch.int64)] * size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_to_all_through_windows(pool, size, tmp_path):
+    needs_kernels(pool)
+    if pool.device_type == "cuda":
+        pytest.skip("GPUs have windows of their own")
+    pool(size).run(all_to_all_through_windows, str(tmp_path))
+
+
 def barrier_times():
     time.sleep(0.03 * dist.get_rank())
     arrived = time.time()
