@@ -485,7 +485,8 @@ HF_KEYS = {  # a field of GPTConfig: config.json's key, and what it is where the
     "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "experts": ("num_experts", 0), "top_k": ("num_experts_per_tok", 2),
     "expert_every": ("decoder_sparse_step", 1)}
-WITH_EXPERTS = "ringgpt_moe"  # model_type of a folder with experts: transformers knows none, so it refuses the folder
+WITH_EXPERTS = "ringgpt_moe"  # model_type of a folder with experts. transformers knows no such model:
+# AutoModelForCausalLM refuses the folder. GPT2LMHeadModel warns, leaves experts out and draws new MLPs.
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
                       "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
