@@ -315,7 +315,7 @@ def _nths(whole, part, n):
 
 def _blocks(tensor, sizes, n):
     """Elements of each rank's block of the tensor: `sizes` rows of it, or equally many."""
-    rows = len(tensor)
+    rows = tensor.size(0)
     sizes = sizes or [rows // n] * n
     if len(sizes) != n or sum(sizes) != rows:
         raise ValueError(f"all_to_all_single: {rows} rows are not {n} blocks of {sizes} rows")
@@ -624,7 +624,6 @@ def destroy_process_group(group=None):
 import contextlib
 import functools
 import gc
-import itertools
 import json
 import queue
 import re
@@ -1289,7 +1288,7 @@ class NodeLink(Direct, NcclLink):
 
     def __init__(self, group):
         super().__init__(group)
-        self._windows = {}
+        self._windows, self._waited_all_to_all = {}, (kernels.all_to_all_bytes(self.size), False)
 
     def run(self, name, operation, arguments, async_op):
         if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
@@ -1331,7 +1330,7 @@ class NodeLink(Direct, NcclLink):
     def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
         """One that the caller waits for, from tensors as they lie, into such: experts wait for the CPU, which takes
         longer for a view of each block and all else that `run` does than for the kernel. False where it cannot."""
-        window = self._windows.get((kernels.all_to_all_bytes(self.size), False))
+        window = self._windows.get(self._waited_all_to_all)
         if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
             return False
@@ -1340,8 +1339,11 @@ class NodeLink(Direct, NcclLink):
         self.log.calls += 1
         places = []
         for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
-            nbytes = [elements * tensor.itemsize for elements in _blocks(tensor, sizes, self.size)]
-            places.append([*zip(itertools.accumulate(nbytes[:-1], initial=tensor.data_ptr()), nbytes)])
+            at, width = tensor.data_ptr(), tensor.itemsize
+            places.append(blocks := [])
+            for elements in _blocks(tensor, sizes, self.size):
+                blocks.append((at, elements * width))
+                at += elements * width
         window.all_to_all(*places)
         torch.autograd.graph.increment_version(output)
         progress("after all_to_all_single")

@@ -1980,8 +1980,8 @@ def sum_rows(rows, outs, divide):
 # has room for one program at a time. Bytes: a block crosses NVLink once; it is written once more where it arrives, out
 # of L2, while the next pieces are on the wire.
 
-SHARES, SLOTS, SLOT_BYTES = 64, 4, 1 << 16  # programs that send, slots for what each sends: windows of 16 MiB
-LEAST_BYTES = 1 << 12                       # of a share: small blocks need few programs
+SHARES, SLOTS, SLOT_BYTES = 128, 4, 1 << 16  # programs that send, slots for what each sends: windows of 32 MiB
+LEAST_BYTES = 1 << 12                        # of a share: small blocks need few programs
 
 
 def all_to_all_bytes(ranks):
@@ -2084,25 +2084,26 @@ class AllToAll:
         n = len(windows)
         self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is my own block's
         self.windows = torch.tensor([[windows[peer] for peer in line] for line in zip(*self.peers)], device=device)
+        self.words = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
         self.shapes, self.compiled = (_shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES), {}
 
     def __call__(self, outgoing, incoming):
         """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each; 0 bytes are
         none. ValueError where my own block has two sizes."""
-        blocks = [number for to, source in self.peers for number in (*outgoing[to], *incoming[source])]
-        largest, bits = max(blocks[1::2]), 16
-        for number in blocks:
-            bits |= number
+        blocks, bits = [], 16
+        for to, source in self.peers:
+            (there, sends), (here, receives) = outgoing[to], incoming[source]
+            blocks += there, sends, here, receives
+            bits |= there | sends | here | receives
+        largest, unit = max(blocks[1::2]), bits & -bits
         if blocks[-3] != blocks[-1]:
             raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
         if not largest:
             return
         # Triton would compile a kernel for every type and divisor of these numbers: so all are odd and of 64 bits.
-        blocks = tuple([(1 << 62) + 2 * number + 1 for number in blocks])
-        unit = bits & -bits
-        word = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[unit]
-        grid = min(self.shapes[0], triton.cdiv(largest, LEAST_BYTES)), len(self.peers), 1
-        arguments = blocks, self.windows, *self.shapes, word, unit, 4096
+        blocks = tuple([2 * number + (1 << 62 | 1) for number in blocks])
+        grid = min(self.shapes[0], -(-largest // LEAST_BYTES)), len(self.peers), 1
+        arguments = blocks, self.windows, *self.shapes, self.words[unit], unit, 4096
         if unit in self.compiled:  # launched as it is, for half of what it costs the CPU to look up the kernel
             self.compiled[unit][grid](*arguments)
             return

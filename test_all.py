@@ -733,6 +733,54 @@ def test_all_to_all_through_windows(pool, size, tmp_path):
     pool(size).run(all_to_all_through_windows, str(tmp_path))
 
 
+def all_to_alls_in_a_row(most):
+    """Other sizes in each, none waited for by the CPU, some beside the caller, some in another group, sums between."""
+    rank, size, rng, wrong = dist.get_rank(), dist.get_world_size(), np.random.default_rng(0), []
+    other = dist.new_group()
+    for i in range(40):
+        rows = rng.integers(-most // 4, most, (size, size)).clip(0).tolist()  # of rank i for rank j
+        sends, receives = rows[rank], [row[rank] for row in rows]
+        x, got = torch.empty(sum(sends), 64), torch.full((sum(receives), 64), -1.0)
+        for r, block in enumerate(x.split(sends)):
+            block.copy_(torch.arange(len(block))[:, None] % 97 + 100 * rank + 1000 * r + i)
+        handle = dist.all_to_all_single(got, x, receives, sends, other if i % 3 == 0 else None, async_op=i % 4 == 0)
+        if i % 5 == 0:
+            dist.all_reduce(total := torch.ones(1000 + i))
+            wrong.append((total != size).any())
+        if handle:
+            handle.wait()
+        x.fill_(-2)  # it may be written at once
+        for r, block in enumerate(got.split(receives)):
+            wrong.append((block != torch.arange(len(block))[:, None] % 97 + 100 * r + 1000 * rank + i).any())
+    dist.destroy_process_group(other)
+    assert not any(wrong)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_alls_in_a_row(pool, size):
+    pool(size).run(all_to_alls_in_a_row, 40_000 if pool.device_type == "cuda" else 400)
+
+
+def recorded_all_to_all():
+    rank, size, graph = dist.get_rank(), dist.get_world_size(), torch.cuda.CUDAGraph()
+    x, y = torch.zeros(size * 5000, 64), torch.zeros(size * 5000, 64)
+    dist.all_to_all_single(y, x)
+    with torch.cuda.graph(graph):
+        dist.all_to_all_single(y, x)
+    for i in range(20):
+        x.copy_((torch.arange(size) + 10.0 * rank + i).repeat_interleave(5000)[:, None].expand_as(x))
+        graph.replay()
+        assert torch.equal(y[:, 7], (10.0 * torch.arange(size) + rank + i).repeat_interleave(5000))
+        dist.all_to_all_single(y, x.neg())  # between replays
+        assert torch.equal(y[:, 7], -(10.0 * torch.arange(size) + rank + i).repeat_interleave(5000))
+
+
+def test_all_to_all_in_a_graph(pool):
+    if pool.device_type == "cpu":
+        pytest.skip("graphs are for GPUs")
+    pool(2).run(recorded_all_to_all)
+
+
 def barrier_times():
     time.sleep(0.03 * dist.get_rank())
     arrived = time.time()
