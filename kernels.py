@@ -1996,7 +1996,7 @@ def _shares(ranks):
 
 @triton.jit
 def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
-    """(start, bytes) of one of SHARES shares of n bytes. n is in disguise, see AllToAll."""
+    """(start, bytes) of one of SHARES shares of n bytes, n as AllToAll writes numbers."""
     n = (n << 2) >> 3
     width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
     start = tl.minimum(share * width, n)
@@ -2077,7 +2077,7 @@ class AllToAll:
     """All-to-alls of N ranks, of which this is number `rank`, as one kernel each.
 
     windows: N addresses, of `all_to_all_bytes` on each rank, zero at first, that only this writes to. All ranks make
-    the same calls in the same order, each on one stream.
+    the same calls in the same order, each on one stream. A kernel waits for a lost peer for ever: no timeout ends it.
     """
 
     def __init__(self, windows, rank, device):
@@ -2100,11 +2100,12 @@ class AllToAll:
             raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
         if not largest:
             return
-        # Triton would compile a kernel for every type and divisor of these numbers: so all are odd and of 64 bits.
+        # Triton would compile a kernel for every type and divisor of these numbers, so n is written as 2n + 1 + 2^62:
+        # all are odd and of 64 bits. In the kernel, (number << 2) >> 3 is n again.
         blocks = tuple([2 * number + (1 << 62 | 1) for number in blocks])
         grid = min(self.shapes[0], -(-largest // LEAST_BYTES)), len(self.peers), 1
         arguments = blocks, self.windows, *self.shapes, self.words[unit], unit, 4096
-        if unit in self.compiled:  # launched as it is, for half of what it costs the CPU to look up the kernel
+        if unit in self.compiled:  # to let Triton look it up would cost the CPU twice as much: 27 us
             self.compiled[unit][grid](*arguments)
             return
         compiled = _all_to_all[grid](*arguments, num_warps=16, num_stages=1)

@@ -703,7 +703,7 @@ def all_to_all_through_windows(folder):
         window.link, window.others = link, [(rank + i) % size for i in range(1, size)]
         window.of = [torch.from_file(f"{folder}/{r}", True, kernels.all_to_all_bytes(size), dtype=torch.uint8)
                      for r in range(size)]
-        window.mine, window.trade = window.of[rank], kernels.AllToAll([t.data_ptr() for t in window.of], rank, "cpu")
+        window.mine, window.kernel = window.of[rank], kernels.AllToAll([t.data_ptr() for t in window.of], rank, "cpu")
         link.window = lambda nbytes: window if nbytes == len(window.mine) else None
         torch_dist.barrier()
         for case, (dtype, columns) in enumerate(itertools.product(
