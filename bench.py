@@ -40,7 +40,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -1078,11 +1078,15 @@ def stage_costs(gradients, trainer, repeats):
 def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
-    for block in model.h.values():  # every layer called as a module: hooks, which DTensor needs, see nothing else
+    for block in model.h.values():
         if isinstance(block.mlp, MLP):
-            block.mlp.forward = functools.partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh")),
-                                                  block.mlp)
+            block.mlp.forward = MethodType(plain_mlp, block.mlp)
     return model
+
+
+def plain_mlp(mlp, x):
+    """Every layer called as a module: hooks, which DTensor needs, see nothing else."""
+    return mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh"))
 
 
 def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=None):
