@@ -770,12 +770,37 @@ def operations(device, dtype, n, only):
         who = {f"SDPA {key}": (sdpa_kernel(SDPBackend[value])(causal), [q, k, v]) for key, value in backends.items()}
         yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
                         (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
+    if "grouped" in only:
+        yield from grouped_operations(device, dtype, n > 1 << 20)
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
         with torch.no_grad():
             a, b = torch.randn(2, side, side, dtype=dtype, device=device)
         yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])},
                         (3 * a.nbytes, 0), (2 * side**3, 0))
+
+
+def grouped_operations(device, dtype, large):
+    """The product of sorted rows with each group's own matrix; even groups, and each half as large as the one before.
+    The loop knows its counts on the CPU, so it does not wait for them."""
+    rows, n_in, n_out = (16384, 1536, 6144) if large else (40, 16, 24)
+    for count, even in itertools.product((4, 16), (True, False)):
+        sizes = [rows // count] * count if even else [rows >> min(e + 1, count - 1) for e in range(count)]
+        sizes[0] += rows - sum(sizes)
+        counts = torch.tensor(sizes, device=device)
+        ends = counts.cumsum(0).int()
+        x, w = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+                for shape in ((rows, n_in), (count, n_out, n_in)))
+
+        def loop(x, w, sizes=sizes):
+            return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
+        who = {"cuBLAS, a loop": loop, "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
+        if device.type == "cuda" and dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+            who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
+        flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
+        yield Operation(f"grouped product {count} {'even' if even else 'skewed'}",
+                        {key: (function, [x, w]) for key, function in who.items()},
+                        (x.nbytes + w.nbytes + out, 2 * (x.nbytes + w.nbytes) + out), (flops, 2 * flops))
 
 
 def seconds_of(operation, device, repeats):
@@ -1797,7 +1822,8 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
     (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
     (MEASURED, "--only", {"nargs": "+", "metavar": "NAME",
-                          "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
+                          "help": "of the kernels, collectives or strategies; left out, all, experts and dense twin "
+                                  "where --experts is given; scaling: ddp zero3"}),
     (OF_A_MODEL, "--model", {"choices": list(PRESETS),
                              "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
     *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"})
@@ -1857,7 +1883,7 @@ def check(a, world):
     else:
         check_processes(a, world)
     if a.what == "kernels":
-        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "matmul")
+        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul")
         a.only = a.only or names
         for name in set(a.only) - set(names):
             raise BadInput(f"--only {name}: there are {', '.join(names)}")

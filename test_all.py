@@ -3631,6 +3631,24 @@ def test_a_dense_twin_takes_as_many_flops():
     assert bench.configs_of(GPTConfig())[2].inner == 6 * 128
 
 
+def test_grouped_products_in_the_table_are_the_same(triton_kernels):
+    """All who take part compute the same, forward and backward; FLOPs and bytes are those of the tensors."""
+    made = list(bench.grouped_operations(torch.device(KERNEL_DEVICE), torch.float32, False))
+    assert [made[i].name for i in range(4)] == [f"grouped product {count} {how}" for count in (4, 16)
+                                                for how in ("even", "skewed")]
+    for operation in made[:2]:
+        found = {}
+        for who, (function, inputs) in operation.who.items():
+            y = function(*inputs)
+            found[who] = [y.detach(), *torch.autograd.grad(y.square().sum(), inputs)]
+        assert {"ours", "cuBLAS, a loop"} <= set(found)
+        for ours, theirs in zip(found["ours"], found["cuBLAS, a loop"]):
+            assert close(ours, theirs, 1e-5)
+        x, w = inputs
+        assert operation.flops == (2 * x.numel() * 24, 4 * x.numel() * 24)
+        assert operation.moved == (x.nbytes + w.nbytes + y.nbytes, 2 * (x.nbytes + w.nbytes) + y.nbytes)
+
+
 def test_line_through_times_is_found():
     messages, sizes = np.array([1, 1, 2, 6, 6]), np.array([1e2, 1e4, 1e5, 1e6, 1e8])
     assert np.allclose(bench.fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
