@@ -40,6 +40,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -53,7 +54,7 @@ import collectives as dist
 import kernels
 import parallel
 import train
-from model import GPT, PRESETS, Experts, FusedBlock, GPTConfig, materialize, shapes
+from model import GPT, MLP, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
 from train import BadInput
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
@@ -769,12 +770,37 @@ def operations(device, dtype, n, only):
         who = {f"SDPA {key}": (sdpa_kernel(SDPBackend[value])(causal), [q, k, v]) for key, value in backends.items()}
         yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
                         (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
+    if "grouped" in only:
+        yield from grouped_operations(device, dtype, n > 1 << 20)
     if "matmul" in only:
         side = 8192 if n > 1 << 20 else 64
         with torch.no_grad():
             a, b = torch.randn(2, side, side, dtype=dtype, device=device)
         yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])},
                         (3 * a.nbytes, 0), (2 * side**3, 0))
+
+
+def grouped_operations(device, dtype, large):
+    """The product of sorted rows with each group's own matrix; even groups, and each half as large as the one before.
+    The loop knows its counts on the CPU, so it does not wait for them."""
+    rows, n_in, n_out = (16384, 1536, 6144) if large else (40, 16, 24)
+    for count, even in itertools.product((4, 16), (True, False)):
+        sizes = [rows // count] * count if even else [rows >> min(e + 1, count - 1) for e in range(count)]
+        sizes[0] += rows - sum(sizes)
+        counts = torch.tensor(sizes, device=device)
+        ends = counts.cumsum(0).int()
+        x, w = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+                for shape in ((rows, n_in), (count, n_out, n_in)))
+
+        def loop(x, w, sizes=sizes):
+            return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
+        who = {"cuBLAS, a loop": loop, "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
+        if device.type == "cuda" and dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+            who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
+        flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
+        yield Operation(f"grouped product {count} {'even' if even else 'skewed'}",
+                        {key: (function, [x, w]) for key, function in who.items()},
+                        (x.nbytes + w.nbytes + out, 2 * (x.nbytes + w.nbytes) + out), (flops, 2 * flops))
 
 
 def seconds_of(operation, device, repeats):
@@ -911,8 +937,8 @@ def collectives(a):
 
 # ----------------------------------------------------------------------------------------------------------- strategies
 
-def layouts(n, m, virtual):
-    """{strategy: what it sets in train.py's Settings} for n processes."""
+def layouts(n, m, virtual, experts=8):
+    """{strategy: what it sets in train.py's Settings} for n processes. experts: of the strategy of that name."""
     pipeline = {"pp": n, "micro_batches": m}
     every = {"one": {"dp": n}} if n == 1 else {}
     every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2},
@@ -928,7 +954,16 @@ def layouts(n, m, virtual):
         every |= {"gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
                   "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual),
                   "zb-h1": dict(pipeline, schedule="zb-h1")}
-    return every
+    return every | {"experts": {"dp": n, "ep": math.gcd(n, experts)}, "dense twin": {"dp": n}}
+
+
+def configs_of(config):
+    """(the dense model, that with experts, the dense twin of that one) of a model. Where it has no experts itself, each
+    second block gets 8, and 2 a token. A twin's MLPs are wider, so that a token meets as many parameters."""
+    dense = dataclasses.replace(config, experts=0)
+    routed = config if config.experts else dataclasses.replace(config, experts=8, top_k=2, expert_every=2)
+    mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # a token meets
+    return dense, routed, dataclasses.replace(dense, inner=config.inner * mlps // config.n_layer)
 
 
 def random_source(config, device):
@@ -996,15 +1031,19 @@ def predicted_traffic(trainer, routes=()):
 
 
 # What parallel.py calls while it trains, but for the pipeline's transfers, which its stages cannot go without.
-TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
 
 
-def replaced(make):
+def replaced(make, names=TRAINING):
     """Inside, every collective of training is make(function) instead."""
-    return patch.multiple(dist, **{name: make(getattr(dist, name)) for name in TRAINING})
+    return patch.multiple(dist, **{name: make(getattr(dist, name)) for name in names})
 
 
 def left_out(function):
+    """A collective that does nothing. An all-to-all gives a rank what it sends: counts of rows must be some that there
+    can be, and then as many rows come as leave."""
+    if function.__name__ == "all_to_all_single":
+        return lambda output, input, *args, **kwargs: output.copy_(input)
     return lambda *args, async_op=False, **kwargs: dist.Handle() if async_op else None
 
 
@@ -1036,6 +1075,15 @@ def communication_alone(trainer, device, repeats):
         return alone, interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
 
 
+def all_to_all_alone(trainer, device, repeats):
+    """Seconds of a step that its all-to-alls take: with them, less without them, in turns."""
+    def without():
+        with replaced(left_out, ["all_to_all_single"]):
+            trainer.step(0)
+    seconds = interleaved({"with": lambda: trainer.step(0), "without": without}, device, repeats)
+    return seconds["with"] - seconds["without"]
+
+
 def stage_costs(gradients, trainer, repeats):
     """(F, I, W): seconds of one micro-batch through this rank's stages, as the pipeline runs them, waiting apart; the
     slowest rank's. Backward is halved where the schedule does not split it. gradients(): one step's."""
@@ -1055,10 +1103,15 @@ def stage_costs(gradients, trainer, repeats):
 def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
-    for block in model.h.values():  # every layer called as a module: hooks, which DTensor needs, see nothing else
-        block.mlp.forward = functools.partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh")),
-                                              block.mlp)
+    for block in model.h.values():
+        if isinstance(block.mlp, MLP):
+            block.mlp.forward = MethodType(plain_mlp, block.mlp)
     return model
+
+
+def plain_mlp(mlp, x):
+    """Every layer called as a module: hooks, which DTensor needs, see nothing else."""
+    return mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh"))
 
 
 def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=None):
@@ -1068,14 +1121,18 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     def step():
+        total = 0.0
         optimizer.zero_grad()
         for i, (tokens, targets) in enumerate(zip(x, y)):
             last = i == len(x) - 1 or not hasattr(model, "no_sync")
             with contextlib.nullcontext() if last else model.no_sync(), precision():
-                ((loss or plain_loss)(tokens, targets) / len(x)).backward()
+                part = (loss or plain_loss)(tokens, targets) / len(x)
+                part.backward()
+            total += part.detach()
         for some in params:
             torch.nn.utils.clip_grad_norm_(some, 1.0)
         optimizer.step()
+        return total
     return step
 
 
@@ -1165,10 +1222,118 @@ def torch_pipeline(schedule):
     return build
 
 
+class TorchExchange(torch.autograd.Function):
+    """Rows (n, C) to the ranks of a group, sends[r] to rank r, and receives[r] from it; backward the other way."""
+
+    @staticmethod
+    def forward(ctx, rows, sends, receives, group):
+        ctx.back = receives, sends, group
+        arrived = rows.new_empty(sum(receives), rows.shape[1])
+        torch_dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, grad):
+        return TorchExchange.apply(grad, *ctx.back), None, None, None
+
+
+class TorchExperts(torch.nn.Module):
+    """What model.Experts computes, in PyTorch's operations: its parameters, or this rank's of a group's."""
+
+    def __init__(self, experts, group):
+        super().__init__()
+        self.experts, self.group, self.ranks = experts.count, group, dist.get_world_size(group) if group else 1
+        self.rank = dist.get_rank(group) if group else 0
+        for name, param in experts.named_parameters():
+            mine = param.detach().chunk(self.ranks)[self.rank].clone()
+            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(mine))
+
+    def forward(self, x, chosen, gates):                                                  # (B, T, C), 2 x (B, T, k)
+        device, k, slots = x.device.type, chosen.shape[-1], chosen.flatten()
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        order = slots.argsort(stable=True)
+        rows, counts = x.flatten(0, 1).to(dtype)[order // k], count_of_each(chosen, self.experts)
+        y = self.travel(rows, counts) if self.group else self.mlps(rows, counts)
+        y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)           # (B, T, k, C)
+        return (y * gates.unsqueeze(-1).to(dtype)).sum(-2)
+
+    def travel(self, rows, counts):
+        torch_dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
+        sends, receives = torch.stack([counts, coming]).view(2, self.ranks, -1).sum(2).tolist()
+        rows = TorchExchange.apply(rows, sends, receives, self.group)
+        here = torch.arange(self.experts // self.ranks, device=rows.device).repeat(self.ranks)
+        order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
+        y = self.mlps(rows[order], coming.view(self.ranks, -1).sum(0))
+        return TorchExchange.apply(torch.empty_like(y).index_copy(0, order, y), receives, sends, self.group)
+
+    def mlps(self, rows, counts):
+        group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+        hot = F.one_hot(group, len(counts)).to(rows.dtype)  # a product with it adds biases, and sums their gradients
+        inner = torch_grouped(rows, self.c_fc_weight.to(rows.dtype), counts)
+        inner = self.activate(inner, hot, self.c_fc_bias.to(rows.dtype))
+        return torch_grouped(inner, self.c_proj_weight.to(rows.dtype), counts) + hot @ self.c_proj_bias.to(rows.dtype)
+
+    @staticmethod
+    def activate(inner, hot, bias):
+        return F.gelu(inner + hot @ bias, approximate="tanh")
+
+
+def torch_grouped(rows, weight, counts):
+    """x A_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
+    one, else a loop that waits for the counts."""
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+        return torch._grouped_mm(rows, weight.transpose(1, 2), counts.cumsum(0).int())
+    return torch.cat([F.linear(some, weight[e]) for e, some in enumerate(rows.split(counts.tolist()))])
+
+
+def torch_experts(config, s, device, x, y):
+    """The same model with the same router, composed of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP
+    for all but the experts that ranks share out; all but experts compiled. The dense twin: DDP of compiled blocks.
+    Weights and loss in float32, layers under autocast, but for the router; rows travel in 16 bits."""
+    ep, copies = parallel.split_experts(parallel.make_mesh(device.type, dp=s.dp), s.ep)
+    compiled = torch.compile if device.type == "cuda" else lambda function: function  # a CPU wants a C++ compiler
+    model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
+    router_of = routers(model)
+    for i, block in model.h.items():
+        if int(i) in router_of:
+            experts, router = TorchExperts(block.mlp.experts, ep), block.mlp.router
+            block.mlp.experts, experts.activate = experts, compiled(experts.activate)
+            router.choose = whole(compiled(router.choose))
+            block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # its sizes are the router's to say
+        block.forward = compiled(block.forward)
+    named = dict(model.named_parameters())
+    apart = [name for name in named if ".experts." in name] if s.ep > 1 else []
+    kinds = [[p for name, p in named.items() if (name in apart) == kind] for kind in (False, True)]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [*apart, *dict(model.named_buffers())])
+    ddp, inner = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(
+        named.values(), device)
+
+    def finish():
+        for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
+            torch_dist.all_reduce(param.grad, group=copies)
+            param.grad /= s.dp
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in some]) for some in kinds if some]
+        squares = torch.stack(norms).square()
+        if apart:
+            torch_dist.all_reduce(squares[1:], group=ep)
+        torch.nn.utils.clip_grads_with_norm_(named.values(), 1.0, squares.sum().sqrt())
+        inner.step()
+        if router_of:
+            torch_dist.all_reduce(loads := torch.stack([router.load for router in router_of.values()]))
+            for router, load in zip(router_of.values(), loads):
+                router.balance(load, s.balance_rate)
+                router.load = 0
+    optimizer = SimpleNamespace(zero_grad=inner.zero_grad, step=finish)
+    title = "grouped_mm, DDP" if router_of else "DDP, compiled blocks"
+    return torch_step(ddp, optimizer, [], s, device, x, y), title
+
+
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
          "tp": torch_tp, "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
          "interleaved": torch_pipeline("ScheduleInterleaved1F1B"),
-         "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble")}
+         "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble"), "experts": torch_experts,
+         "dense twin": torch_experts}
 
 
 def forget():
@@ -1199,7 +1364,7 @@ def strategies(a):
     device = dist.initialize(a.device)
     comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
-    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {a.config.parameters():,} parameters, {a.dtype}; "
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}"
         + mfu_note(a.config))
     for reason in a.reasons:
@@ -1225,7 +1390,9 @@ def strategies(a):
             say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
     for name, s in a.layouts.items():
         if s.cp > 1 and s.cp_kind == "ring":
-            say(describe_ring(name, s, a.config, machines[comms[0]]))
+            say(describe_ring(name, s, a.configs[name], machines[comms[0]]))
+    if "experts" in a.layouts:
+        say(describe_experts(table.rows, a.configs["experts"]))
     write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machines[comms[0]]))
 
 
@@ -1238,9 +1405,23 @@ def describe_ring(name, s, config, machine):
             f"{machine.link / 1e9:.1f} GB/s between ranks")
 
 
+def describe_experts(rows, config):
+    """How a step with experts compares with that of a dense model that takes as many FLOPs; what all-to-alls take."""
+    ours, *others = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
+    count = sum(map(config.has_experts, range(config.n_layer)))
+    lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
+    if others[0]:
+        lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
+                  for row, twin in zip(ours, others[0])]
+    if "all_to_all_ms" in ours[0]:
+        lines.append(f"all-to-alls take {ours[0]['all_to_all_ms']:.1f} ms of the step, "
+                     f"{100 * ours[0]['all_to_all_ms'] / ours[0]['ms']:.0f} %: with them, less without them")
+    return "\n" + "\n".join(lines)
+
+
 def measure_strategy(name, s, a, device, machines):
     """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
-    comms, config, tokens = list(machines), a.config, a.batch_size * a.config.seq_len / a.gpus
+    comms, config, tokens = list(machines), a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # it wants a C++ compiler
 
     def build():
@@ -1267,7 +1448,8 @@ def measure_strategy(name, s, a, device, machines):
 
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
-    memory, peaks = of_all_ranks((train.predicted_bytes(trainer), trainer.measured_bytes())), of_all_ranks(peak)
+    memory, peaks = (of_all_ranks(mine) for mine in (
+        (train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()), peak))
     ours("ours")
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
@@ -1294,6 +1476,8 @@ def measure_strategy(name, s, a, device, machines):
                       "bubble_measured": 100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"],
                       "gradients_ms": 1e3 * seconds["gradients"]}
     elif a.gpus > 1:
+        if s.ep > 1:
+            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats)}
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
@@ -1638,7 +1822,8 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
     (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
     (MEASURED, "--only", {"nargs": "+", "metavar": "NAME",
-                          "help": "of the kernels, collectives or strategies; left out, all; scaling: ddp zero3"}),
+                          "help": "of the kernels, collectives or strategies; left out, all, experts and dense twin "
+                                  "where --experts is given; scaling: ddp zero3"}),
     (OF_A_MODEL, "--model", {"choices": list(PRESETS),
                              "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
     *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"})
@@ -1698,7 +1883,7 @@ def check(a, world):
     else:
         check_processes(a, world)
     if a.what == "kernels":
-        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "matmul")
+        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul")
         a.only = a.only or names
         for name in set(a.only) - set(names):
             raise BadInput(f"--only {name}: there are {', '.join(names)}")
@@ -1739,18 +1924,20 @@ def check_processes(a, world):
 
 def check_strategies(a, batch_size):
     """a.layouts: {strategy: Settings} of those that can run. One that was asked for by name must."""
-    every = layouts(a.gpus, a.micro_batches, a.virtual_stages)
+    asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
+    every = layouts(a.gpus, a.micro_batches, a.virtual_stages, routed.experts)
+    a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
     if a.what == "scaling":  # what one process has, too
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
-    for name in a.only or every:
+    for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
         if name not in every:
             raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
         given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}
         s = train.Settings(**given | every[name])
         s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
         try:
-            train.check_layout(s, a.config, 1, 1)
+            train.check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
         except BadInput as problem:
             if a.only:

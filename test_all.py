@@ -3819,6 +3819,81 @@ def test_bench_strategies(run_bench, tmp_path):
     assert ours[0]["communication_ms"] > 0 and ours[0]["without_communication_ms"] > 0
 
 
+def losses_of_experts(dp, ep, dtype, every):
+    """[(our loss and gradient norm, those of PyTorch's parts)] of two steps on the same batch, on this rank."""
+    dense, routed, twin = bench.configs_of(GPTConfig(67, 16, 2, 4, 48))
+    routed = dataclasses.replace(routed, expert_every=every) if every else twin
+    device, found = torch.get_default_device(), []
+    s = train.Settings(dp=dp, ep=ep, batch_size=8, micro_batches=2, dtype=dtype, device=device.type)
+    with unittest.mock.patch.object(bench, "random_source", lambda config, device: (
+            lambda name: model.initial_weight(config, name, 0).to(device))):
+        trainer = bench.make_trainer(routed, s, device)
+        x, y = trainer.micro_batches(trainer.train_data, 0, 0)
+        step, _ = bench.torch_experts(routed, s, device, x, y)
+        for _ in range(2):
+            ours = [number.item() for number in trainer.step(0)]
+            kernels.use("torch")
+            with unittest.mock.patch.object(nn.utils, "clip_grads_with_norm_",
+                                            wraps=nn.utils.clip_grads_with_norm_) as clip:
+                found.append((ours, [step().item(), clip.call_args.args[2].item()]))
+            kernels.use("auto")
+    return found
+
+
+@pytest.mark.parametrize("size,ep,dtype,every", [(1, 1, "fp32", 2), (2, 2, "fp32", 2), (2, 2, "fp32", 1),
+                                                 (4, 2, "fp32", 1), (2, 2, "bf16", 1), (2, 1, "fp32", None)])
+def test_pytorchs_experts_learn_as_ours_do(pool, size, ep, dtype, every):
+    """With learning rates, weight decay and betas that differ a little after the first step."""
+    found = pool(size).run(losses_of_experts, size, ep, dtype, every)
+    for steps in found:
+        for ours, theirs in steps:
+            assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), 0, 1e-5 if dtype == "fp32" else 1e-2), found
+        assert steps[0][0][0] - steps[1][0][0] > 1e-3
+    assert len({steps[0][0][0] for steps in found}) == size  # each its own tokens
+
+
+def test_bench_strategies_with_experts(run_bench, tmp_path):
+    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "experts", "dense twin", "--repeats",
+                                "1", "--seq-len", "32", "--n-layer", "2", "--batch-size", "8")
+    ours, theirs = (found["rows"][i::2] for i in (0, 1))
+    assert [row["who"] for row in theirs] == ["torch grouped_mm, DDP", "torch DDP, compiled blocks"]
+    assert ours[0]["settings"]["ep"] == 2 and ours[1]["settings"]["ep"] == 1
+    assert all(row["traffic_by_collective"] == row["counted_by_collective"] for row in ours)
+    assert ours[0]["traffic_by_collective"]["all_to_all_single"] > 0 and "all_to_all_ms" in ours[0]
+    assert all(0.7 < row["memory"] / row["memory_measured"] < 1.2 for row in ours)
+    ratio = ours[0]["tokens"] / ours[1]["tokens"]
+    assert f"of the dense twin   ours {ratio:.2f}" in printed and "all-to-alls take " in printed
+    assert "2 of 8 experts), in 1 of 2 blocks" in printed
+
+
+def test_a_dense_twin_takes_as_many_flops():
+    for config in (GPTConfig(), GPTConfig(experts=4, top_k=3), GPTConfig(n_layer=6, experts=16, top_k=1)):
+        dense, routed, twin = bench.configs_of(config)
+        assert dense.experts == twin.experts == 0 and routed.experts == (config.experts or 8)
+        routers = sum(map(routed.has_experts, range(config.n_layer))) * routed.experts * config.n_embd
+        vectors = sum(map(routed.has_experts, range(config.n_layer))) * (routed.top_k - 1) * config.n_embd
+        assert twin.parameters() == routed.active_parameters() - routers - vectors
+    assert bench.configs_of(GPTConfig())[2].inner == 6 * 128
+
+
+def test_grouped_products_in_the_table_are_the_same(triton_kernels):
+    """All who take part compute the same, forward and backward; FLOPs and bytes are those of the tensors."""
+    made = list(bench.grouped_operations(torch.device(KERNEL_DEVICE), torch.float32, False))
+    assert [made[i].name for i in range(4)] == [f"grouped product {count} {how}" for count in (4, 16)
+                                                for how in ("even", "skewed")]
+    for operation in made[:2]:
+        found = {}
+        for who, (function, inputs) in operation.who.items():
+            y = function(*inputs)
+            found[who] = [y.detach(), *torch.autograd.grad(y.square().sum(), inputs)]
+        assert {"ours", "cuBLAS, a loop"} <= set(found)
+        for ours, theirs in zip(found["ours"], found["cuBLAS, a loop"]):
+            assert close(ours, theirs, 1e-5)
+        x, w = inputs
+        assert operation.flops == (2 * x.numel() * 24, 4 * x.numel() * 24)
+        assert operation.moved == (x.nbytes + w.nbytes + y.nbytes, 2 * (x.nbytes + w.nbytes) + y.nbytes)
+
+
 def test_line_through_times_is_found():
     messages, sizes = np.array([1, 1, 2, 6, 6]), np.array([1e2, 1e4, 1e5, 1e6, 1e8])
     assert np.allclose(bench.fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
