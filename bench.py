@@ -954,7 +954,9 @@ def layouts(n, m, virtual, experts=8):
         every |= {"gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
                   "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual),
                   "zb-h1": dict(pipeline, schedule="zb-h1")}
-    return every | {"experts": {"dp": n, "ep": math.gcd(n, experts)}, "dense twin": {"dp": n}}
+    # Random tokens have nothing to teach a router, and steps on them would soon send all to a few experts.
+    still = {"lr": 0.0, "min_lr": 0.0}
+    return every | {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
 
 
 def configs_of(config):
@@ -1136,8 +1138,8 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
     return step
 
 
-def adamw(params, device):
-    return torch.optim.AdamW(params, lr=1e-4, fused=device.type == "cuda")
+def adamw(params, device, lr=1e-4):
+    return torch.optim.AdamW(params, lr=lr, fused=device.type == "cuda")
 
 
 def torch_compiled(config, s, device, x, y):
@@ -1307,7 +1309,7 @@ def torch_experts(config, s, device, x, y):
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*apart, *dict(model.named_buffers())])
     ddp, inner = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(
-        named.values(), device)
+        named.values(), device, train.learning_rate(s, 0))
 
     def finish():
         for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
