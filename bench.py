@@ -264,12 +264,13 @@ def messages_of_experts(config, s, routed, rows):
     Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
     back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
     """
-    c, k, m, dtype = config.n_embd, config.top_k, s.micro_batches, train.DTYPES[s.dtype]
+    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     tokens, forwards = s.batch_size // s.dp // m * config.seq_len // s.cp, 1 + (s.recompute == "block")
+    choices = config.top_k * tokens
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
-            [[k * tokens * c] * m * routed] * 2)
+            [[choices * c] * m * routed] * 2)
         yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * m * routed)
         for way in there, back:  # backward goes the other way: once each
             yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
@@ -277,11 +278,11 @@ def messages_of_experts(config, s, routed, rows):
             yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
     if s.sp:  # f takes choices and gates along
         scatter, gather = HALVES
-        yield Message("choices", gather, "tp", [k * tokens], 8, forwards * m * routed)
-        yield Message("gates", gather, "tp", [k * tokens], wide, forwards * m * routed)
-        yield Message("gradients of gates", scatter, "tp", [k * tokens], wide, m * routed)
+        yield Message("choices", gather, "tp", [choices], 8, forwards * m * routed)
+        yield Message("gates", gather, "tp", [choices], wide, forwards * m * routed)
+        yield Message("gradients of gates", scatter, "tp", [choices], wide, m * routed)
     elif s.tp > 1:
-        yield Message("gradients of gates", "all_reduce", "tp", [k * tokens], wide, m * routed)
+        yield Message("gradients of gates", "all_reduce", "tp", [choices], wide, m * routed)
     for axis in ("replicas", "pp") + ("tp",) * s.sp:
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
@@ -459,8 +460,9 @@ def passes(config, tp=1, sp=False):
 
 
 def passes_of_experts(config, tp=1, sp=False, ep=1):
-    """The same of a block with experts, balanced: k rows a token, (1 + k) C to sort them, as many to weigh and add them
-    up; the router's C, 3C in I; where tokens travel, 4 k C more to sort them by expert and back."""
+    """The same of a block with experts, balanced: a token has a row for each expert that it goes through, C elements.
+    To sort rows reads the token and writes the rows, to weigh and add them up the other way round; the router takes C,
+    3C in I. Where tokens travel, rows are sorted by expert and back once more."""
     c, rows, inner = config.n_embd, config.top_k * config.n_embd, config.top_k * config.inner / tp
     own, travelled = c / tp if sp else c, 4 * rows * (ep > 1)
     return (11 * own + 2 * inner + 2 * (c + rows) + travelled, 19 * own + 3 * inner + 2 * c + 3 * rows + travelled,
@@ -795,7 +797,7 @@ def grouped_operations(device, dtype, large):
         def loop(x, w, sizes=sizes):
             return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
         who = {"cuBLAS, a loop": loop, "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
-        if device.type == "cuda" and dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+        if has_grouped(device, dtype):
             who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
         flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
         yield Operation(f"grouped product {count} {'even' if even else 'skewed'}",
@@ -1280,10 +1282,15 @@ class TorchExperts(torch.nn.Module):
         return F.gelu(inner + hot @ bias, approximate="tanh")
 
 
+def has_grouped(device, dtype):
+    """Whether PyTorch has a grouped product there."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
+
+
 def torch_grouped(rows, weight, counts):
     """x A_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
     one, else a loop that waits for the counts."""
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm"):
+    if has_grouped(rows.device, rows.dtype):
         return torch._grouped_mm(rows, weight.transpose(1, 2), counts.cumsum(0).int())
     return torch.cat([F.linear(some, weight[e]) for e, some in enumerate(rows.split(counts.tolist()))])
 
@@ -1327,7 +1334,8 @@ def torch_experts(config, s, device, x, y):
                 router.balance(load, s.balance_rate)
                 router.load = 0
     optimizer = SimpleNamespace(zero_grad=inner.zero_grad, step=finish)
-    title = "grouped_mm, DDP" if router_of else "DDP, compiled blocks"
+    product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
+    title = product * bool(router_of) + "DDP" + ", compiled" * (device.type == "cuda")
     return torch_step(ddp, optimizer, [], s, device, x, y), title
 
 
@@ -1374,7 +1382,7 @@ def strategies(a):
     table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: "
                   "GiB of tensors on rank 0 (peak: the\n"
                   "allocator's); MiB rank 0 sends; bubble. hidden: communication that runs under computation.", {
-        "strategy": "strategy:<11", "who": "who:<29", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
+        "strategy": "strategy:<11", "who": "who:<31", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
         "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f",
         "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
@@ -1646,7 +1654,7 @@ def plan(a):
 def scaling(a):
     """`strategies` with 1, 2, 4, ... processes: weak, the batch grows with them; strong, it stays."""
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
-        "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<29", "batch": "batch:>6",
+        "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
     worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
     one, done = {}, {}
