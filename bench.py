@@ -965,7 +965,8 @@ def configs_of(config):
     """(the dense model, that with experts, the dense twin of that one) of a model. Where it has no experts itself, each
     second block gets 8, and 2 a token. A twin's MLPs are wider, so that a token meets as many parameters."""
     dense = dataclasses.replace(config, experts=0)
-    routed = config if config.experts else dataclasses.replace(config, experts=8, top_k=2, expert_every=2)
+    few = {"experts": 8, "top_k": 2, "expert_every": min(2, config.n_layer)}
+    routed = config if config.experts else dataclasses.replace(config, **few)
     mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # a token meets
     return dense, routed, dataclasses.replace(dense, inner=config.inner * mlps // config.n_layer)
 

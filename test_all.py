@@ -98,10 +98,13 @@ def _worker(rank, size, device_type, port, pipe, cut):
             result = True, globals()[function](*args, **options)
         except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
-        # Each holds sockets and threads: hundreds would not do.
+        # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group.
         for group in list(torch_dist.distributed_c10d._world.pg_map):
             if group is not torch_dist.group.WORLD:
                 dist.destroy_process_group(group)
+                del group
+        if len(os.listdir("/proc/self/task")) > 100:
+            gc.collect()
         dist.use(None, "ours")  # whoever asked for it, the next test did not
         pipe.send(result)
 
@@ -2069,7 +2072,7 @@ def test_ring_attention_goes_back_through_the_sums_of_all_keys(pool):
 def ring_on_kernels(dtype, link):
     """(how far O, dQ, dK and dV of ring attention are from those of one rank, bytes sent)."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    B, T, H, D = 2, 256 * n, 1, 16
+    B, T, H, D = 4 // n, 256 * n, 1, 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
     whole, mine = qkv.double().requires_grad_(), parallel.own_tokens(T, rank, n, "ring", qkv.device)
@@ -2097,7 +2100,7 @@ def test_ring_attention_on_kernels(pool, size, dtype, error):
     link = DirectGlooLink if pool.device_type == "cpu" and size == 2 else None
     for errors, sent in pool(size).run(ring_on_kernels, dtype, link):
         assert max(errors) < error, errors
-        assert sent == (size - 1) * 2 * 2 * 256 * 16 * (2 * dtype.itemsize + 4)
+        assert sent == (size - 1) * 2 * 4 // size * 256 * 16 * (2 * dtype.itemsize + 4)
 
 
 @pytest.mark.parametrize("size,kind", [(1, "ring"), (2, "ring"), (4, "ring"), (4, "ulysses")])
@@ -2773,7 +2776,8 @@ def test_activations_of_a_shared_sequence_take_what_is_predicted(pool, text, kin
 @pytest.mark.parametrize("choice,size,flags", [
     ("torch", 1, ""), ("torch", 1, "--dtype bf16 --top-k 1"), ("torch", 2, "--dp 2 --ep 2"),
     ("torch", 2, "--dp 2 --ep 2 --recompute attention"), ("torch", 2, "--tp 2"),
-    ("torch", 4, "--dp 2 --tp 2 --sp --ep 2 --expert-every 2"), ("triton", 2, "--dp 2 --ep 2")])
+    ("torch", 4, "--dp 2 --tp 2 --sp --ep 2 --expert-every 2"),
+    ("triton", 2, "--dp 2 --ep 2 --seq-len 16 --n-embd 32")])
 def test_memory_of_experts_is_what_is_predicted(pool, text, choice, size, flags):
     """From the tokens that a rank's experts got. Beside activations a router's counts are on no list."""
     if choice == "triton":
