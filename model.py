@@ -224,7 +224,7 @@ class Router(nn.Module):
     def balance(self, load, rate):
         """Move the bias against the load (E) of a whole batch. Its mean stays 0."""
         self.bias += rate * (load.sum() - len(load) * load).sign()
-        self.bias -= self.bias.mean()
+        self.bias -= self.bias.double().mean()  # in float64, because no device may round it as it likes
 
 
 def count_of_each(chosen, experts):
