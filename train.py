@@ -1170,7 +1170,8 @@ class WatchedTrainer(Trainer):
             self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; {now}, {there}")
             self.write_log({"step": done, "not_saved": problem.strerror})
         elif self.stopping or done == s.steps:
-            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} (Hugging Face GPT-2, optimizer)")
+            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
+            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
         self.since += time.perf_counter() - started
 
     def write(self, done):
