@@ -3280,6 +3280,60 @@ def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
             assert here[0] > there[1] - 1e3
 
 
+def ranges_of(path):
+    """[(name, start, end)] of the ranges that `train.profiled` names, by their start, in us; torch's own left out."""
+    events = json.loads(path.read_text())["traceEvents"]
+    mine = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"]
+    return sorted((e for e in mine if not e[0].startswith(("Optimizer.", "gloo:", "nccl:"))), key=lambda e: e[1])
+
+
+@pytest.mark.parametrize("layout,collective", [
+    ("--dp 2", "all_reduce"), ("--dp 2 --zero 3 --ep 2 --experts 4", "all_to_all_single"),
+    ("--pp 2 --schedule zb-h1 --trace OUT", "all_reduce"), ("--tp 2 --comm torch", "all_reduce")])
+def test_profile_holds_every_rank_s_phases(pool, text, tmp_path, layout, collective):
+    """Phases in the order of the step, actions and collectives inside of theirs; the losses of a run without."""
+    logs = []
+    for name, more in ("with", ["--profile", str(tmp_path / "profile")]), ("without", []):
+        os.mkdir(tmp_path / name)
+        pool(2).run(run_training,
+                    TINY + ["--data", text, "--steps", "4", "--micro-batches", "2", "--dtype", "fp64", "--sample", "0",
+                            "--eval-every", "0", "--out", str(tmp_path / name), "--device", pool(2).device_type]
+                    + layout.replace("OUT", str(tmp_path)).split() + more)
+        logs.append([(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log_of(tmp_path / name)])
+    assert logs[0] == logs[1] and len(logs[0]) == 4
+    phases = ["batch", "zero_grad", "forward_backward", "clip", "all_finite", "step", "balance"]
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank-0.json", "rank-1.json"}
+    for rank in range(2):
+        ranges = ranges_of(tmp_path / "profile" / f"rank-{rank}.json")
+        assert all(end > start for _, start, end in ranges)
+        mine = [e for e in ranges if e[0] in phases]
+        assert [e[0] for e in mine] == phases[:None if "experts" in layout else -1]
+        assert all(end <= start for (_, _, end), (_, start, _) in itertools.pairwise(mine))
+        _, start, end = mine[2]
+        inside = [name for name, a, b in ranges if start < a and b < end]
+        lists = parallel.zero_bubble_h1(2, 2) if "--pp" in layout else parallel.one_f_one_b(1, 2)
+        actions = parallel.lower(lists)[rank % len(lists)]
+        assert [name for name in inside if " stage " in name] == [f"{a} stage {a.stage}" for a in actions]
+        assert "finish_grad_sync" in inside and any(re.match(rf"{collective} [\d,]+ bytes$", n) for n in inside), inside
+    if "--trace" in layout:
+        assert len([e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]) > 8
+
+
+def test_profile_of_a_gpu_counts_what_a_phase_launched():
+    """Kernels run later than their launch, which may come from another thread; a graph's share one launch."""
+    def event(cat, name, ts, dur, correlation=None):
+        return {"cat": cat, "name": name, "ph": "X", "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+    events = [event("user_annotation", "step", 200, 50), event("user_annotation", "clip", 100, 50),
+              event("user_annotation", "F0 stage 0", 0, 90), event("gpu_user_annotation", "step", 600, 99),
+              event("cuda_runtime", "cudaLaunchKernel", 120, 5, 1), event("cuda_runtime", "cudaGraphLaunch", 210, 5, 2),
+              event("cuda_driver", "cuLaunchKernel", 170, 5, 3), event("kernel", "a", 205, 1000, 1),
+              event("kernel", "b", 600, 2000, 2), event("gpu_memcpy", "c", 700, 3000, 2),
+              event("kernel", "launched between the two", 800, 9, 3),
+              event("kernel", "whose launch came before the profile", 110, 9, 4), {"ph": "M", "name": "thread_name"}]
+    assert train.phase_times(events, ["clip", "step"]) == [("clip", 0.05, 1.0), ("step", 0.05, 5.0)]
+
+
 def test_library_collectives_log_the_same_losses(pool, text, tmp_path):
     losses = []
     for comm in ("ours", "ring", "torch"):
@@ -3428,7 +3482,7 @@ BAD = [  # flags, and what the one line must name
     (["--pp", "2", "--schedule", "zigzag"], "--schedule"),
     (["--pp", "2", "--virtual-stages", "2"], "--schedule interleaved"),
     (["--pp", "2", "--virtual-stages", "2", "--schedule", "interleaved"], "--micro-batches 2"),
-    (["--trace", "FILE"], "--trace"),
+    (["--trace", "FILE"], "--trace"), (["--profile", "FILE"], "--profile"),
     (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs on"), (["--virtual-stages", "0"], "--virtual-stages 0"),
     (["--comm", "mpi"], "--comm"),
     (["--init-from", "/no/such/folder"], "--init-from"), (["--init-from", "HF", "--n-layer", "3"], "--n-layer 3"),
@@ -4620,6 +4674,23 @@ def trace_into(folder):
 def test_trace_that_cannot_be_written_is_all_that_is_lost(pool, text):
     assert (pool(1).run(trace_into, os.path.join(text, "below-a-file"))
             == [[f"no trace in {text}/below-a-file: Not a directory"]])
+
+
+def profile_into(folder, text):
+    profile = types.SimpleNamespace(export_chrome_trace=lambda path: pathlib.Path(path + ".tmp").write_text(text))
+    said, s = [], train.Settings(profile=folder)
+    train.write_profile(types.SimpleNamespace(s=s, control=None, say=said.append, device=torch.device("cpu")), profile)
+    return said
+
+
+def test_profile_that_cannot_be_written_is_all_that_is_lost(pool, text, tmp_path):
+    below = os.path.join(text, "below-a-file")
+    assert (pool(1).run(profile_into, below, "")
+            == [[f"no profile in {below} of rank 0: Not a directory"]])
+    (tmp_path / "rank-1.json").write_text('{"traceEvents": []}')  # of an earlier run: no file of this one
+    said, _ = pool(2).run(profile_into, str(tmp_path), '{"traceEvents": [{"na')
+    lost = " of rank 0: not written whole, the disk may be full, rank 1: not written whole, the disk may be full"
+    assert said == [f"no profile in {tmp_path}{lost}"] and not os.listdir(tmp_path)
 
 
 def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):

@@ -404,6 +404,7 @@ import socket
 import time
 import traceback
 import zlib
+from collections import Counter
 from functools import partial
 
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -424,6 +425,8 @@ class Settings(Flags):
                        nargs="?", const="newest", metavar="PATH")
     init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder, in its sizes")
     trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
+    profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
+                            "Perfetto; kernels that CUDA graphs replay show as graph launches")
     cuda_graphs: str = flag("auto", "replay a micro-batch's kernels, which spares the CPU; auto: on several GPUs, "
                                     "where ZeRO is 0 or 1 and no block has experts", choices=["auto", "off", "on"])
     keep: int = flag(2, "newest checkpoints to keep; 0: all")
@@ -610,7 +613,7 @@ def files_of(s):
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
     whole = pathlib.Path(s.data).resolve()
-    folders = s.out, s.trace, s.resume, os.path.dirname(s.resume.rstrip("/"))
+    folders = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/"))
     written = [folder for folder in (pathlib.Path(f).resolve() for f in folders if f) if whole in folder.parents]
     return [f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
             and not any(f.resolve().is_relative_to(folder) for folder in written)]
@@ -962,6 +965,104 @@ def write_trace(trainer, folder, say):
         say(f"no trace in {folder}: {problem.strerror}")
 
 
+@contextlib.contextmanager
+def named(owner, method, name):
+    """Inside, each call of a method is a range in the profile: `name`, or name(the call's arguments)."""
+    whole, own = getattr(owner, method), method in vars(owner)
+
+    def ranged(*args):
+        with torch.profiler.record_function(name if isinstance(name, str) else name(*args)):
+            return whole(*args)
+
+    setattr(owner, method, ranged)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, method, whole)
+        else:
+            delattr(owner, method)
+
+
+def collective_name(link, name, operation, arguments, async_op):
+    """Of Watched.run's arguments, e.g. "all_reduce 4,096 bytes": those of the largest argument, a whole list's."""
+    sizes = Counter()
+    for argument, t in dist.tensors_of(arguments):
+        sizes[argument] += t.nbytes
+    return f"{name} {max(sizes.values()):,} bytes" if sizes else name
+
+
+def exchange_name(window, outgoing, incoming):
+    """The same of Window.all_to_all's arguments. Experts on GPUs of one node call it past Watched.run."""
+    return f"all_to_all_single {sum(size for _, size in outgoing):,} bytes"
+
+
+def action_name(action):
+    return f"{action} stage {action.stage}"
+
+
+def phases(trainer):
+    """(owner, method, name in the profile) of what Trainer.step calls, in its order."""
+    net, optimizer = trainer.net, trainer.optimizer
+    return [(trainer, "micro_batches", "batch"), (optimizer, "zero_grad", "zero_grad"),
+            (net, "forward_backward", "forward_backward"), (net, "clip_grad_norm_", "clip"),
+            (trainer, "all_finite", "all_finite"), (optimizer, "step", "step"), (net, "balance", "balance")]
+
+
+@contextlib.contextmanager
+def profiled(trainer):
+    """Profile the step inside. Ranges stand in front of methods until its end: phases; in forward_backward, a
+    pipeline's actions and finish_grad_sync; collectives, on whatever thread they run."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
+    activities = torch.profiler.ProfilerActivity
+    ranges = [*phases(trainer), (dist.Watched, "run", collective_name),
+              (dist.Window, "all_to_all", exchange_name), (trainer.net.pipeline, "do", action_name),
+              *[(sync, "finish_grad_sync", "finish_grad_sync") for sync in dict.fromkeys(trainer.net.syncs.values())]]
+    with contextlib.ExitStack() as stack, torch.profiler.profile(
+            activities=[activities.CPU] + [activities.CUDA] * (trainer.device.type == "cuda"),
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
+        for each in ranges:
+            stack.enter_context(named(*each))
+        yield
+    write_profile(trainer, profile)
+
+
+def write_profile(trainer, profile):
+    """Each rank its file; rank 0 says where they are and what its phases took."""
+    folder, rank, problem, problems = trainer.s.profile, dist.get_rank(), None, [None] * dist.get_world_size()
+    path = pathlib.Path(folder, f"rank-{rank}.json")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        path.write_text("")  # the profiler itself raises no error where it cannot write
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    except (OSError, ValueError) as error:  # ValueError: a file cut short
+        problem = getattr(error, "strerror", None) or "not written whole, the disk may be full"
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.with_name(path.name + ".tmp").unlink()  # under this name the profiler writes it
+    torch.distributed.gather_object(problem, None if rank else problems, group=trainer.control)
+    if lost := [f"rank {r}: {why}" for r, why in enumerate(problems) if why]:
+        trainer.say(f"no profile in {folder} of {', '.join(lost)}")  # a full disk costs the profile, not the run
+    elif rank == 0:
+        files = "rank-0.json" + f" to rank-{len(problems) - 1}.json" * (len(problems) > 1)
+        rows = [f"         {name:<16} {cpu:9.2f} ms" + f", kernels {kernels:9.2f} ms" * (trainer.device.type == "cuda")
+                for name, cpu, kernels in phase_times(events, [name for _, _, name in phases(trainer)])]
+        trainer.say("\n".join([f"profile  {folder}: {files}, for ui.perfetto.dev; rank 0's step on the CPU:", *rows]))
+
+
+def phase_times(events, names):
+    """[(name, ms on the CPU, ms of the kernels and copies that were launched meanwhile, on any thread)] of a trace's
+    ranges of these names. Kernels of two streams that overlap count twice."""
+    launched = {e["args"]["correlation"]: e["ts"] for e in events
+                if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]}
+    ran = [(launched.get(e["args"].get("correlation"), 0), e["dur"]) for e in events
+           if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    mine = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in names]
+    return [(e["name"], e["dur"] / 1e3, sum(dur for ts, dur in ran if e["ts"] <= ts < e["ts"] + e["dur"]) / 1e3)
+            for e in sorted(mine, key=lambda e: e["ts"])]
+
+
 def describe_first_steps(trainer):
     """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
     predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
@@ -990,8 +1091,8 @@ class Terminated(Exception):
 
 
 class WatchedTrainer(Trainer):
-    """The Trainer of long runs: it reports memory, speed and traces, says whose numbers are not finite, ends by
-    SIGTERM, and saves Hugging Face folders that are whole or not there.
+    """The Trainer of long runs: it reports memory, speed, traces and profiles, says whose numbers are not finite, ends
+    by SIGTERM, and saves Hugging Face folders that are whole or not there.
 
     data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun; a benchmark has none."""
 
@@ -1021,12 +1122,14 @@ class WatchedTrainer(Trainer):
     def step(self, step, births=None):
         """As in Trainer. births: a BirthLog, which finds out what activations take."""
         dist.progress("starting the step", step=step + 1)
-        trace = self.s.trace and step == min(self.first + 2, self.s.steps - 1)  # the first steps warm up
+        third = step == min(self.first + 2, self.s.steps - 1)  # the first steps warm up
+        trace = third and self.s.trace
         if trace:
             parallel.record_times(self.net.pipeline)
         self.births = births or (BirthLog() if step == self.first else None)
         self.net.pipeline.on_forward = self.note_activations if self.births else None
-        with self.births or contextlib.nullcontext():
+        profile = profiled(self) if third and self.s.profile else contextlib.nullcontext()
+        with self.births or contextlib.nullcontext(), profile:
             done = super().step(step)
         if self.births and self.net.ep and self.loads is not None:
             self.share = load_here(self.net, self.loads)
@@ -1293,8 +1396,9 @@ class WatchedRun(Run):
                 source = open_hf(checkpoint.path)[1]
         moments = read_moments(checkpoint, config) if checkpoint else None
         self.saved = checkpoint and checkpoint.manifest | {"tensors": moments}
-        if s.trace and self.rank == 0:
-            check_folder(s.trace, "--trace")
+        for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
+            if folder and self.rank == 0:
+                check_folder(folder, name)
         if self.saving and self.rank == 0:
             self.lock = claim(s.out, identity)
         self.s, self.config, self.source, self.data = s, config, source, data
