@@ -19,11 +19,11 @@ nn.Module; tensor parallelism needs a table that says how each layer is cut, and
 
 What the file writes onto a parameter:
 
-    param.split_over    the groups on whose ranks lies something else: another part of it, or another stage's layers
+    param.split_over    the groups whose ranks hold different things: other parts of the parameter, other stages' layers
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
                         that saw T/N tokens each
-    param.replicas      the group that averages its gradient, where that is not the module's
-    param.fed           how many ranks' tokens each of those has in its gradient, where not its own alone: an expert's
+    param.replicas      an expert's: the group that averages its gradient, the ranks that keep the same expert
+    param.fed           an expert's: from how many ranks' tokens each of these ranks has computed its gradient
     param.cuts          the `Cut`s by which expert and tensor parallelism took this rank's part of it
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
@@ -113,13 +113,13 @@ def split_replicas(mesh, replicas, n):
 
 
 def split_experts(mesh, n):
-    """[this rank's group of n neighbours along dp, who share out the experts, the group of those who have the same
-    ones]; where n is 1, [None, None]. On all ranks."""
+    """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
+    as this one]; where n is 1, [None, None]. n must divide dp. On all ranks."""
     if n == 1:
         return [None, None]
-    _, dp, cp, _ = mesh.shape
-    grids = mesh.mesh.permute(0, 3, 1, 2).reshape(-1, dp // n, n, cp).transpose(2, 3).flatten(1, 2)  # (., dp/n cp, n)
-    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
+    neighbours = mesh.mesh.permute(0, 3, 1, 2).unflatten(2, (-1, n)).transpose(3, 4)          # (pp, tp, dp/n, cp, n)
+    grids = neighbours.flatten(0, 1).flatten(1, 2).tolist()                                   # (pp tp, dp/n cp, n)
+    return sum([dist.rows_and_columns(grid) for grid in grids], [])
 
 
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
@@ -150,7 +150,7 @@ class Bucket:
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
         self.between = None         # the group of the ranks that keep the same shard, where `group` is not all replicas
-        self.fed = getattr(params[0], "fed", 1)  # ranks whose tokens a gradient has seen
+        self.fed = getattr(params[0], "fed", 1)  # from how many ranks' tokens a gradient was computed
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -267,7 +267,7 @@ class Reducer(Replaceable):
     def wire(self, bucket):
         """The total as it travels. The bucket lets go of it."""
         total, bucket.total = bucket.total, None
-        if bucket.fed > 1:  # the sum over so many ranks' mean losses, where the average wants their mean
+        if bucket.fed > 1:  # an expert's gradient is that of the sum of so many ranks' losses; wanted is their mean
             total /= bucket.fed
         return total.to(self.reduce_dtype or total.dtype)
 
@@ -859,7 +859,8 @@ class RowParallelLinear(nn.Module):
 
 
 class ColumnParallelExperts(nn.Module):
-    """Of each expert what a ColumnParallelLinear has. Weight (E, out/N, in), bias (E, out/N)."""
+    """A ColumnParallelLinear of each expert: rows (n, in), counts (E) as in model.py -> (n, out/N). Weight
+    (E, out/N, in), bias (E, out/N)."""
 
     def __init__(self, layer, group):
         super().__init__()
@@ -870,24 +871,29 @@ class ColumnParallelExperts(nn.Module):
 
 
 class RowParallelExperts(nn.Module):
-    """Of each expert what a RowParallelLinear has, before g. Weight (E, out, in/N). g comes after the sum over a
-    token's experts, too late for their biases: so each rank adds its Nth of them, (E, out/N), to its term."""
+    """A RowParallelLinear of each expert, without its g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
+    (E, out, in/N).
+
+    g adds the terms up after a token's k experts have been weighed and added. Each expert's bias must be weighed with
+    its output, so it is added before g, and still once: each rank adds its own Nth, (E, out/N), and zeros.
+    """
 
     def __init__(self, layer, group):
         super().__init__()
         cut, out = Cut(group, 1), layer.bias.shape[1]
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
         first = first_row(out, cut)
-        self.around = first, out - first - self.bias.shape[1]
+        self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
     def forward(self, rows, counts):
-        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.around), counts)
+        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.zeros), counts)
 
 
 def between_f_and_g(experts, group, f, g):
-    """Let experts stand between f and g, in place. Their router stands before f, so tokens pass f with their routes."""
+    """Put f before and g after an `Experts`, in place. Its inputs are tokens, and the router's choices and weights for
+    them. All three go through f, because each rank has only a term of the weights' gradient, too."""
     forward = experts.forward
-    experts.forward = lambda *routed: g(forward(*(f(tensor, group) for tensor in routed)), group)
+    experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
     return experts
 
 
@@ -1016,10 +1022,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
-# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, until dA = dY^T X.
-# It keeps its T/N and gathers again in backward: a sublayer's 2 all-reduces become 5 halves, and of each activation
-# outside of the products there is an Nth. What sees T/N tokens alone (norms, biases added after g, positions) gets
-# their part of its gradient: `param.sums` lets the group add the parts up.
+# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, because dA = dY^T X
+# needs them. So it keeps its own T/N and gathers again in backward: in place of 2 all-reduces, which are 4 halves, a
+# sublayer takes 5 halves. In return each rank keeps an Nth of what lies outside of the products. A parameter that sees
+# T/N tokens alone (of a norm, a bias added after g, positions) has only these tokens' part of its gradient:
+# `param.sums` lets the group add the parts up.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -1038,7 +1045,7 @@ def scatter_tokens(x, group):
 
 
 class Trade(torch.autograd.Function):
-    """forward `there`, backward `back`, two functions of a tensor and the group."""
+    """Forward is there(x, group), backward is back(gradient, group)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -1051,19 +1058,19 @@ class Trade(torch.autograd.Function):
 
 
 def gathered(x, group):
-    """f. Backward adds gradients up, because each token went into every rank's columns."""
+    """f: (B, T/N, C) -> (B, T, C). Backward adds gradients up, because each token went into every rank's columns."""
     return Trade.apply(x, group, gather_tokens, scatter_tokens)
 
 
 def scattered(x, group):
-    """g: each rank's term of a sum -> its tokens of the sum."""
+    """g: each rank's term of a sum (B, T, C) -> its tokens of the sum (B, T/N, C)."""
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
 class GatherThenProduct(torch.autograd.Function):
     """f, then X A^T + b. Keeps this rank's tokens of X, and gathers the others again in backward.
 
-    take: as for kernels.Linear. It is handed all of X, so "I" gathers, and X stays until its "W".
+    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X for it, and X stays until the "W".
     """
 
     @staticmethod
@@ -1082,28 +1089,23 @@ class GatherThenProduct(torch.autograd.Function):
 
 
 class GatheringLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear of T/N tokens."""
+    """A ColumnParallelLinear whose product is f, too: X (B, T/N, in) -> (B, T, out/N)."""
+
+    def __init__(self, linear, group, parts=1):
+        super().__init__(linear, group, parts, f=lambda x, group: x)
 
     def linear(self, x, weight, bias=None, take=None):
         return faster(GatherThenProduct).apply(x, weight, bias, self.group, take)
 
-    def forward(self, x):
-        return self.linear(x, self.weight, self.bias)
 
-    def product(self, x):
-        return self.linear(x, self.weight)
-
-
-GPT2_SEQUENCE_PLAN = {  # GPT2_PLAN, but that f and g cut tokens
+GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers stay as they were
     "wte": partial(VocabParallelEmbedding, g=scattered),
     "attn.c_attn": partial(GatheringLinear, parts=3),
     "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
     "mlp.c_proj": partial(RowParallelLinear, g=scattered),
-    "lm_head": partial(ColumnParallelLinear, f=gathered),  # its X, whole, is kept: once a model
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # keeps all of X: one layer in the model may
     "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
-    "experts.c_fc": ColumnParallelExperts,
-    "experts.c_proj": RowParallelExperts,
 }
 
 
@@ -1113,7 +1115,7 @@ def sequence_parallel(module, group):
     for param in module.parameters():
         if all(cut.group != group for cut in cuts(param)):
             param.sums = sums(param) + (group,)
-    positions = module.positions  # of this rank's tokens, if a context-parallel group has cut them before
+    positions = module.positions  # if context parallelism has cut the sequence before, those of this rank's tokens
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
