@@ -1121,35 +1121,40 @@ def sequence_parallel(module, group):
 
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
 #
-# Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at others. As a ring: queries stay,
-# keys and values go round, N-1 times to the right. Each part of the keys gives O_s and log-sum-exps L_s, and
+# Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at other ranks' tokens. In ring
+# attention, queries stay where they are, and keys and values go round, N-1 times to the right. Step s brings the keys
+# of rank r-s. Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores.
+# They are merged into O and L, those of all keys that came before:
 #
-#     L = log(exp L + exp L_s)        O = O exp(L_old - L) + O_s exp(L_s - L)
+#     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
 #
-# adds it to what was there. Backward wants P = exp(S - L) with the L of all keys: K and V go round again, and dK, dV
-# behind them, each rank adding its part, until they are at home. Sent by a rank: (N-1)/N x 2BTC elements forward, as
-# many and 2BTC in float32 backward (C/tp for C with tensor parallelism).
+# Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
+# them, and each rank adds its part, until they come home. A rank sends (N-1)/N x 2BTC elements forward. Backward it
+# sends as many, and dK and dV in float32, as many again. (With tensor parallelism, C/tp stands for C.)
 #
-# Causal attention to T/N tokens in a row would leave the first rank with 1/N of the last one's work. So a sequence is
-# cut into 2N chunks, and rank r holds chunks r and 2N-1-r: in each step all ranks have as much to do.
+# A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
+# 0, while the last rank works in every step. So a sequence is cut into 2N chunks, and rank r holds chunks r and 2N-1-r
+# ("zigzag"). Then all ranks have equal work in each step:
 #
-#     rank 0    chunks 0 and 7   step 0: its own chunks, causal
-#     rank 1           1     6   a step with the keys of an earlier rank: all queries, its first chunk alone
-#     rank 2           2     5   a step with those of a later rank: the second chunk of queries, both of its
+#     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
+#     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
+#     rank 2           2     5   keys of a later rank:      the second chunk of queries sees all keys, the first none
 #     rank 3           3     4
 #
-# Or Ulysses: an all-to-all trades tokens for heads, (B, T/N, H) for (B, T, H/N), attention is that of one device, and a
-# second one trades back: (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
+# Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
+# ordinary attention for its heads, and a second all-to-all trades back. q, k, v go there and o comes back:
+# (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 def own_tokens(tokens, rank, n, kind, device="cpu"):
-    """The places in a sequence of so many tokens that this rank of n holds, in the order in which it holds them."""
-    chunks = torch.arange(tokens, device=device).chunk(2 * n if kind == "ring" else n)
+    """The positions, of a sequence of `tokens`, that a rank of n holds, int64 (T/N). n must divide tokens, 2n for a
+    ring."""
+    chunks = torch.arange(tokens, device=device).view(2 * n if kind == "ring" else n, -1)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
 
 
 def shift(tensor, group):
-    """Start to send a tensor to the right and to receive the left one's: (handles, what comes)."""
+    """Start to send a tensor to the right and to receive the left rank's: (handles, the tensor that comes)."""
     rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
     return dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
@@ -1157,7 +1162,8 @@ def shift(tensor, group):
 
 
 def going_round(tensor, group):
-    """(rank, its tensor) of all ranks, this one first. Each is passed on while the caller computes with it."""
+    """Yields (rank, its tensor) for each rank, this one first, then those to its left. A tensor is passed on to the
+    right while the caller computes with it."""
     n = dist.get_world_size(group)
     for s in range(n):
         handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
@@ -1168,14 +1174,16 @@ def going_round(tensor, group):
 
 
 def seen(rank, other, half):
-    """(which of a rank's queries see keys of `other`, which keys, whether causally)."""
+    """(which of a rank's queries see keys of `other`, which of these keys they see, whether causally).
+
+    Queries and keys are slices of T/N tokens, of which the first `half` are the first chunk."""
     if other == rank:
         return slice(None), slice(None), True
     return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
 
 
 class RingAttention(torch.autograd.Function):
-    """kernels.attention of qkv (B, T/N, 3, H, D) to the keys of all ranks: (B, T/N, H, D)."""
+    """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D) -> (B, T/N, H, D)."""
 
     @staticmethod
     def forward(ctx, qkv, group):
@@ -1183,13 +1191,13 @@ class RingAttention(torch.autograd.Function):
         ctx.group, wide, o = group, torch.float64 if q.dtype == torch.float64 else torch.float32, None
         for other, (k, v) in going_round(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
-            part, its = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
-            if o is None:  # its own keys, which all queries see
-                o, lse = part.to(wide), its.to(wide)
+            o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            if o is None:  # step 0: this rank's own keys, which all its queries see
+                o, lse = o_s.to(wide), lse_s.to(wide)                                         # (B, H, T/N, D), (B, H, T/N)
                 continue
-            before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], its)
-            old, new = ((some - total).exp().unsqueeze(3) for some in (before, its))
-            o[:, :, rows] = o[:, :, rows] * old + part * new
+            total = torch.logaddexp(lse[:, :, rows], lse_s)
+            old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
+            o[:, :, rows] = o[:, :, rows] * old + o_s * new
             lse[:, :, rows] = total
         o = o.to(q.dtype)
         ctx.save_for_backward(qkv, o, lse)
@@ -1200,16 +1208,16 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what has come with the keys
+        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: the other ranks' part, which has come
         for other, (k, v) in going_round(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attention_block_backward(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
             dq[:, :, rows] += dq_part
-            mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+            mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
-                own = mine  # stays at home; the others' start at the next rank
+                own = mine  # of this rank's keys: the sum of the others' parts comes home last
                 continue
             for handle in handles:
                 handle.wait()
@@ -1235,7 +1243,7 @@ def tokens_for_heads(x, group):
 
 
 def ulysses_attention(qkv, group):
-    """As RingAttention, of the tokens T/N r to T/N (r+1)."""
+    """As RingAttention, but rank r holds T/N neighbours, from token r T/N on."""
     y = kernels.attention(Trade.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
     return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
 
@@ -1248,7 +1256,7 @@ ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 def context_parallel(module, group, kind):
-    """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
+    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: of ATTENTION."""
     rank, n, attention = dist.get_rank(group), dist.get_world_size(group), ATTENTION[kind]
     if n == 1:
         return
@@ -1259,42 +1267,51 @@ def context_parallel(module, group, kind):
 
 # ----------------------------------------------------------------- expert parallel: tokens travel to the chosen experts
 #
-# Experts are most of a model's parameters, and each token needs k of them. So N ranks of dp, neighbours, keep E/N each,
-# and of everything else all. Each rank routes its own tokens; those travel, and their outputs travel back:
+# Experts are most of a model's parameters, and each token needs k of them. So N neighbours along dp share out the
+# experts, E/N each; of all other parameters each rank keeps a replica. Each rank routes its own tokens. It sends every
+# token as k rows, to the ranks that keep its experts, and gets the experts' outputs back:
 #
 #     rank 0   tokens ─ router ─ sort ─┐ all-   ┌─ sort ─ experts 0, 1 ─ unsort ─┐ all-   ┌─ unsort ─ weigh, add up
 #     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
 #
-# A rank must know how many rows come before it can take them: so the counts go first, E integers. In one exchange it
-# sends the rows that other ranks' experts get, (N-1)/N of its k B T if they are balanced, C elements each; there and
-# back, forward and backward, make four.
+# Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. Before a rank
+# can receive rows, it must know how many will come: so E counts are exchanged first. Then there are four exchanges of
+# rows: there and back, in forward and in backward. In each a rank sends the rows that are for other ranks: (N-1)/N of
+# its k B T rows of C elements, if the load is balanced.
 #
-# An expert's gradient comes from N ranks' tokens, and lies on dp/N x cp ranks, its copies. Each rank's loss is the mean
-# over its own tokens, so the gradient of the mean over all ranks is: average over the copies, divided by N (`fed`).
+# The same expert lies on dp/N x cp ranks, its copies, and each copy's gradient comes from the tokens of N ranks. Each
+# rank's loss is the mean over its own tokens, so a copy has the gradient of a sum of N losses. The gradient of the mean
+# over all ranks is therefore the average over the copies, divided by N (`param.fed`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send rows (n, C), sends[r] of them to each rank r in turn; what comes: receives[r] of each rank, in turn."""
+    """Send the first sends[0] of the rows (n, C) to rank 0, the next sends[1] to rank 1, and so on. Returns the rows
+    that come, in order of rank: receives[r] from rank r."""
     arrived = rows.new_empty(sum(receives), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
     return arrived
 
 
 def visit(mlps, group, rows, counts):
-    """What `Experts.mlps` gives, of experts that lie on the ranks of a group."""
+    """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
+
+    mlps: the same of this rank's E/N experts. The CPU must know how many rows travel, so it waits for the GPU.
+    """
     n = dist.get_world_size(group)
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)  # of each rank for each expert here
-    sends, receives = (each.view(n, -1).sum(1).tolist() for each in (counts, coming))
+    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)           # (N E/N): rank, expert
+    sends, receives = (each.view(n, -1).sum(1).tolist() for each in (counts, coming))         # rows of each rank
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    rows = Trade.apply(rows, group, there, back)
-    here = torch.arange(len(counts) // n, device=rows.device).repeat(n)
-    order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
+    rows = Trade.apply(rows, group, there, back)                                              # sorted by rank, expert
+    expert = torch.arange(len(counts) // n, device=rows.device).repeat(n).repeat_interleave(
+        coming, output_size=len(rows))                                                        # of each row
+    order = expert.argsort(stable=True)
     y = mlps(rows.index_select(0, order), coming.view(n, -1).sum(0))
     return Trade.apply(y.index_select(0, order.argsort()), group, back, there)
 
 
 def expert_parallel(module, group, copies):
-    """Let a rank of N keep its E/N experts of a GPT, in place. copies: the group of those who keep the same ones."""
+    """Let each rank of the group keep E/N of a GPT's experts, in place. copies: the group of the ranks that keep the
+    same experts as this one."""
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for leaf, param in list(layer.named_parameters()):

@@ -1934,11 +1934,6 @@ def averaged_over_all_replicas(*args, **options):
         return in_layout(*args, **options)
 
 
-def counted_by_each_rank(*args, **options):
-    with unittest.mock.patch.object(parallel.ParallelGPT, "counted", [], create=True):
-        return in_layout(*args, **options)
-
-
 @pytest.mark.parametrize("layout,how", [
     ({"dp": 2}, "exchange"), ({"dp": 2}, "ParallelGPT.balance"), ({"dp": 2}, averaged_over_all_replicas),
     ({"dp": 4}, averaged_over_all_replicas), ({"dp": 2, "tp": 2}, "ParallelGPT.balance"),
