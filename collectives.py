@@ -70,9 +70,14 @@ DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
 TAG = 1 << 30  # of the messages of collectives, so that no `recv` of the caller's takes one. (NCCL knows no tags)
 
 
+def processes_of_a_node(world):
+    """How many processes torchrun started on each node. Without torchrun there is one node, with all of the world's."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+
+
 def node_of(rank):
     """The node on which torchrun started a global rank."""
-    return rank // int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    return rank // processes_of_a_node(get_world_size())
 
 
 class Handle:
@@ -1158,7 +1163,7 @@ def make_window(link, nbytes):
         return numbers.tolist()
 
     import torch.distributed._symmetric_memory as symmetric_memory
-    gpus = [rank % int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    gpus = [rank % processes_of_a_node(get_world_size())
             for rank in torch_dist.get_process_group_ranks(link.group)]
     mine = window = None
     with contextlib.suppress(RuntimeError):

@@ -734,7 +734,7 @@ def fsdp_units(module):
     """[(module, its parameters)]: what FSDP gathers at a time. A unit's parameters are used in its forward alone."""
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-    def visit(m, unit):
+    def add_units(m, unit):
         lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
         if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
             unit = (m, [])
@@ -745,9 +745,9 @@ def fsdp_units(module):
             if isinstance(m, containers) and not isinstance(child, containers):
                 units.append((child, list(child.parameters())))
             else:
-                visit(child, unit)
+                add_units(child, unit)
 
-    visit(module, None)
+    add_units(module, None)
     return units
 
 
@@ -826,7 +826,7 @@ class Cut:
         return torch.cat([torch.cat([p[i] for p in parts], self.dim) for i in range(self.parts)], self.dim)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Replaceable, nn.Module):
     """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
@@ -838,9 +838,6 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x):
         return self.linear(self.f(x, self.group), self.weight, self.bias)
-
-    def product(self, x):
-        return self.linear(self.f(x, self.group), self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -981,7 +978,7 @@ def cross_entropy(logits, targets, vocab_size, group=None):
 
 GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer norms, positions) stays whole
     "wte": VocabParallelEmbedding,
-    "attn.c_attn": lambda linear, group: ColumnParallelLinear(linear, group, parts=3),
+    "attn.c_attn": partial(ColumnParallelLinear, parts=3),
     "attn.c_proj": RowParallelLinear,
     "mlp.c_fc": ColumnParallelLinear,
     "mlp.c_proj": RowParallelLinear,
@@ -1193,7 +1190,7 @@ class RingAttention(torch.autograd.Function):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if o is None:  # step 0: this rank's own keys, which all its queries see
-                o, lse = o_s.to(wide), lse_s.to(wide)                                         # (B, H, T/N, D), (B, H, T/N)
+                o, lse = o_s.to(wide), lse_s.to(wide)                                     # (B, H, T/N, D); (B, H, T/N)
                 continue
             total = torch.logaddexp(lse[:, :, rows], lse_s)
             old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
@@ -1474,17 +1471,17 @@ def check(lists):
     received; each receive matched with a send; and no deadlock even if a send blocks until its receive is reached,
     the strictest reading.
     """
-    p, stages, seen = len(lists), stages_of(lists), set()
+    p, stages, listed = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            wrong = "is there twice" if action in seen else None
+            wrong = "is there twice" if action in listed else None
             if action.stage % p != r:
                 wrong = f"of stage {action.stage}: that stage does not live on rank {r}"
             if wrong:
                 raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
-            seen.add(action)
-    for s, i in itertools.product(range(stages), {action.micro_batch for action in seen}):
-        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in seen) not in ("FB", "FIW"):
+            listed.add(action)
+    for s, i in itertools.product(range(stages), {action.micro_batch for action in listed}):
+        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
             why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
             raise ScheduleError(lists, [-1] * p, why)
 
@@ -1552,11 +1549,12 @@ def split_pieces(config, stages):
     """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
     not to be changed.
 
-    Costs are multiply-adds a token: a block's matrices and attention, the head's C V; looking up an embedding is free.
+    Costs are multiply-adds a token: a block's attention and matrices, of experts the k that a token goes through; the
+    head's C V; looking up an embedding is free.
     """
     c, n = config.n_embd, config.n_layer + 2
-    block = 4 * c * c + 2 * c * config.inner + config.seq_len * c
-    cost = [0] + [block] * config.n_layer + [c * config.vocab_size]
+    mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
+    cost = [0] + [4 * c * c + 2 * c * config.inner * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
 
     @functools.cache
     def best(end, k):
@@ -1570,13 +1568,13 @@ def split_pieces(config, stages):
     return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
 
 
-def pipeline_groups(mesh, around, ends):
-    """({(from, to): group of the two ranks}, group of first and last rank), by pipeline rank, for this rank's dp and
-    tp.
+def pipeline_groups(mesh, around, tied):
+    """({(from, to): group of the two ranks}, group of the first and the last rank) of this rank's pipeline; from and to
+    count along the pipeline.
 
     A group for each direction between neighbours, so that activations and gradients go separate ways. around: the
-    last rank sends to the first one, too, because a rank has several stages. ends: whether to make the second group.
-    Call on all ranks.
+    last rank sends to the first one, too, because a rank has several stages. tied: the first and the last rank keep the
+    same embedding and need a group; else it is None. Call on all ranks.
     """
     p, channels, group_of_ends = mesh.shape[0], {}, None
     neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
@@ -1586,7 +1584,7 @@ def pipeline_groups(mesh, around, ends):
             group = dist.new_group([ranks[a], ranks[b]])
             if mine:
                 channels[a, b] = group
-        group = dist.new_group([ranks[0], ranks[-1]]) if ends and p > 1 else None
+        group = dist.new_group([ranks[0], ranks[-1]]) if tied and p > 1 else None
         group_of_ends = group if mine else group_of_ends
     return channels, group_of_ends
 
@@ -1796,9 +1794,9 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
     seed and name decide it. zero: the ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute:
-    "block" or "attention" is run again in backward, not kept. sequence: cut tokens over tp, between the layers that it
-    cuts. context: how attention works over cp. ep: ranks of dp that share out the experts. The order of the five steps
-    matters.
+    "block" or "attention" is run again in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION,
+    how ranks of cp attend to each other's tokens. ep: how many ranks of dp share out the experts. The order of the five
+    steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
@@ -1846,13 +1844,13 @@ def cut_layers(model, groups, sequence, context):
                 param.sums = sums(param) + (groups.ends,)
 
 
-def make_groups(mesh, zero_within, ep, around, ends):
-    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the experts', the pipeline's. On
-    all ranks."""
+def make_groups(mesh, zero_within, ep, around, tied):
+    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the experts' and their copies',
+    the pipeline's. around, tied: as for `pipeline_groups`. On all ranks."""
     axes, replicas = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names}, replicas_of(mesh)
     within, between = split_replicas(mesh, replicas, zero_within)
     experts, copies = split_experts(mesh, ep)
-    channels, ends = pipeline_groups(mesh, around, ends)
+    channels, ends = pipeline_groups(mesh, around, tied)
     return SimpleNamespace(**axes, replicas=replicas, within=within, between=between, ep=experts, copies=copies,
                            channels=channels, ends=ends)
 
@@ -1941,9 +1939,9 @@ class ParallelGPT(Replaceable):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over dp.
-        Returns the mean loss of this rank's micro-batches (of its own data: not yet averaged over dp), the same on
-        every pipeline rank.
+        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over replicas
+        (dp and cp). Returns the mean loss of this rank's own tokens, not averaged over replicas, on every rank of the
+        pipeline.
 
         Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages:
         nothing else divides.
@@ -1958,7 +1956,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: what the first stage has of a tied embedding's, and the last; what each of T/N tokens."""
+        """Over `param.sums`: a tied embedding's gradients on the first stage and the last; those of T/N tokens each."""
         over = defaultdict(list)
         for param in self.params:
             for group in sums(param):
@@ -1972,8 +1970,8 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move the routers' biases against the load of the last forward_backward; call it after the step that this led
-        to. Returns the loads of all ranks' tokens, int64 (L, E), 0 in blocks without experts."""
+        """Move the routers' biases against the load of the last forward_backward. Call it after the optimizer's step,
+        on all ranks. Returns how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
         loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
         for i, router in self.routers.items():
             loads[i] = router.load
@@ -2384,6 +2382,19 @@ class OverlappedProduct(GatherThenProduct):
         gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
         added.wait()
         return dx, *gradients, None, None
+
+
+# ---------------------------------------------------------------------- tensor parallel: biases added by the activation
+
+class FusableColumns(ColumnParallelLinear):
+    """It can leave out its bias, so that the activation's kernel adds it in a pass that it makes anyway."""
+
+    def product(self, x):
+        return self.linear(self.f(x, self.group), self.weight)
+
+
+class FusableGathering(FusableColumns, GatheringLinear):
+    pass
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
@@ -2818,7 +2829,8 @@ def visit_without_sorting(mlps, group, rows, counts):
 FASTER.update({visit: visit_without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
                ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT,
                gather_tokens: gather_in_place, scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
-               shift: shift_directly, RingAttention: TunedRing})
+               ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,
+               RingAttention: TunedRing})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
