@@ -505,8 +505,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Put `tensor` of rank i into `tensor_list[i]` of every rank, for all i; sizes may differ from rank to rank.
-    Ring: each rank sends all but the next one's."""
+    """Put `tensor` of rank i into `tensor_list[i]` of every rank, for all i; sizes may differ from rank to rank."""
     def operation(link):
         flats = [_flat(t) for t in tensor_list]
         flats[link.rank].copy_(_flat(tensor))
@@ -529,8 +528,7 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
 
 
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-    """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ. Ring: each rank sends all but its
-    own."""
+    """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ."""
     def operation(link):
         result = _flat(output)
         link.reduce_scatter([_flat(t) for t in input_list], result, op)
@@ -559,8 +557,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
-    """Send `input_tensor_list[i]` to rank i, put what rank i sent into `output_tensor_list[i]`; sizes may differ.
-    Pairwise exchange: a rank sends all but its own, once."""
+    """Send `input_tensor_list[i]` to rank i, put what rank i sent into `output_tensor_list[i]`; sizes may differ."""
     def operation(link):
         outgoing, incoming = ([_flat(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
         link.all_to_all(outgoing, incoming)

@@ -832,18 +832,34 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
         tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target, factor, 0.0), at < vocab)
 
 
+def softmax_sums_reference(z, targets):
+    z = z if z.dtype == torch.float64 else z.float()
+    top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
+    return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
+
+
+def softmax_minus_onehot_reference(z, targets, top, total, scale):
+    p, here = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), (0 <= targets) & (targets < z.shape[1])
+    p.scatter_add_(1, (targets * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
+    return (p * scale).to(z.dtype)
+
+
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart, targets may not.
+    """(top, total, z_t) of each row of z (rows, V), float32, of float64 float64; rows may lie apart, targets may not.
 
     A target outside of 0 .. V-1 is on another rank's slice of the vocabulary: its z_t is 0."""
+    if not on_triton(z):
+        return softmax_sums_reference(z, targets)
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
     return top, total, picked
 
 
-def softmax_minus_onehot_(z, targets, top, total, scale):
-    """z becomes (exp(z - top) / total - onehot(t)) scale, for scale a tensor of one float32."""
-    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale, z.shape[1], z.stride(0), 4096, num_warps=4)
+def softmax_minus_onehot(z, targets, top, total, scale):
+    """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number. Our kernel writes it over z."""
+    if not on_triton(z):
+        return softmax_minus_onehot_reference(z, targets, top, total, scale)
+    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), z.shape[1], z.stride(0), 4096, num_warps=4)
     torch.autograd.graph.increment_version(z)
     return z
 
@@ -862,7 +878,7 @@ class CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         z, targets, top, total = ctx.saved_tensors
-        return softmax_minus_onehot_(z.detach(), targets, top, total, (dloss / len(z)).float()), None
+        return softmax_minus_onehot(z.detach(), targets, top, total, dloss / len(z)), None
 
 
 def cross_entropy(logits, targets):

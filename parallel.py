@@ -941,7 +941,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, group, first):
         z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
-        mine, total, target = (kernels.softmax_sums if kernels.on_triton(z) else softmax_sums)(z, local)
+        mine, total, target = kernels.softmax_sums(z, local)  # of a target on another rank 0
         top = mine.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
         sums = torch.stack([total * (mine - top).exp(), target])
@@ -952,20 +952,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         z, local, top, total = ctx.saved_tensors
-        if kernels.on_triton(z):  # in the logits' memory
-            dz = kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float())
-            return dz, None, None, None
-        p = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
-        here = (0 <= local) & (local < z.shape[1])
-        p.scatter_add_(1, (local * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
-        return (p * (grad / len(p))).to(z.dtype), None, None, None
-
-
-def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (n, V), as kernels.softmax_sums: z_t is 0 for a target on another rank."""
-    z = z if z.dtype == torch.float64 else z.float()
-    top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
-    return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
+        return kernels.softmax_minus_onehot(z.detach(), local, top, total, grad / len(z)), None, None, None
 
 
 def cross_entropy(logits, targets, vocab_size, group=None):
@@ -1759,7 +1746,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     scale: gradients are this much too large (fp16's loss scale) and are divided by it first. ValueError where a
     parameter is cut over a group that is not among them.
     """
-    groups = [group or torch.distributed.group.WORLD for group in groups]
+    groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
     over = {group for p in parameters for group in split_over(p) if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
