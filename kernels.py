@@ -256,8 +256,8 @@ def linear(x, weight, bias=None):
 #     y_r = A_e x_r + b_e        dx_r = A_e^T dy_r        dA_e = sum of dy_r x_r^T        db_e = sum of dy_r
 #
 # A loop of products wants counts on the CPU, which then waits for the GPU, and small groups leave multiprocessors idle.
-# One launch does it if each program finds its own group. Groups are cut into tiles of BM rows, and none has rows of two
-# groups. At counts 5, 0, 3 and BM = 4:
+# One launch does it if each program finds its own group. Each group is cut into tiles of BM rows by itself, so no tile
+# has rows of two groups. At counts 5, 0, 3 and BM = 4:
 #
 #     row        0  1  2  3 | 4           | 5  6  7    |
 #     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
@@ -354,8 +354,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def grouped_product(x, weight, bias, counts):
-    return faster(launch_grouped)(x, weight, bias, counts) if on_triton(x) else grouped_reference(
-        x, weight, bias, counts)
+    return (faster(launch_grouped) if on_triton(x) else grouped_reference)(x, weight, bias, counts)
 
 
 def grouped_weight_gradients(dy, x, counts, biased):
@@ -727,11 +726,13 @@ class FlashAttention(torch.autograd.Function):
         return *grads, None
 
 
-# Attention over a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq), natural, is -inf for a row
-# that sees none of them. Parts are merged by their L; in backward P = exp(S - L) wants the L of all keys, and O of all.
+# Attention to a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq) is the natural logarithm of each
+# query's sum of exp(S), -inf where a query sees none of the keys. The caller merges the parts' O by their L. Backward
+# of a part needs O and L of all keys, because P = exp(S - L) is then this part of the whole softmax. Where an L is
+# -inf, the functions that these two call keep +inf, so that P = exp(S - inf) is 0.
 
 def attention_block(q, k, v, is_causal):
-    """(O, L) of q (B, H, Tq, D) on some keys and values (B, H, Tk, D)."""
+    """(O (B, H, Tq, D), L (B, H, Tq)) of queries q (B, H, Tq, D) and a part of keys and values (B, H, Tk, D)."""
     if flash_takes(q):
         o, lse = faster(attention_forward)(*map(faster(tileable), (q, k, v)), is_causal)
         lse = faster(natural)(lse, q)
@@ -741,7 +742,7 @@ def attention_block(q, k, v, is_causal):
 
 
 def attention_block_backward(q, k, v, o, lse, do, is_causal):
-    """(dq, dk, dv) of some keys; o and lse are those of all of them."""
+    """(dq, dk, dv), what this part of the keys adds to each; o, lse and do belong to all keys."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     if not flash_takes(q):
         return attention_backward_reference(*map(at_least_float32, (q, k, v, o, lse, do)), is_causal)
