@@ -70,9 +70,14 @@ DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
 TAG = 1 << 30  # of the messages of collectives, so that no `recv` of the caller's takes one. (NCCL knows no tags)
 
 
+def processes_of_a_node(world):
+    """How many processes torchrun started on each node. Without torchrun there is one node, with all of the world's."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+
+
 def node_of(rank):
     """The node on which torchrun started a global rank."""
-    return rank // int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    return rank // processes_of_a_node(get_world_size())
 
 
 class Handle:
@@ -500,8 +505,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Put `tensor` of rank i into `tensor_list[i]` of every rank, for all i; sizes may differ from rank to rank.
-    Ring: each rank sends all but the next one's."""
+    """Put `tensor` of rank i into `tensor_list[i]` of every rank, for all i; sizes may differ from rank to rank."""
     def operation(link):
         flats = [_flat(t) for t in tensor_list]
         flats[link.rank].copy_(_flat(tensor))
@@ -524,8 +528,7 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
 
 
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-    """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ. Ring: each rank sends all but its
-    own."""
+    """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ."""
     def operation(link):
         result = _flat(output)
         link.reduce_scatter([_flat(t) for t in input_list], result, op)
@@ -554,8 +557,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
-    """Send `input_tensor_list[i]` to rank i, put what rank i sent into `output_tensor_list[i]`; sizes may differ.
-    Pairwise exchange: a rank sends all but its own, once."""
+    """Send `input_tensor_list[i]` to rank i, put what rank i sent into `output_tensor_list[i]`; sizes may differ."""
     def operation(link):
         outgoing, incoming = ([_flat(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
         link.all_to_all(outgoing, incoming)
@@ -1158,7 +1160,7 @@ def make_window(link, nbytes):
         return numbers.tolist()
 
     import torch.distributed._symmetric_memory as symmetric_memory
-    gpus = [rank % int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    gpus = [rank % processes_of_a_node(get_world_size())
             for rank in torch_dist.get_process_group_ranks(link.group)]
     mine = window = None
     with contextlib.suppress(RuntimeError):

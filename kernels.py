@@ -256,8 +256,8 @@ def linear(x, weight, bias=None):
 #     y_r = A_e x_r + b_e        dx_r = A_e^T dy_r        dA_e = sum of dy_r x_r^T        db_e = sum of dy_r
 #
 # A loop of products wants counts on the CPU, which then waits for the GPU, and small groups leave multiprocessors idle.
-# One launch does it if each program finds its own group. Groups are cut into tiles of BM rows, and none has rows of two
-# groups. At counts 5, 0, 3 and BM = 4:
+# One launch does it if each program finds its own group. Each group is cut into tiles of BM rows by itself, so no tile
+# has rows of two groups. At counts 5, 0, 3 and BM = 4:
 #
 #     row        0  1  2  3 | 4           | 5  6  7    |
 #     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
@@ -354,8 +354,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def grouped_product(x, weight, bias, counts):
-    return faster(launch_grouped)(x, weight, bias, counts) if on_triton(x) else grouped_reference(
-        x, weight, bias, counts)
+    return (faster(launch_grouped) if on_triton(x) else grouped_reference)(x, weight, bias, counts)
 
 
 def grouped_weight_gradients(dy, x, counts, biased):
@@ -727,11 +726,13 @@ class FlashAttention(torch.autograd.Function):
         return *grads, None
 
 
-# Attention over a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq), natural, is -inf for a row
-# that sees none of them. Parts are merged by their L; in backward P = exp(S - L) wants the L of all keys, and O of all.
+# Attention to a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq) is the natural logarithm of each
+# query's sum of exp(S), -inf where a query sees none of the keys. The caller merges the parts' O by their L. Backward
+# of a part needs O and L of all keys, because P = exp(S - L) is then this part of the whole softmax. Where an L is
+# -inf, the functions that these two call keep +inf, so that P = exp(S - inf) is 0.
 
 def attention_block(q, k, v, is_causal):
-    """(O, L) of q (B, H, Tq, D) on some keys and values (B, H, Tk, D)."""
+    """(O (B, H, Tq, D), L (B, H, Tq)) of queries q (B, H, Tq, D) and a part of keys and values (B, H, Tk, D)."""
     if flash_takes(q):
         o, lse = faster(attention_forward)(*map(faster(tileable), (q, k, v)), is_causal)
         lse = faster(natural)(lse, q)
@@ -741,7 +742,7 @@ def attention_block(q, k, v, is_causal):
 
 
 def attention_block_backward(q, k, v, o, lse, do, is_causal):
-    """(dq, dk, dv) of some keys; o and lse are those of all of them."""
+    """(dq, dk, dv), what this part of the keys adds to each; o, lse and do belong to all keys."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     if not flash_takes(q):
         return attention_backward_reference(*map(at_least_float32, (q, k, v, o, lse, do)), is_causal)
@@ -832,18 +833,34 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
         tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target, factor, 0.0), at < vocab)
 
 
+def softmax_sums_reference(z, targets):
+    z = z if z.dtype == torch.float64 else z.float()
+    top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
+    return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
+
+
+def softmax_minus_onehot_reference(z, targets, top, total, scale):
+    p, here = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), (0 <= targets) & (targets < z.shape[1])
+    p.scatter_add_(1, (targets * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
+    return (p * scale).to(z.dtype)
+
+
 def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (rows, V), float32; rows may lie apart, targets may not.
+    """(top, total, z_t) of each row of z (rows, V), float32, of float64 float64; rows may lie apart, targets may not.
 
     A target outside of 0 .. V-1 is on another rank's slice of the vocabulary: its z_t is 0."""
+    if not on_triton(z):
+        return softmax_sums_reference(z, targets)
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
     return top, total, picked
 
 
-def softmax_minus_onehot_(z, targets, top, total, scale):
-    """z becomes (exp(z - top) / total - onehot(t)) scale, for scale a tensor of one float32."""
-    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale, z.shape[1], z.stride(0), 4096, num_warps=4)
+def softmax_minus_onehot(z, targets, top, total, scale):
+    """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number. Our kernel writes it over z."""
+    if not on_triton(z):
+        return softmax_minus_onehot_reference(z, targets, top, total, scale)
+    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), z.shape[1], z.stride(0), 4096, num_warps=4)
     torch.autograd.graph.increment_version(z)
     return z
 
@@ -862,7 +879,7 @@ class CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         z, targets, top, total = ctx.saved_tensors
-        return softmax_minus_onehot_(z.detach(), targets, top, total, (dloss / len(z)).float()), None
+        return softmax_minus_onehot(z.detach(), targets, top, total, dloss / len(z)), None
 
 
 def cross_entropy(logits, targets):

@@ -29,7 +29,7 @@ FASTER = {}  # class: a subclass from below the bar that computes the same faste
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """All sizes of a model, and what follows from them. Raises ValueError for values that are no sizes."""
+    """All sizes of a model, and what follows from them. ValueError for values that are no sizes."""
     vocab_size: int = 256
     seq_len: int = 128
     n_layer: int = 4
@@ -71,7 +71,7 @@ class GPTConfig:
         return self.experts > 0 and block % self.expert_every == self.expert_every - 1
 
     def parameters(self, experts=None):
-        """K, how many parameters; a tied head counts once. experts: count so many a block, where not all."""
+        """K, how many parameters; a tied head counts once. experts: how many of a block's to count; left out, all."""
         c, v = self.n_embd, self.vocab_size
         attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
         mlp = 2 * c * self.inner + c + self.inner
@@ -82,7 +82,7 @@ class GPTConfig:
         return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
 
     def active_parameters(self):
-        """How many of them one token meets: k of the E experts."""
+        """How many parameters one token meets: of E experts only k."""
         return self.parameters(self.top_k)
 
     @property
@@ -102,10 +102,6 @@ class GPTConfig:
         read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
         scores = (6 if self.long_sequences else 12) * self.n_layer * self.n_embd * self.seq_len
         return 6 * (self.active_parameters() - read) + scores
-
-    def training_bytes(self):
-        """Bytes of float32 weights, gradients, AdamW's two moments: 4 + 4 + 8 a parameter. Activations come on top."""
-        return 16 * self.parameters()
 
 
 PRESETS = {
@@ -179,19 +175,20 @@ class Block(nn.Module):
 
 
 # Mixture of experts: in place of one MLP a block has E, and a router sends each token through k of them. Parameters
-# grow with E, FLOPs with k. A router left alone learns to use few experts. Two older remedies depend on how a batch is
-# spread over ranks and micro-batches: an auxiliary loss multiplies means over the tokens that are looked at together,
-# and a capacity drops those that come last. Here each expert has a bias that counts in the choice alone. After a step
-# it falls by `rate` if the expert got more than 1/E of the batch, else it rises. The number of tokens is a sum of
-# integers, the same in every layout, and no token is dropped.
+# grow with E, FLOPs with k. A router left alone learns to use few experts. Two older remedies give other results when
+# the same batch is cut into other micro-batches, or over other ranks: an auxiliary loss, because it is a product of two
+# means over the tokens of one of them, and a capacity, because each expert drops the tokens that come after it is full.
+# Here no token is dropped. Each expert has a bias, which is added to its scores when experts are chosen, and not when
+# their outputs are weighed. After a step it falls by `rate` if more than 1/E of the batch's choices fell on the expert;
+# if fewer did, it rises. How many did is a sum of integers, so it is the same in every layout.
 # Shazeer et al., "Outrageously Large Neural Networks" (2017); Wang et al., "Auxiliary-Loss-Free Load Balancing" (2024);
 # DeepSeek-V3 (2024), section 2.1.2. CS336 lecture 4.
 
 class Router(nn.Module):
     """Chooses k of E experts for each token, and weighs them. In float32, or float64, whatever layers compute in.
 
-    load: int64 (E), the tokens that each expert got in forwards whose backward has been here: so neither evaluation
-    counts nor what backward runs again. Whoever balances sets it to 0.
+    load: int64 (E), how often each expert was chosen since somebody set it to 0. It is counted in backward, once for
+    each forward. So evaluation does not count, and a forward that backward runs again does not count twice.
     """
 
     def __init__(self, config):
@@ -209,11 +206,11 @@ class Router(nn.Module):
     def choose(self, x):
         """(the numbers of k experts (B, T, k), the weights of their outputs (B, T, k), how often each is chosen (E))"""
         x, weight = kernels.at_least_float32(x), kernels.at_least_float32(self.weight)
-        scores = (x @ weight.T).sigmoid()                                                     # (B, T, E)
-        ranked = (scores.detach() + self.bias).sort(descending=True, stable=True).indices     # of equal ones the first
+        scores = (x @ weight.T).sigmoid()  # each expert's own: a softmax would tie it to the others'; (B, T, E)
+        ranked = (scores.detach() + self.bias).sort(descending=True, stable=True).indices     # equals: the first leads
         chosen = ranked[..., :self.top_k]                                                     # (B, T, k)
         gates = scores.gather(-1, chosen)
-        if self.top_k > 1:  # of one, the share would be 1, and give the router no gradient
+        if self.top_k > 1:  # with one expert its share is always 1, which would give the router no gradient
             gates = gates / gates.sum(-1, keepdim=True)
         return chosen, gates, count_of_each(chosen, len(weight))
 
@@ -224,29 +221,36 @@ class Router(nn.Module):
     def balance(self, load, rate):
         """Move the bias against the load (E) of a whole batch. Its mean stays 0."""
         self.bias += rate * (load.sum() - len(load) * load).sign()
-        self.bias -= self.bias.double().mean()  # in float64, because no device may round it as it likes
+        self.bias -= self.bias.double().mean()  # the mean is taken in float64, so that every device rounds alike
 
 
 def count_of_each(chosen, experts):
-    """How often each expert is chosen: int64 (E)."""
+    """How often each expert's number stands in `chosen`, of any shape: int64 (E)."""
     return (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
 
 
 class StackedLinear(nn.Module):
-    """A Linear of each expert: weight (E, out, in), bias (E, out)."""
+    """A Linear of each expert, weight (E, out, in), bias (E, out): rows (n, in) -> (n, out).
+
+    counts (E) says whose rows they are: the first counts[0] are the first expert's, the next counts[1] the second's.
+    """
 
     def __init__(self, experts, n_in, n_out):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
         self.bias = nn.Parameter(torch.empty(experts, n_out))
-        self.bias.matrix = False  # it is E vectors
+        self.bias.matrix = False  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
         return kernels.grouped_linear(rows, self.weight, self.bias, counts)
 
 
 class Experts(nn.Module):
-    """E MLPs. Tokens are sorted by expert, so that each expert multiplies a matrix of its own tokens."""
+    """E MLPs: tokens (B, T, C), their experts' numbers and weights (B, T, k) -> weighted sums of outputs (B, T, C).
+
+    Each token becomes k rows, one for each of its experts. Rows are sorted by expert, so that each expert multiplies
+    one matrix. Outputs are put back in the order of the tokens.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -254,7 +258,7 @@ class Experts(nn.Module):
         self.c_proj = StackedLinear(config.experts, config.inner, config.n_embd)
         self.count, self.activation = config.experts, ACTIVATIONS[config.activation]
 
-    def forward(self, x, chosen, gates):                                                      # (B, T, C), 2 x (B, T, k)
+    def forward(self, x, chosen, gates):
         order, k = chosen.flatten().argsort(stable=True), chosen.shape[-1]                    # (B T k)
         rows = x.flatten(0, 1).repeat_interleave(k, 0).index_select(0, order)                 # (B T k, C)
         y = self.mlps(rows, count_of_each(chosen, self.count))
@@ -262,7 +266,7 @@ class Experts(nn.Module):
         return (y * gates.unsqueeze(-1).to(y.dtype)).sum(-2)
 
     def mlps(self, rows, counts):
-        """rows (n, C): counts[0] of the first expert, counts[1] of the second, and so on."""
+        """Rows (n, C), as for StackedLinear -> each through its expert, (n, C)."""
         return self.c_proj(self.activation(self.c_fc(rows, counts)), counts)
 
 
@@ -314,7 +318,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def positions(every):
-        """Those of the tokens that are embedded here, out of `every` one of the sequence: all."""
+        """Where in the sequence this device's tokens stand: on one device everywhere, `every` int64 (T)."""
         return every
 
     def head(self, x):
@@ -368,10 +372,10 @@ def initial_value(config, name, shape, seed):
 
 
 def names_of_experts(config, name):
-    """A stacked parameter's name for each expert, "h.0.mlp.experts.3.c_fc.weight": so it is called in files, and by
-    this name it gets its initial values. Empty for all others."""
-    there = name.replace(".experts.", ".experts.{}.")
-    return [there.format(e) for e in range(config.experts)] if there != name else []
+    """What each expert's part of a stacked parameter is called in files: ["h.0.mlp.experts.0.c_fc.weight", ...]. By
+    these names the parts get their initial values. Empty for other parameters."""
+    numbered = name.replace(".experts.", ".experts.{}.")
+    return [numbered.format(e) for e in range(config.experts)] if numbered != name else []
 
 
 @functools.cache
@@ -382,7 +386,7 @@ def shapes(config):
 
 @functools.cache
 def buffers(config):
-    """The same of what is kept beside parameters: the routers' biases, float32."""
+    """Name -> shape of every buffer, what is kept and is no parameter: the routers' biases, float32."""
     return {name: tuple(b.shape) for name, b in GPT(config, seed=None).named_buffers()}
 
 
@@ -717,7 +721,7 @@ def main():
           f"{'FLOPs/token':>12} {'training MiB':>12}")
     for name, c in PRESETS.items():
         print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
-              f"{c.flops_per_token():12.3g} {c.training_bytes() / 2**20:12,.0f}")
+              f"{c.flops_per_token():12.3g} {16 * c.parameters() / 2**20:12,.0f}")
     print("\nFLOPs/token: 6 (K - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, "
           "gradients 4,\nAdamW 8; activations come on top.")
 

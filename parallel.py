@@ -19,11 +19,11 @@ nn.Module; tensor parallelism needs a table that says how each layer is cut, and
 
 What the file writes onto a parameter:
 
-    param.split_over    the groups on whose ranks lies something else: another part of it, or another stage's layers
+    param.split_over    the groups whose ranks hold different things: other parts of the parameter, other stages' layers
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
                         that saw T/N tokens each
-    param.replicas      the group that averages its gradient, where that is not the module's
-    param.fed           how many ranks' tokens each of those has in its gradient, where not its own alone: an expert's
+    param.replicas      an expert's: the group that averages its gradient, the ranks that keep the same expert
+    param.fed           an expert's: from how many ranks' tokens each of these ranks has computed its gradient
     param.cuts          the `Cut`s by which expert and tensor parallelism took this rank's part of it
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
@@ -113,13 +113,13 @@ def split_replicas(mesh, replicas, n):
 
 
 def split_experts(mesh, n):
-    """[this rank's group of n neighbours along dp, who share out the experts, the group of those who have the same
-    ones]; where n is 1, [None, None]. On all ranks."""
+    """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
+    as this one]; where n is 1, [None, None]. n must divide dp. On all ranks."""
     if n == 1:
         return [None, None]
-    _, dp, cp, _ = mesh.shape
-    grids = mesh.mesh.permute(0, 3, 1, 2).reshape(-1, dp // n, n, cp).transpose(2, 3).flatten(1, 2)  # (., dp/n cp, n)
-    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
+    neighbours = mesh.mesh.permute(0, 3, 1, 2).unflatten(2, (-1, n)).transpose(3, 4)          # (pp, tp, dp/n, cp, n)
+    grids = neighbours.flatten(0, 1).flatten(1, 2).tolist()                                   # (pp tp, dp/n cp, n)
+    return sum([dist.rows_and_columns(grid) for grid in grids], [])
 
 
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
@@ -150,7 +150,7 @@ class Bucket:
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
         self.between = None         # the group of the ranks that keep the same shard, where `group` is not all replicas
-        self.fed = getattr(params[0], "fed", 1)  # ranks whose tokens a gradient has seen
+        self.fed = getattr(params[0], "fed", 1)  # from how many ranks' tokens a gradient was computed
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -267,7 +267,7 @@ class Reducer(Replaceable):
     def wire(self, bucket):
         """The total as it travels. The bucket lets go of it."""
         total, bucket.total = bucket.total, None
-        if bucket.fed > 1:  # the sum over so many ranks' mean losses, where the average wants their mean
+        if bucket.fed > 1:  # an expert's gradient is that of the sum of so many ranks' losses; wanted is their mean
             total /= bucket.fed
         return total.to(self.reduce_dtype or total.dtype)
 
@@ -734,7 +734,7 @@ def fsdp_units(module):
     """[(module, its parameters)]: what FSDP gathers at a time. A unit's parameters are used in its forward alone."""
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-    def visit(m, unit):
+    def add_units(m, unit):
         lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
         if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
             unit = (m, [])
@@ -745,9 +745,9 @@ def fsdp_units(module):
             if isinstance(m, containers) and not isinstance(child, containers):
                 units.append((child, list(child.parameters())))
             else:
-                visit(child, unit)
+                add_units(child, unit)
 
-    visit(module, None)
+    add_units(module, None)
     return units
 
 
@@ -826,7 +826,7 @@ class Cut:
         return torch.cat([torch.cat([p[i] for p in parts], self.dim) for i in range(self.parts)], self.dim)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Replaceable, nn.Module):
     """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
@@ -838,9 +838,6 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x):
         return self.linear(self.f(x, self.group), self.weight, self.bias)
-
-    def product(self, x):
-        return self.linear(self.f(x, self.group), self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -859,7 +856,8 @@ class RowParallelLinear(nn.Module):
 
 
 class ColumnParallelExperts(nn.Module):
-    """Of each expert what a ColumnParallelLinear has. Weight (E, out/N, in), bias (E, out/N)."""
+    """A ColumnParallelLinear of each expert: rows (n, in), counts (E) as in model.py -> (n, out/N). Weight
+    (E, out/N, in), bias (E, out/N)."""
 
     def __init__(self, layer, group):
         super().__init__()
@@ -870,24 +868,29 @@ class ColumnParallelExperts(nn.Module):
 
 
 class RowParallelExperts(nn.Module):
-    """Of each expert what a RowParallelLinear has, before g. Weight (E, out, in/N). g comes after the sum over a
-    token's experts, too late for their biases: so each rank adds its Nth of them, (E, out/N), to its term."""
+    """A RowParallelLinear of each expert, without its g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
+    (E, out, in/N).
+
+    g adds the terms up after a token's k experts have been weighed and added. Each expert's bias must be weighed with
+    its output, so it is added before g, and still once: each rank adds its own Nth, (E, out/N), and zeros.
+    """
 
     def __init__(self, layer, group):
         super().__init__()
         cut, out = Cut(group, 1), layer.bias.shape[1]
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
         first = first_row(out, cut)
-        self.around = first, out - first - self.bias.shape[1]
+        self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
     def forward(self, rows, counts):
-        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.around), counts)
+        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.zeros), counts)
 
 
 def between_f_and_g(experts, group, f, g):
-    """Let experts stand between f and g, in place. Their router stands before f, so tokens pass f with their routes."""
+    """Put f before and g after an `Experts`, in place. Its inputs are tokens, and the router's choices and weights for
+    them. All three go through f, because each rank has only a term of the weights' gradient, too."""
     forward = experts.forward
-    experts.forward = lambda *routed: g(forward(*(f(tensor, group) for tensor in routed)), group)
+    experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
     return experts
 
 
@@ -938,7 +941,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, group, first):
         z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
-        mine, total, target = (kernels.softmax_sums if kernels.on_triton(z) else softmax_sums)(z, local)
+        mine, total, target = kernels.softmax_sums(z, local)  # of a target on another rank 0
         top = mine.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
         sums = torch.stack([total * (mine - top).exp(), target])
@@ -949,20 +952,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         z, local, top, total = ctx.saved_tensors
-        if kernels.on_triton(z):  # in the logits' memory
-            dz = kernels.softmax_minus_onehot_(z.detach(), local, top, total, (grad / len(z)).float())
-            return dz, None, None, None
-        p = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
-        here = (0 <= local) & (local < z.shape[1])
-        p.scatter_add_(1, (local * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
-        return (p * (grad / len(p))).to(z.dtype), None, None, None
-
-
-def softmax_sums(z, targets):
-    """(top, total, z_t) of each row of z (n, V), as kernels.softmax_sums: z_t is 0 for a target on another rank."""
-    z = z if z.dtype == torch.float64 else z.float()
-    top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
-    return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
+        return kernels.softmax_minus_onehot(z.detach(), local, top, total, grad / len(z)), None, None, None
 
 
 def cross_entropy(logits, targets, vocab_size, group=None):
@@ -975,7 +965,7 @@ def cross_entropy(logits, targets, vocab_size, group=None):
 
 GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer norms, positions) stays whole
     "wte": VocabParallelEmbedding,
-    "attn.c_attn": lambda linear, group: ColumnParallelLinear(linear, group, parts=3),
+    "attn.c_attn": partial(ColumnParallelLinear, parts=3),
     "attn.c_proj": RowParallelLinear,
     "mlp.c_fc": ColumnParallelLinear,
     "mlp.c_proj": RowParallelLinear,
@@ -1016,10 +1006,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
-# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, until dA = dY^T X.
-# It keeps its T/N and gathers again in backward: a sublayer's 2 all-reduces become 5 halves, and of each activation
-# outside of the products there is an Nth. What sees T/N tokens alone (norms, biases added after g, positions) gets
-# their part of its gradient: `param.sums` lets the group add the parts up.
+# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, because dA = dY^T X
+# needs them. So it keeps its own T/N and gathers again in backward: in place of 2 all-reduces, which are 4 halves, a
+# sublayer takes 5 halves. In return each rank keeps an Nth of what lies outside of the products. A parameter that sees
+# T/N tokens alone (of a norm, a bias added after g, positions) has only these tokens' part of its gradient:
+# `param.sums` lets the group add the parts up.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -1038,7 +1029,7 @@ def scatter_tokens(x, group):
 
 
 class Trade(torch.autograd.Function):
-    """forward `there`, backward `back`, two functions of a tensor and the group."""
+    """Forward is there(x, group), backward is back(gradient, group)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -1051,19 +1042,19 @@ class Trade(torch.autograd.Function):
 
 
 def gathered(x, group):
-    """f. Backward adds gradients up, because each token went into every rank's columns."""
+    """f: (B, T/N, C) -> (B, T, C). Backward adds gradients up, because each token went into every rank's columns."""
     return Trade.apply(x, group, gather_tokens, scatter_tokens)
 
 
 def scattered(x, group):
-    """g: each rank's term of a sum -> its tokens of the sum."""
+    """g: each rank's term of a sum (B, T, C) -> its tokens of the sum (B, T/N, C)."""
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
 class GatherThenProduct(torch.autograd.Function):
     """f, then X A^T + b. Keeps this rank's tokens of X, and gathers the others again in backward.
 
-    take: as for kernels.Linear. It is handed all of X, so "I" gathers, and X stays until its "W".
+    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X for it, and X stays until the "W".
     """
 
     @staticmethod
@@ -1082,28 +1073,23 @@ class GatherThenProduct(torch.autograd.Function):
 
 
 class GatheringLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear of T/N tokens."""
+    """A ColumnParallelLinear whose product is f, too: X (B, T/N, in) -> (B, T, out/N)."""
+
+    def __init__(self, linear, group, parts=1):
+        super().__init__(linear, group, parts, f=lambda x, group: x)
 
     def linear(self, x, weight, bias=None, take=None):
         return faster(GatherThenProduct).apply(x, weight, bias, self.group, take)
 
-    def forward(self, x):
-        return self.linear(x, self.weight, self.bias)
 
-    def product(self, x):
-        return self.linear(x, self.weight)
-
-
-GPT2_SEQUENCE_PLAN = {  # GPT2_PLAN, but that f and g cut tokens
+GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers stay as they were
     "wte": partial(VocabParallelEmbedding, g=scattered),
     "attn.c_attn": partial(GatheringLinear, parts=3),
     "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
     "mlp.c_proj": partial(RowParallelLinear, g=scattered),
-    "lm_head": partial(ColumnParallelLinear, f=gathered),  # its X, whole, is kept: once a model
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # keeps all of X: one layer in the model may
     "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
-    "experts.c_fc": ColumnParallelExperts,
-    "experts.c_proj": RowParallelExperts,
 }
 
 
@@ -1113,41 +1099,46 @@ def sequence_parallel(module, group):
     for param in module.parameters():
         if all(cut.group != group for cut in cuts(param)):
             param.sums = sums(param) + (group,)
-    positions = module.positions  # of this rank's tokens, if a context-parallel group has cut them before
+    positions = module.positions  # if context parallelism has cut the sequence before, those of this rank's tokens
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
 #
-# Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at others. As a ring: queries stay,
-# keys and values go round, N-1 times to the right. Each part of the keys gives O_s and log-sum-exps L_s, and
+# Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at other ranks' tokens. In ring
+# attention, queries stay where they are, and keys and values go round, N-1 times to the right. Step s brings the keys
+# of rank r-s. Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores.
+# They are merged into O and L, those of all keys that came before:
 #
-#     L = log(exp L + exp L_s)        O = O exp(L_old - L) + O_s exp(L_s - L)
+#     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
 #
-# adds it to what was there. Backward wants P = exp(S - L) with the L of all keys: K and V go round again, and dK, dV
-# behind them, each rank adding its part, until they are at home. Sent by a rank: (N-1)/N x 2BTC elements forward, as
-# many and 2BTC in float32 backward (C/tp for C with tensor parallelism).
+# Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
+# them, and each rank adds its part, until they come home. A rank sends (N-1)/N x 2BTC elements forward. Backward it
+# sends as many, and dK and dV in float32, as many again. (With tensor parallelism, C/tp stands for C.)
 #
-# Causal attention to T/N tokens in a row would leave the first rank with 1/N of the last one's work. So a sequence is
-# cut into 2N chunks, and rank r holds chunks r and 2N-1-r: in each step all ranks have as much to do.
+# A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
+# 0, while the last rank works in every step. So a sequence is cut into 2N chunks, and rank r holds chunks r and 2N-1-r
+# ("zigzag"). Then all ranks have equal work in each step:
 #
-#     rank 0    chunks 0 and 7   step 0: its own chunks, causal
-#     rank 1           1     6   a step with the keys of an earlier rank: all queries, its first chunk alone
-#     rank 2           2     5   a step with those of a later rank: the second chunk of queries, both of its
+#     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
+#     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
+#     rank 2           2     5   keys of a later rank:      the second chunk of queries sees all keys, the first none
 #     rank 3           3     4
 #
-# Or Ulysses: an all-to-all trades tokens for heads, (B, T/N, H) for (B, T, H/N), attention is that of one device, and a
-# second one trades back: (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
+# Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
+# ordinary attention for its heads, and a second all-to-all trades back. q, k, v go there and o comes back:
+# (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 def own_tokens(tokens, rank, n, kind, device="cpu"):
-    """The places in a sequence of so many tokens that this rank of n holds, in the order in which it holds them."""
-    chunks = torch.arange(tokens, device=device).chunk(2 * n if kind == "ring" else n)
+    """The positions, of a sequence of `tokens`, that a rank of n holds, int64 (T/N). n must divide tokens, 2n for a
+    ring."""
+    chunks = torch.arange(tokens, device=device).view(2 * n if kind == "ring" else n, -1)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
 
 
 def shift(tensor, group):
-    """Start to send a tensor to the right and to receive the left one's: (handles, what comes)."""
+    """Start to send a tensor to the right and to receive the left rank's: (handles, the tensor that comes)."""
     rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
     return dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
@@ -1155,7 +1146,8 @@ def shift(tensor, group):
 
 
 def going_round(tensor, group):
-    """(rank, its tensor) of all ranks, this one first. Each is passed on while the caller computes with it."""
+    """Yields (rank, its tensor) for each rank, this one first, then those to its left. A tensor is passed on to the
+    right while the caller computes with it."""
     n = dist.get_world_size(group)
     for s in range(n):
         handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
@@ -1166,14 +1158,16 @@ def going_round(tensor, group):
 
 
 def seen(rank, other, half):
-    """(which of a rank's queries see keys of `other`, which keys, whether causally)."""
+    """(which of a rank's queries see keys of `other`, which of these keys they see, whether causally).
+
+    Queries and keys are slices of T/N tokens, of which the first `half` are the first chunk."""
     if other == rank:
         return slice(None), slice(None), True
     return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
 
 
 class RingAttention(torch.autograd.Function):
-    """kernels.attention of qkv (B, T/N, 3, H, D) to the keys of all ranks: (B, T/N, H, D)."""
+    """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D) -> (B, T/N, H, D)."""
 
     @staticmethod
     def forward(ctx, qkv, group):
@@ -1181,13 +1175,13 @@ class RingAttention(torch.autograd.Function):
         ctx.group, wide, o = group, torch.float64 if q.dtype == torch.float64 else torch.float32, None
         for other, (k, v) in going_round(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
-            part, its = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
-            if o is None:  # its own keys, which all queries see
-                o, lse = part.to(wide), its.to(wide)
+            o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            if o is None:  # step 0: this rank's own keys, which all its queries see
+                o, lse = o_s.to(wide), lse_s.to(wide)                                     # (B, H, T/N, D); (B, H, T/N)
                 continue
-            before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], its)
-            old, new = ((some - total).exp().unsqueeze(3) for some in (before, its))
-            o[:, :, rows] = o[:, :, rows] * old + part * new
+            total = torch.logaddexp(lse[:, :, rows], lse_s)
+            old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
+            o[:, :, rows] = o[:, :, rows] * old + o_s * new
             lse[:, :, rows] = total
         o = o.to(q.dtype)
         ctx.save_for_backward(qkv, o, lse)
@@ -1198,16 +1192,16 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what has come with the keys
+        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: the other ranks' part, which has come
         for other, (k, v) in going_round(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attention_block_backward(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
             dq[:, :, rows] += dq_part
-            mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+            mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
-                own = mine  # stays at home; the others' start at the next rank
+                own = mine  # of this rank's keys: the sum of the others' parts comes home last
                 continue
             for handle in handles:
                 handle.wait()
@@ -1233,7 +1227,7 @@ def tokens_for_heads(x, group):
 
 
 def ulysses_attention(qkv, group):
-    """As RingAttention, of the tokens T/N r to T/N (r+1)."""
+    """As RingAttention, but rank r holds T/N neighbours, from token r T/N on."""
     y = kernels.attention(Trade.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
     return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
 
@@ -1246,7 +1240,7 @@ ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 def context_parallel(module, group, kind):
-    """Let a GPT compute with this rank's tokens, `own_tokens`, in place."""
+    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: of ATTENTION."""
     rank, n, attention = dist.get_rank(group), dist.get_world_size(group), ATTENTION[kind]
     if n == 1:
         return
@@ -1257,42 +1251,51 @@ def context_parallel(module, group, kind):
 
 # ----------------------------------------------------------------- expert parallel: tokens travel to the chosen experts
 #
-# Experts are most of a model's parameters, and each token needs k of them. So N ranks of dp, neighbours, keep E/N each,
-# and of everything else all. Each rank routes its own tokens; those travel, and their outputs travel back:
+# Experts are most of a model's parameters, and each token needs k of them. So N neighbours along dp share out the
+# experts, E/N each; of all other parameters each rank keeps a replica. Each rank routes its own tokens. It sends every
+# token as k rows, to the ranks that keep its experts, and gets the experts' outputs back:
 #
 #     rank 0   tokens ─ router ─ sort ─┐ all-   ┌─ sort ─ experts 0, 1 ─ unsort ─┐ all-   ┌─ unsort ─ weigh, add up
 #     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
 #
-# A rank must know how many rows come before it can take them: so the counts go first, E integers. In one exchange it
-# sends the rows that other ranks' experts get, (N-1)/N of its k B T if they are balanced, C elements each; there and
-# back, forward and backward, make four.
+# Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. Before a rank
+# can receive rows, it must know how many will come: so E counts are exchanged first. Then there are four exchanges of
+# rows: there and back, in forward and in backward. In each a rank sends the rows that are for other ranks: (N-1)/N of
+# its k B T rows of C elements, if the load is balanced.
 #
-# An expert's gradient comes from N ranks' tokens, and lies on dp/N x cp ranks, its copies. Each rank's loss is the mean
-# over its own tokens, so the gradient of the mean over all ranks is: average over the copies, divided by N (`fed`).
+# The same expert lies on dp/N x cp ranks, its copies, and each copy's gradient comes from the tokens of N ranks. Each
+# rank's loss is the mean over its own tokens, so a copy has the gradient of a sum of N losses. The gradient of the mean
+# over all ranks is therefore the average over the copies, divided by N (`param.fed`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send rows (n, C), sends[r] of them to each rank r in turn; what comes: receives[r] of each rank, in turn."""
+    """Send the first sends[0] of the rows (n, C) to rank 0, the next sends[1] to rank 1, and so on. Returns the rows
+    that come, in order of rank: receives[r] from rank r."""
     arrived = rows.new_empty(sum(receives), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
     return arrived
 
 
 def visit(mlps, group, rows, counts):
-    """What `Experts.mlps` gives, of experts that lie on the ranks of a group."""
+    """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
+
+    mlps: the same of this rank's E/N experts. The CPU must know how many rows travel, so it waits for the GPU.
+    """
     n = dist.get_world_size(group)
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)  # of each rank for each expert here
-    sends, receives = (each.view(n, -1).sum(1).tolist() for each in (counts, coming))
+    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)           # (N E/N): rank, expert
+    sends, receives = (each.view(n, -1).sum(1).tolist() for each in (counts, coming))         # rows of each rank
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    rows = Trade.apply(rows, group, there, back)
-    here = torch.arange(len(counts) // n, device=rows.device).repeat(n)
-    order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
+    rows = Trade.apply(rows, group, there, back)                                              # sorted by rank, expert
+    expert = torch.arange(len(counts) // n, device=rows.device).repeat(n).repeat_interleave(
+        coming, output_size=len(rows))                                                        # of each row
+    order = expert.argsort(stable=True)
     y = mlps(rows.index_select(0, order), coming.view(n, -1).sum(0))
     return Trade.apply(y.index_select(0, order.argsort()), group, back, there)
 
 
 def expert_parallel(module, group, copies):
-    """Let a rank of N keep its E/N experts of a GPT, in place. copies: the group of those who keep the same ones."""
+    """Let each rank of the group keep E/N of a GPT's experts, in place. copies: the group of the ranks that keep the
+    same experts as this one."""
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for leaf, param in list(layer.named_parameters()):
@@ -1455,17 +1458,17 @@ def check(lists):
     received; each receive matched with a send; and no deadlock even if a send blocks until its receive is reached,
     the strictest reading.
     """
-    p, stages, seen = len(lists), stages_of(lists), set()
+    p, stages, listed = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            wrong = "is there twice" if action in seen else None
+            wrong = "is there twice" if action in listed else None
             if action.stage % p != r:
                 wrong = f"of stage {action.stage}: that stage does not live on rank {r}"
             if wrong:
                 raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
-            seen.add(action)
-    for s, i in itertools.product(range(stages), {action.micro_batch for action in seen}):
-        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in seen) not in ("FB", "FIW"):
+            listed.add(action)
+    for s, i in itertools.product(range(stages), {action.micro_batch for action in listed}):
+        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
             why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
             raise ScheduleError(lists, [-1] * p, why)
 
@@ -1533,11 +1536,12 @@ def split_pieces(config, stages):
     """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
     not to be changed.
 
-    Costs are multiply-adds a token: a block's matrices and attention, the head's C V; looking up an embedding is free.
+    Costs are multiply-adds a token: a block's attention and matrices, of experts the k that a token goes through; the
+    head's C V; looking up an embedding is free.
     """
     c, n = config.n_embd, config.n_layer + 2
-    block = 4 * c * c + 2 * c * config.inner + config.seq_len * c
-    cost = [0] + [block] * config.n_layer + [c * config.vocab_size]
+    mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
+    cost = [0] + [4 * c * c + 2 * c * config.inner * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
 
     @functools.cache
     def best(end, k):
@@ -1551,13 +1555,13 @@ def split_pieces(config, stages):
     return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
 
 
-def pipeline_groups(mesh, around, ends):
-    """({(from, to): group of the two ranks}, group of first and last rank), by pipeline rank, for this rank's dp and
-    tp.
+def pipeline_groups(mesh, around, tied):
+    """({(from, to): group of the two ranks}, group of the first and the last rank) of this rank's pipeline; from and to
+    count along the pipeline.
 
     A group for each direction between neighbours, so that activations and gradients go separate ways. around: the
-    last rank sends to the first one, too, because a rank has several stages. ends: whether to make the second group.
-    Call on all ranks.
+    last rank sends to the first one, too, because a rank has several stages. tied: the first and the last rank keep the
+    same embedding and need a group; else it is None. Call on all ranks.
     """
     p, channels, group_of_ends = mesh.shape[0], {}, None
     neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
@@ -1567,7 +1571,7 @@ def pipeline_groups(mesh, around, ends):
             group = dist.new_group([ranks[a], ranks[b]])
             if mine:
                 channels[a, b] = group
-        group = dist.new_group([ranks[0], ranks[-1]]) if ends and p > 1 else None
+        group = dist.new_group([ranks[0], ranks[-1]]) if tied and p > 1 else None
         group_of_ends = group if mine else group_of_ends
     return channels, group_of_ends
 
@@ -1742,7 +1746,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     scale: gradients are this much too large (fp16's loss scale) and are divided by it first. ValueError where a
     parameter is cut over a group that is not among them.
     """
-    groups = [group or torch.distributed.group.WORLD for group in groups]
+    groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
     over = {group for p in parameters for group in split_over(p) if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
@@ -1777,9 +1781,9 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
     seed and name decide it. zero: the ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute:
-    "block" or "attention" is run again in backward, not kept. sequence: cut tokens over tp, between the layers that it
-    cuts. context: how attention works over cp. ep: ranks of dp that share out the experts. The order of the five steps
-    matters.
+    "block" or "attention" is run again in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION,
+    how ranks of cp attend to each other's tokens. ep: how many ranks of dp share out the experts. The order of the five
+    steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
@@ -1827,13 +1831,13 @@ def cut_layers(model, groups, sequence, context):
                 param.sums = sums(param) + (groups.ends,)
 
 
-def make_groups(mesh, zero_within, ep, around, ends):
-    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the experts', the pipeline's. On
-    all ranks."""
+def make_groups(mesh, zero_within, ep, around, tied):
+    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the experts' and their copies',
+    the pipeline's. around, tied: as for `pipeline_groups`. On all ranks."""
     axes, replicas = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names}, replicas_of(mesh)
     within, between = split_replicas(mesh, replicas, zero_within)
     experts, copies = split_experts(mesh, ep)
-    channels, ends = pipeline_groups(mesh, around, ends)
+    channels, ends = pipeline_groups(mesh, around, tied)
     return SimpleNamespace(**axes, replicas=replicas, within=within, between=between, ep=experts, copies=copies,
                            channels=channels, ends=ends)
 
@@ -1922,9 +1926,9 @@ class ParallelGPT(Replaceable):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over dp.
-        Returns the mean loss of this rank's micro-batches (of its own data: not yet averaged over dp), the same on
-        every pipeline rank.
+        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over replicas
+        (dp and cp). Returns the mean loss of this rank's own tokens, not averaged over replicas, on every rank of the
+        pipeline.
 
         Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages:
         nothing else divides.
@@ -1939,7 +1943,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: what the first stage has of a tied embedding's, and the last; what each of T/N tokens."""
+        """Over `param.sums`: a tied embedding's gradients on the first stage and the last; those of T/N tokens each."""
         over = defaultdict(list)
         for param in self.params:
             for group in sums(param):
@@ -1953,8 +1957,8 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move the routers' biases against the load of the last forward_backward; call it after the step that this led
-        to. Returns the loads of all ranks' tokens, int64 (L, E), 0 in blocks without experts."""
+        """Move the routers' biases against the load of the last forward_backward. Call it after the optimizer's step,
+        on all ranks. Returns how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
         loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
         for i, router in self.routers.items():
             loads[i] = router.load
@@ -2365,6 +2369,19 @@ class OverlappedProduct(GatherThenProduct):
         gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
         added.wait()
         return dx, *gradients, None, None
+
+
+# ---------------------------------------------------------------------- tensor parallel: biases added by the activation
+
+class FusableColumns(ColumnParallelLinear):
+    """It can leave out its bias, so that the activation's kernel adds it in a pass that it makes anyway."""
+
+    def product(self, x):
+        return self.linear(self.f(x, self.group), self.weight)
+
+
+class FusableGathering(FusableColumns, GatheringLinear):
+    pass
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
@@ -2799,7 +2816,8 @@ def visit_without_sorting(mlps, group, rows, counts):
 FASTER.update({visit: visit_without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
                ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT,
                gather_tokens: gather_in_place, scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
-               shift: shift_directly, RingAttention: TunedRing})
+               ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,
+               RingAttention: TunedRing})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept

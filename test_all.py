@@ -1825,6 +1825,8 @@ def test_layers_are_split_by_cost():
         assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages
     heavy_head = parallel.split_pieces(GPTConfig(100_000, 8, 6, 2, 8), 2)
     assert heavy_head == [range(7), range(7, 8)]
+    heavy_block = parallel.split_pieces(GPTConfig(100, 8, 4, 2, 8, experts=4, top_k=4, expert_every=4), 2)
+    assert heavy_block == [range(4), range(4, 6)]
     assert [len(c) for c in parallel.split_pieces(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 
 
@@ -1931,11 +1933,6 @@ def averaged_over_all_replicas(*args, **options):
             param.__dict__.pop("replicas", None), param.__dict__.pop("fed", None)
     real = parallel.expert_parallel
     with unittest.mock.patch.object(parallel, "expert_parallel", expert_parallel):
-        return in_layout(*args, **options)
-
-
-def counted_by_each_rank(*args, **options):
-    with unittest.mock.patch.object(parallel.ParallelGPT, "counted", [], create=True):
         return in_layout(*args, **options)
 
 
@@ -2115,6 +2112,13 @@ def test_each_rank_has_its_own_tokens_and_as_much_to_do(pool, size, kind):
                      if i in range(16)[rows] and j in range(16)[keys] and (not causal or j <= i)}
             assert pairs == {(q, k) for q in mine for k in theirs if k <= q}
             assert len(pairs) == (16 * 17 // 2 if r == other else 128)
+
+
+def test_cuts_that_leave_a_rest_are_refused():
+    with pytest.raises(RuntimeError, match="invalid for input of size 10"):
+        parallel.own_tokens(10, 0, 2, "ring")
+    with pytest.raises(RuntimeError, match="multiply up to the size of dim 2"):
+        parallel.split_experts(types.SimpleNamespace(mesh=torch.zeros(2, 3, 1, 1, device="cpu")), 2)
 
 
 def tokens_of_rank(tokens, kind):

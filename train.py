@@ -73,7 +73,7 @@ class Flags:
     weight_decay: float = flag(0.1, "AdamW's, on matrices only")
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
     seed: int = flag(0, "of weights, batches and sampling")
-    dp: int = flag(None, "data-parallel replicas; left out, what --tp and --pp leave")
+    dp: int = flag(None, "data-parallel replicas; left out, what --tp, --cp and --pp leave")
     tp: int = flag(1, "ranks each layer is cut over")
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
@@ -82,8 +82,8 @@ class Flags:
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.SCHEDULES))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    zero: int = flag(0, "ZeRO over dp: 1 shards optimizer state, 2 gradients too, 3 parameters too", choices=range(4))
-    zero_within: int = flag(None, "ranks of dp that ZeRO shards over, e.g. a node's; other such groups are replicas")
+    zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
+    zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(DTYPES))
     reduce_dtype: str = flag("same", "what gradients travel in over dp; same: as they add up", choices=["same", "bf16"])
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
@@ -118,7 +118,7 @@ def config_of(s):
 
 
 def processes_of(s, world):
-    """How many processes the layout takes. Where --dp is left out, it becomes what --tp and --pp leave of `world`."""
+    """How many processes the layout takes. Where --dp is left out, it becomes what the other axes leave of `world`."""
     s.dp = s.dp or max(1, world // (s.tp * s.pp * s.cp))
     return s.dp * s.tp * s.pp * s.cp
 
@@ -205,15 +205,14 @@ class Trainer:
         self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
                                         reduce_dtype, s.recompute, s.virtual_stages, s.zero_within,
                                         s.sp, s.cp_kind, s.ep)
-        self.dp, self.tp, self.pp = self.net.dp, self.net.tp, self.net.pp
         for group in self.net.groups:
             dist.use(group, s.comm)
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
         self.loads = None  # of the last step that was not: what each expert got of its tokens, int64 (L, E)
-        n, r = s.batch_size // s.dp, dist.get_rank(self.dp)
-        self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp and pp take the same
+        n, r = s.batch_size // s.dp, dist.get_rank(self.net.dp)
+        self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
     def make_optimizer(self, adamw):
         return self.net.make_optimizer(adamw, self.s.weight_decay, lr=self.s.lr, betas=(0.9, 0.95))
@@ -362,7 +361,7 @@ class Run:
                      f"--nproc_per_node {processes} train.py and the flags")
         if s.batch_size % (s.dp * s.micro_batches):
             sys.exit("train.py: --batch-size must be a multiple of --dp x --micro-batches")
-        s.device = device_for(s.device, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        s.device = device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         self.s, self.config, self.saved, self.source = s, config_of(s), None, None
         self.data = split(read_texts([pathlib.Path(s.data)] if s.data else standard_library()))
@@ -893,7 +892,7 @@ def gpus_here():
 
 
 def processes_here():
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    return dist.processes_of_a_node(int(os.environ.get("WORLD_SIZE") or 1))
 
 
 def describe(trainer):
