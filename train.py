@@ -1121,7 +1121,8 @@ class WatchedTrainer(Trainer):
     def step(self, step, births=None):
         """As in Trainer. births: a BirthLog, which finds out what activations take."""
         dist.progress("starting the step", step=step + 1)
-        third = step == min(self.first + 2, self.s.steps - 1)  # the first steps warm up
+        looked_at = (self.s.trace or self.s.profile) and self.first is not None  # a benchmark has no first step
+        third = looked_at and step == min(self.first + 2, self.s.steps - 1)  # the first ones warm up
         trace = third and self.s.trace
         if trace:
             parallel.record_times(self.net.pipeline)
