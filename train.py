@@ -394,8 +394,9 @@ def main():
 
 import contextlib
 import errno
-import functools
 import fcntl
+import functools
+import gc
 import re
 import shutil
 import signal
@@ -1339,6 +1340,7 @@ class WatchedTrainer(Trainer):
         return first
 
     def note_activations(self):  # neither gradients of earlier micro-batches nor what collectives keep counts
+        gc.collect()  # recomputation leaves cycles that hold what it dropped, until Python looks for them
         self.births.ignore([*parallel.kept_tensors(self.net)["gradients"], *dist.scratches()])
         self.activations = max(self.activations, self.births.alive())
 
