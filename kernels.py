@@ -1779,7 +1779,7 @@ def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
 
 def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
     """Write dq, and for `tuned_backward_kv` delta, which has lse's strides."""
-    (B, H, Tq, D), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
+    (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
     BM, BN, settings = attention_settings("dq", q, is_causal)
     tuned_backward_q_kernel[lse.shape[1] // BM, B * H](
         descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), descriptor(do, BM), lse, delta,
@@ -1787,7 +1787,7 @@ def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
 
 
 def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
-    (B, H, Tq, D), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
+    (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
     BM, BN, settings = attention_settings("dkv", q, is_causal)
     tuned_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
         descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(do, BM), descriptor(lse, BM),

@@ -1282,15 +1282,22 @@ def visit(mlps, group, rows, counts):
     mlps: the same of this rank's E/N experts. The CPU must know how many rows travel, so it waits for the GPU.
     """
     n = dist.get_world_size(group)
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)           # (N E/N): rank, expert
-    sends, receives = (each.view(n, -1).sum(1).tolist() for each in (counts, coming))         # rows of each rank
+    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    sends, receives = both.sum(2).tolist()                                                    # rows of each rank
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    rows = Trade.apply(rows, group, there, back)                                              # sorted by rank, expert
-    expert = torch.arange(len(counts) // n, device=rows.device).repeat(n).repeat_interleave(
-        coming, output_size=len(rows))                                                        # of each row
+    y = faster(through_experts)(mlps, Trade.apply(rows, group, there, back), both[1])
+    return Trade.apply(y, group, back, there)
+
+
+def through_experts(mlps, rows, coming):
+    """Rows (R, C), sorted by the rank that they come from and then by expert, coming (N, E/N) of each -> (R, C) in the
+    same order."""
+    expert = torch.arange(coming.shape[1], device=rows.device).repeat(len(coming)).repeat_interleave(
+        coming.flatten(), output_size=len(rows))                                              # of each row
     order = expert.argsort(stable=True)
-    y = mlps(rows.index_select(0, order), coming.view(n, -1).sum(0))
-    return Trade.apply(y.index_select(0, order.argsort()), group, back, there)
+    y = mlps(rows.index_select(0, order), coming.sum(0))
+    return y.index_select(0, order.argsort())
 
 
 def expert_parallel(module, group, copies):
@@ -1302,7 +1309,7 @@ def expert_parallel(module, group, copies):
                 mine = local_parameter(param, Cut(group, 0))
                 mine.replicas, mine.fed = copies, dist.get_world_size(group)
                 setattr(layer, leaf, mine)
-        experts.mlps = partial(faster(visit), experts.mlps, group)
+        experts.mlps = partial(visit, experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -2794,26 +2801,18 @@ def replay_micro_batches(net):
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
 
-def visit_without_sorting(mlps, group, rows, counts):
-    """As visit: the CPU waits for the GPU once. What comes is in order of rank and expert, so where a row belongs
-    follows from the counts."""
+def without_sorting(mlps, rows, coming):
+    """through_experts where kernels put rows in order: where each belongs follows from the counts."""
     if not kernels.on_triton(rows):
-        return visit(mlps, group, rows, counts)
-    n = dist.get_world_size(group)
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
-    sends, receives = both.sum(2).tolist()
-    there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    rows = Trade.apply(rows, group, there, back)
-    by_expert = both[1].T.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, n).T.flatten()                        # of what a rank sent
-    moves = (starts + coming - coming.cumsum(0)).repeat_interleave(coming, output_size=len(rows))
+        return through_experts(mlps, rows, coming)
+    by_expert, by_rank = coming.T.flatten(), coming.flatten()
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(coming)).T.flatten()              # of what a rank sent
+    moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
-    y = mlps(kernels.dispatch(rows, places), both[1].sum(0))
-    return Trade.apply(kernels.combine(y, places), group, back, there)
+    return kernels.combine(mlps(kernels.dispatch(rows, places), coming.sum(0)), places)
 
 
-FASTER.update({visit: visit_without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
+FASTER.update({through_experts: without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
                ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT,
                gather_tokens: gather_in_place, scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
                ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,
@@ -3209,7 +3208,7 @@ def demo_experts(arguments):
         "           forward             backward                Y       dX      its experts' gradients")
     dist.print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
                         + "   ".join(f"{error:.0e}" for error in errors))
-    say(f"\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
+    say("\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
         f"Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
         f"will come.")
     demo_balance(cut.router, generator, say)

@@ -5218,7 +5218,8 @@ def results_of_shared_experts(choice):
     rank, device = dist.get_rank(), torch.get_default_device()
     mixture = mixture_of(GPTConfig(n_embd=16, n_head=1, inner=16, experts=4), torch.float32).to(device)
     parallel.expert_parallel(mixture, None, None)
-    assert mixture.experts.mlps.func is parallel.visit_without_sorting
+    assert mixture.experts.mlps.func is parallel.visit
+    assert parallel.faster(parallel.through_experts) is parallel.without_sorting
     mixture.router.bias[1] = -2  # no tokens for the first rank's second expert
     x, dy = torch.randn(2, 1, 6 + rank, 16, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device)
     x.requires_grad_()
