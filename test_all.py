@@ -5218,7 +5218,7 @@ def results_of_shared_experts(choice):
     rank, device = dist.get_rank(), torch.get_default_device()
     mixture = mixture_of(GPTConfig(n_embd=16, n_head=1, inner=16, experts=4), torch.float32).to(device)
     parallel.expert_parallel(mixture, None, None)
-    assert mixture.experts.mlps.func is parallel.visit
+    assert mixture.experts.mlps.func is parallel.visit_under_own_rows
     assert parallel.faster(parallel.through_experts) is parallel.without_sorting
     mixture.router.bias[1] = -2  # no tokens for the first rank's second expert
     x, dy = torch.randn(2, 1, 6 + rank, 16, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device)
@@ -5227,6 +5227,31 @@ def results_of_shared_experts(choice):
     y.backward(dy)
     kernels.use("auto")
     return [t.detach().cpu().numpy() for t in (y, x.grad, *(p.grad for p in mixture.parameters()), mixture.router.load)]
+
+
+def traveling(run, *args, **options):
+    """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
+    with unittest.mock.patch.dict(parallel.ASIDE, link=dist.Link, inner=0), unittest.mock.patch.object(
+            parallel, "leave", wraps=parallel.leave) as leave:
+        result = run(*args, **options)
+    assert leave.call_count
+    return result
+
+
+@pytest.mark.parametrize("layout,micro_batches,schedule,options,experts", [
+    ({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3, "recompute": "block"}, {"bias": FEW}),
+    ({"dp": 2}, 1, "1f1b", {"ep": 2}, {"bias": ALL, "top_k": 1}),
+    ({"dp": 4}, 2, "1f1b", {"ep": 4, "zero": 1}, {}), ({"dp": 3}, 1, "1f1b", {"ep": 3}, {"experts": 6}),
+    ({"dp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"ep": 2, "sequence": True}, {})], ids=str)
+def test_experts_equal_one_process_where_rows_travel_under_own_rows(pool, layout, micro_batches, schedule, options,
+                                                                    experts):
+    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
+    change |= {"experts": 4, **experts}
+    bias, batch = change.pop("bias", None), BATCH // 3 * 3 if layout["dp"] == 3 else BATCH
+    want = one_process(optimizer, tokens=8, bias=bias, batch=batch, **change)
+    for got in pool(math.prod(layout.values())).run(traveling, in_layout, layout, optimizer, micro_batches, change,
+                                                    tokens=8, schedule=schedule, bias=bias, batch=batch, **options):
+        assert not differences(got, want), change
 
 
 def test_visits_without_sorting_give_the_same(pool):
