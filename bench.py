@@ -877,15 +877,14 @@ def timed(device, size, ways):
 
 
 def three_stopwatches(device, size):
-    """One product. It must be the first of the process: what comes later finds libraries loaded."""
+    """One product. It must be the first of the process: what comes later finds the libraries loaded."""
     x = torch.ones(size.side, size.side, device=device)
 
     def stopwatch(waits):
         synchronize(device)
         start = time.perf_counter()
         x @ x
-        if waits:
-            synchronize(device)
+        synchronize(device) if waits else None
         return time.perf_counter() - start
     first = stopwatch(True)
     warm, early = (statistics.median(stopwatch(waits) for _ in range(5)) for waits in (True, False))
@@ -893,11 +892,11 @@ def three_stopwatches(device, size):
             for way, seconds in (("first call", first), ("warm, waited for", warm), ("not waited for", early))]
 
 
-def formula(plain, passes, ours, **more):
+def formula(plain, passes, ours):
     """A lesson: PyTorch's operations one by one, so many passes over memory, against one read and one write."""
     def measure(device, size):
         x = torch.randn(size.n, device=device)
-        fused = {**more, "ours": ours} if kernels.on_triton(x) else {"one operation": ours}
+        fused = {"ours" if kernels.on_triton(x) else "one operation": ours}
         if device.type == "cuda":  # a CPU wants a C++ compiler
             fused["torch.compile"] = torch.compile(plain, dynamic=False)
         return timed(device, size, {"one by one": (plain, [x], passes * x.nbytes, 0),
@@ -913,18 +912,18 @@ def _copy_lines(x, y, line, step, BLOCK: tl.constexpr):
 
 
 def columns_and_rows(device, size):
-    """Memory hands out sectors of 32 bytes. A warp that walks down a column uses 4 of each, and asks for 32 sectors."""
+    """A copy. A GPU's memory hands out sectors of 32 bytes: down a column each serves one number, unless L2 helps."""
     side = math.isqrt(size.n)
     x, y = torch.randn(2, side, side, device=device)
 
-    def copy(line, step):
+    def along(line, step):
+        if not kernels.on_triton(x):
+            return y.copy_(x if step == 1 else x.T)
         _copy_lines[side // min(side, 1024), side](x, y, line, step, min(side, 1024))
         return y
-    ways = {"columns": lambda: copy(1, side), "rows": lambda: copy(side, 1)}
-    if not kernels.on_triton(x):
-        ways = {"columns": lambda: y.copy_(x.T), "rows": lambda: y.copy_(x)}
-    asked = {"columns": 32 if device.type == "cuda" else 4, "rows": 4}  # bytes for each number
-    return timed(device, size, {way: (function, [], 2 * x.numel() * asked[way], 0) for way, function in ways.items()})
+    asked = 2 * x.numel() * (32 if device.type == "cuda" else 4)
+    return timed(device, size, {"columns": (lambda: along(1, side), [], asked, 0),
+                                "rows": (lambda: along(side, 1), [], 2 * x.nbytes, 0)})
 
 
 @triton.jit
@@ -934,7 +933,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _sigmoids(x, s, t, y, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """s = sigmoid(x), t = sigmoid(s), y = sigmoid(t): read x, write s, t, y, or y alone."""
+    """s = sigmoid(x), t = sigmoid(s), y = sigmoid(t). Kept: 1 read, 3 writes; else 1 and 1."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     once = _sigmoid(tl.load(x + at))
     twice = _sigmoid(once)
@@ -946,7 +945,7 @@ def _sigmoids(x, s, t, y, KEEP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sigmoids_backward(x, s, t, dy, dx, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """dx from s, t and dy, or from x and dy."""
+    """Kept: 3 reads, 1 write; else 2 and 1."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     once = tl.load(s + at) if KEEP else _sigmoid(tl.load(x + at))
     twice = tl.load(t + at) if KEEP else _sigmoid(once)
@@ -983,188 +982,160 @@ def shuffled_and_sorted(device, size):
                                 for way, numbers in (("shuffled", x), ("sorted", x.sort().values))})
 
 
-def products(scale, moved, **tiles_of):
-    """A lesson: the product of two square matrices, bf16, with other tiles; moved(tiles, side): bytes."""
-    def measure(device, size):
-        side = scale * size.side
-        a, b = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
-        return timed(device, size, {way.replace("_", " "): (functools.partial(kernels.matmul, tiles=tiles), [a, b],
-                                                            moved(tiles, side), 2 * side**3)
-                                    for way, tiles in tiles_of.items()})
-    return measure
+def ungrouped_and_grouped(device, size):
+    """A product that is wider than L2. Bytes: if what runs at once reads each row and column from memory once."""
+    side, tile, at_once = 2 * size.side, 128, kernels.programs_at_once(device)
+    a, b = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
+    count = triton.cdiv(side, tile)
 
-
-def moved_by_programs(tiles, side):
-    """Each row of tiles reads all of B, each column of tiles all of A; from L2 or memory."""
-    return 2 * side**3 // tiles[0] + 2 * side**3 // tiles[1] + 2 * side**2
-
-
-def moved_from_memory(tiles, side):
-    """If 132 programs that run at once read each row and column once, the other times it comes from L2. Square tiles.
-    """
-    count = -(-side // tiles[0])
-    return int(2 * side * tiles[0] * kernels.tiles_read(count, count, tiles[3]) * -(-count**2 // 132)) + 2 * side**2
+    def elements(group):  # read and written
+        return triton.cdiv(count**2, at_once) * tile * side * kernels.tiles_read(count, count, group, at_once) + side**2
+    return timed(device, size, {way: (functools.partial(kernels.matmul, tiles=(tile, tile, 64, group)), [a, b],
+                                      2 * elements(group), 2 * side**3)
+                                for way, group in (("row after row", 1), ("groups of 8 rows", 8))})
 
 
 def float32_and_bf16(function, matrices):
+    """A lesson: a product of two, or an operation on one that memory bounds."""
     def measure(device, size):
-        x = torch.randn(size.side, size.side, device=device)
-        return timed(device, size, {str(dtype)[6:]: (function, [x.to(dtype)] * matrices, (1 + matrices) * x.numel()
-                                                     * dtype.itemsize, 2 * size.side**3 * (matrices > 1))
-                                    for dtype in (torch.float32, torch.bfloat16)})
+        x = torch.randn(size.side, size.side, device=device) if matrices == 2 else torch.randn(size.n, device=device)
+        return timed(device, size, {str(dtype)[6:]: (
+            function, [x.to(dtype)] * matrices, (1 + matrices) * x.numel() * dtype.itemsize,
+            2 * size.side**3 * (matrices == 2)) for dtype in (torch.float32, torch.bfloat16)})
     return measure
 
 
 LESSONS = {
     "timing": Lesson("warm up, then wait for the GPU", "bench.py interleaved", three_stopwatches),
     "elu": Lesson("eager writes every step to memory", "kernels.py _elu",
-                  formula(kernels.elu_reference, 8.5, kernels.elu, **{"F.elu": F.elu})),
-    "fusion": Lesson("GELU in one kernel reads once, writes once", "kernels.py _map",
+                  formula(kernels.elu_reference, 8.5, kernels.elu)),
+    "fusion": Lesson("GELU in one kernel: one read, one write", "kernels.py _map",
                      formula(kernels.gelu_reference, 14, kernels.gelu)),
     "coalescing": Lesson("a burst brings neighbours: use them all", "bench.py _copy_lines", columns_and_rows),
-    "recompute": Lesson("three sigmoids: compute rather than read", "bench.py _sigmoids_backward", kept_and_recomputed,
-                        "triton"),
+    "recompute": Lesson("three sigmoids: compute again, do not read", "bench.py _sigmoids_backward",
+                        kept_and_recomputed, "triton"),
     "branches": Lesson("a warp runs both sides of a branch", "bench.py BRANCHES", shuffled_and_sorted, "cuda"),
-    "tiles": Lesson("what a larger tile reads serves more results", "kernels.py _matmul",
-                    products(1, moved_by_programs, tiles_of_32=(32, 32, 32, 8), tiles_of_128=(128, 128, 64, 8)),
-                    "triton"),
-    "order": Lesson("programs that run together share L2", "kernels.py tile_of",
-                    products(2, moved_from_memory, row_after_row=(128, 128, 64, 1), groups_of_8=(128, 128, 64, 8)),
-                    "triton"),
+    "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, "triton"),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py make_shard", float32_and_bf16(torch.mm, 2)),
-    "width": Lesson("bound by memory: half the bytes, half the time", "bench.py float32_and_bf16",
+    "width": Lesson("bound by memory: half the bytes, half the time", "parallel.py make_shard",
                     float32_and_bf16(torch.neg, 1)),
 }
 
 
-# Then 7 and 8. Figures that need many GPUs are computed: by the formulas that `strategies` and the tests hold against
-# bytes counted and memory measured, by schedules on a clock, by `predict`.
+# Then 7 and 8. What needs many GPUs is computed: by the formulas that `strategies` and the tests hold against bytes
+# counted and memory measured, by schedules on a clock, by `predict`.
 
 class Claim(NamedTuple):
     claim: str
-    lecture: float  # None: the lecture says it without a figure
+    lecture: float  # None: no figure
     ours: float
     note: str
     command: str    # measures it
 
 
-STRATEGIES = "python bench.py strategies --gpus 4 --only"
+GPT3, STRATEGIES = GPTConfig(50257, 2048, 96, 96, 12288), "python bench.py strategies --gpus 4 --only"
+
+
+def traffic(items, n):
+    """Bytes that rank 0 of n sends."""
+    return sum(item.times * sent(item.op, elements, item.width, n, 0) for item in items for elements in item.elements)
 
 
 def claims_of_traffic():
-    n, k, rings = 8, 1 << 20, "python bench.py collectives --gpus 4 --comm ring --only"
+    n, k, block, btc = 8, 1 << 20, [(1, range(1, 2))], GPT3.seq_len * GPT3.n_embd
     yield Claim("all-reduce of k: a rank sends, in k", 2 * (n - 1) / n, sent("all_reduce", k, 4, n, 0) / (4 * k),
-                f"2 (N-1)/N, N = {n}", f"{rings} all_reduce")
-    yield Claim("reduce-scatter and all-gather, in k", 2 * (n - 1) / n, sum(sent(half, k, 4, n, 0) for half in HALVES)
-                / (4 * k), "its two halves", f"{rings} {' '.join(HALVES)}")
-    n = 64
+                f"2 (N-1)/N, N = {n}", "python bench.py collectives --gpus 4 --comm ring --only all_reduce")
     for zero, (name, figure) in enumerate({"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items()):
         s = train.Settings(dp=n, zero=zero, batch_size=n, dtype="fp32")
-        traffic = sum(item.times * sent(item.op, elements, item.width, n, 0)
-                      for item in messages_of_buckets(s, "dp", [(k, 2 * (zero == 3))], n) for elements in item.elements)
-        yield Claim(f"{name}: a rank sends in a step, in K", figure, traffic / (4 * k), f"(N-1)/N of it, N = {n}"
-                    + "; a stage's last unit is gathered once" * (zero == 3), f"{STRATEGIES} {name}")
-    block, btc, t = [(1, range(1, 2))], GPT3.seq_len * GPT3.n_embd, 8
+        buckets = messages_of_buckets(s, "dp", [(k, 2 if zero == 3 else 0)], n)
+        yield Claim(f"{name}: a rank sends in a step, in K", figure, traffic(buckets, n) / (4 * k), f"(N-1)/N of it, "
+                    f"N = {n}" + "; a stage's last unit is gathered once" * (zero == 3), f"{STRATEGIES} {name}")
     for name, sp in ("tp", False), ("tp+sp", True):
-        s = train.Settings(dp=1, tp=t, sp=sp, dtype="bf16", batch_size=1)
-        traffic = sum(item.times * sent(item.op, elements, item.width, t, 0) for item in messages(GPT3, s, block, [])
-                      if item.what.startswith("activations") for elements in item.elements)
-        yield Claim(f"{name}: a rank sends for a block, in BTC", 8 * (t - 1) / t, traffic / (2 * btc),
-                    f"8 (N-1)/N, N = {t}" + "; backward gathers again what f gathered" * sp, f"{STRATEGIES} {name}")
+        s = train.Settings(dp=1, tp=n, sp=sp, dtype="bf16", batch_size=1)
+        passed = [item for item in messages(GPT3, s, block, []) if item.what.startswith("activations")]
+        yield Claim(f"{name}: a rank sends for a block, in BTC", 8 * (n - 1) / n, traffic(passed, n) / (2 * btc),
+                    f"8 (N-1)/N, N = {n}" + "; backward gathers again what f gathered" * sp, f"{STRATEGIES} {name}")
     s = train.Settings(dp=1, pp=4, dtype="bf16", batch_size=1)
-    passed = next(item for item in messages(GPT3, s, block, []) if item.axis == "pp")
-    yield Claim("pp: a rank sends for a micro-batch, in BTC", 2, passed.times * passed.elements[0] / btc,
+    passed = [item for item in messages(GPT3, s, block, []) if item.what == "activations"]
+    yield Claim("pp: a rank sends for a micro-batch, in BTC", 2, traffic(passed, 2) / (2 * btc),
                 "activations on, gradients back", f"{STRATEGIES} 1f1b")
 
 
-GPT3 = GPTConfig(50257, 2048, 96, 96, 12288)
-
-
 def claims_of_memory():
-    """The lecture's 34 + 5 heads T/C bytes for each of BTC are 32 that we keep, too, 2 of dropout's masks, and the T x T
-    scores: model.py has no dropout, and flash attention keeps no scores, only statistics."""
+    """The lecture's 34 + 5 heads T/C bytes for each of BTC are 32 that we keep as well, 2 of dropout's masks, and the
+    T x T scores: model.py has no dropout, and flash attention keeps statistics only."""
     large, n = GPTConfig(50257, 2048, 36, 32, 4096), 64
     for zero, figure in enumerate((120, 31.4, 16.6, 1.88)):
-        kinds = {kind: 7.5 * size / large.parameters()
-                 for kind, size in parallel.memory_bytes(large, zero, n, dtype=torch.bfloat16).items()}
-        ours = kinds["parameters"] + kinds["gradients"] + kinds["optimizer"]
-        yield Claim(f"ZeRO-{zero}: 7.5 billion parameters, {n} GPUs: GB", figure, ours,
-                    f"gradients are float32; in 16 bits {ours - kinds['gradients'] / 2:.4g}" if zero < 3 else
-                    "gradients are float32; no 16-bit shard beside the masters", "python parallel.py memory")
+        kinds = parallel.memory_bytes(large, zero, n, dtype=torch.bfloat16)
+        gradients, *others = (7.5 * kinds[kind] / large.parameters()
+                              for kind in ("gradients", "parameters", "optimizer"))
+        yield Claim(f"ZeRO-{zero}: 7.5 billion parameters, {n} GPUs: GB", figure, gradients + sum(others),
+                    "gradients are float32; " + (f"in 16 bits {gradients / 2 + sum(others):.4g}" if zero < 3 else
+                                                 "no 16-bit shard beside the masters"), "python parallel.py memory")
     scores, t = 5 * GPT3.n_head * GPT3.seq_len / GPT3.n_embd, 8
-    for name, figure, tp, sp, recompute in (
-            ("one GPU", 34 + scores, 1, False, "none"), ("tp 8", 10 + (24 + scores) / t, t, False, "none"),
-            ("tp 8 sp", (34 + scores) / t, t, True, "none"),
-            ("the same, recompute attention", 34 / t, t, True, "attention"),
-            ("recompute block", 2, 1, False, "block")):
+    for flags, figure, tp, sp, recompute, note in (
+            ("", 34 + scores, 1, False, "none", "no dropout, no T x T"),
+            ("--tp 8", 10 + (24 + scores) / t, t, False, "none", "no dropout, no T x T"),
+            ("--tp 8 --sp", (34 + scores) / t, t, True, "none", "no dropout, no T x T"),
+            ("--tp 8 --sp --recompute attention", 34 / t, t, True, "attention", "nor q, k, v, attention's output"),
+            ("--recompute block", 2, 1, False, "block", "x alone")):
         kept = parallel.activation_bytes(GPT3, 1, tp, 2, recompute, [range(1, 2)], tokens_cut=tp if sp else 1)
-        yield Claim(f"a block's activations, in BTC: {name}", figure, kept / (GPT3.seq_len * GPT3.n_embd), {
-            "none": "no dropout, no T x T", "attention": "without q, k, v, attention's output, too",
-            "block": "x alone"}[recompute],
-            "python train.py " + "--tp 2 " * (tp > 1) + "--sp " * sp + f"--recompute {recompute} --steps 50")
+        yield Claim(f"activations of a block, in BTC: {flags or 'one GPU'}", figure,
+                    kept / (GPT3.seq_len * GPT3.n_embd), note,
+                    " ".join(["python train.py", *flags.replace("8", "2").split(), "--steps 50"]))
 
 
 def claims_of_pipelines():
     p, m = 4, 8
     for schedule, v, bubble, most in (("gpipe", 1, (p - 1) / m, m), ("1f1b", 1, (p - 1) / m, p),
                                       ("interleaved", 2, (p - 1) / m / 2, p + (p - 1) / 2),
-                                      ("zb-h1", 1, (p - 1) / m / 3, p)):  # of F = I = W
-        where = f"{p} ranks, {m} micro-batches" + f", {v} stages a rank" * (v > 1)
+                                      ("zb-h1", 1, (p - 1) / m / 3, p)):
         timeline = parallel.simulate(parallel.SCHEDULES[schedule](p, m, v))
-        yield Claim(f"{schedule}: bubble over work", bubble, max(timeline.idle) / (3 * m),
-                    where, f"{STRATEGIES} {schedule}")
-        yield Claim(f"{schedule}: micro-batches that rank 0 holds", most, max(timeline.peak), "",
-                    f"{STRATEGIES} {schedule}")
+        for what, figure, ours in (("bubble over work", bubble, max(timeline.idle) / (3 * m)),
+                                   ("micro-batches that a rank holds", most, max(timeline.peak))):
+            yield Claim(f"{schedule}: {what}", figure, ours, f"{p} ranks, {m} micro-batches, F = I = W"
+                        + f", {v} stages a rank" * (v > 1), f"{STRATEGIES} {schedule}")
 
 
 def claims_of_time():
-    """By `predict`, with H100s. F: FLOP/s of products, W: bytes/s to another GPU."""
+    """By `predict`, for H100s. F: FLOP/s of products; W: bytes/s to another GPU."""
     xl, large, h100 = PRESETS["gpt2-xl"], GPTConfig(50257, 2048, 32, 32, 4096), MACHINES["h100"]
-    yield Claim("FLOPs to train on a token, in K", 6, xl.flops_per_token() / xl.parameters(),
-                "GPT-2 XL; and 12 L C T of attention", "python model.py")
-    def step(config, machine=h100, **layout):
+    sizes = "python bench.py plan --machine h100 --n-layer 32 --n-head 32 --n-embd 4096 --seq-len 2048"
+
+    def costs(config, machine=h100, **layout):
         return predict(config, train.Settings(dtype="bf16", **layout), machine)
-    for n, link, note in ((8, h100.link, "gradients in float32; blocks do more than products"),
+    yield Claim("FLOPs to train on a token, in K", 6, xl.flops_per_token() / xl.parameters(), "GPT-2 XL; 12 L C T more",
+                "python model.py")
+    for n, link, note in ((8, h100.link, "gradients are float32; blocks do more than products"),
                           (64, h100.network, "two levels: each GPU's card carries an 8th")):
-        costs = step(large, dp=n, zero=3, batch_size=8 * n)
+        z3 = costs(large, dp=n, zero=3, batch_size=8 * n)
         yield Claim(f"zero3, {n} GPUs: tokens a GPU that hide traffic", (n - 1) / n * h100.matmul / link,
-                    8 * large.seq_len * costs.dp_all / costs.compute, f"F/W (N-1)/N; {note}",
-                    f"python bench.py plan --machine h100 --gpus {n}")
-    for batch in 64, 1024:
-        alone, mixed = (step(large, dp=64 // tp, tp=tp, zero=3, batch_size=batch).step for tp in (1, 4))
-        yield Claim(f"64 GPUs, {batch} sequences: zero3 / zero3+tp 4", None, alone / mixed, "steps; "
-                    + ("so few tokens a GPU hide no traffic" if batch == 64 else "enough tokens: dp alone"),
-                    "python bench.py plan --machine h100 --gpus 64 --n-head 32 --n-layer 32 --n-embd 4096 "
-                    f"--seq-len 2048 --batch-size {batch}")
+                    8 * large.seq_len * z3.dp_all / z3.compute, f"F/W (N-1)/N; {note}", f"{sizes} --gpus {n}")
+    for batch, note in (64, "too few tokens a GPU for dp alone"), (1024, "enough tokens a GPU for dp alone"):
+        alone, mixed = (costs(large, dp=64 // tp, tp=tp, zero=3, batch_size=batch).step for tp in (1, 4))
+        yield Claim(f"step of zero3 / of zero3+tp 4: 64 GPUs, {batch} sequences", None, alone / mixed, note,
+                    f"{sizes} --gpus 64 --batch-size {batch}")
     for wire, rate in ("NVLink 4, 450", 450e9), ("PCIe 7, 121", 121e9), ("Ethernet, 0.2", 0.2e9):
-        costs = step(xl, dataclasses.replace(h100, link=rate), dp=8, batch_size=64)
-        yield Claim(f"{wire} GB/s each way: GPT-2 XL's gradients, ms", 2e3 * 7 / 8 * 4 * xl.parameters() / rate,
-                    1e3 * costs.dp_all, f"8 GPUs, float32; not hidden, it is {100 * costs.dp / costs.step:.0f} % of a step",
+        ddp = costs(xl, dataclasses.replace(h100, link=rate), dp=8, batch_size=64)
+        yield Claim(f"gradients of GPT-2 XL, ms: {wire} GB/s each way", 2e3 * 7 / 8 * 4 * xl.parameters() / rate,
+                    1e3 * ddp.dp_all, f"8 GPUs, float32; {100 * ddp.dp / ddp.step:.0f} % of a step after hiding",
                     "python bench.py collectives --only all_reduce")
 
 
-def claims():
-    for topic in claims_of_traffic, claims_of_memory, claims_of_pipelines, claims_of_time:
-        yield from topic()
-
-
-def lessons_of(device):
-    """Names of those that this device can run."""
-    able = {"": True, "triton": device == "cuda" or kernels.INTERPRETED, "cuda": device == "cuda"}
-    return [name for name, lesson in LESSONS.items() if able[lesson.needs]]
+CLAIMS = claims_of_traffic, claims_of_memory, claims_of_pipelines, claims_of_time
 
 
 def lessons(a):
-    device = torch.device(a.device, *[0] * (a.device == "cuda"))
-    cuda, on_triton = device.type == "cuda", device.type == "cuda" or kernels.INTERPRETED
+    device, on_triton = torch.device(a.device, *[0] * (a.device == "cuda")), a.device == "cuda" or kernels.INTERPRETED
     kernels.use("triton" if on_triton else "auto")
-    size = SimpleNamespace(**dict(zip(("n", "side", "repeats"), (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10)
-                                      if cuda else (1 << 24, 1024, 5))))
-    pairs = Table("Lectures 5 and 6, measured: how many times faster than a lesson's first way, how many times fewer "
-                  "bytes to move", {
-        "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f", "faster": "faster:>9.2f",
-        "fewer": "fewer:>6.2f", "gb": "GB:>8.3f", "speed": "GB/s:>8,.1f", "tflops": "TFLOP/s:>9.2f", "read": "read:<30"})
-    for name in (name for name in LESSONS if name in a.only):
+    sizes = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
+    size = SimpleNamespace(**dict(zip(("n", "side", "repeats"), sizes)))
+    pairs = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
+                  "fewer bytes", {
+        "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f",
+        "faster": "faster:>9.2f", "fewer": "fewer:>6.2f", "gb": "GB:>8.3f", "speed": "GB/s:>8,.1f",
+        "tflops": "TFLOP/s:>9.2f", "read": "read:<29"})
+    for name in filter(a.only.__contains__, LESSONS):
         lesson = LESSONS[name]
         try:
             rows = lesson.measure(device, size)
@@ -1176,15 +1147,15 @@ def lessons(a):
             continue
         for i, (way, seconds, moved, flops) in enumerate(rows):
             pairs.row(lesson=name, says="" if i else lesson.says, way=way, ms=1e3 * seconds, read=lesson.read,
-                      faster=rows[0][1] / seconds, fewer=rows[0][2] / moved, gb=moved / 1e9, speed=moved / seconds / 1e9,
-                      tflops=flops / seconds / 1e12 if flops else None)
+                      faster=rows[0][1] / seconds, fewer=rows[0][2] / moved, gb=moved / 1e9,
+                      speed=moved / seconds / 1e9, tflops=flops / seconds / 1e12 if flops else None)
         torch._dynamo.reset()
-    counted = Table("Lectures 7 and 8: the lecture's figure, ours as computed here, and the command that measures it", {
-        "claim": "claim:<58", "lecture": "lecture:>9,.5g", "ours": "ours:>9,.5g", "note": "note:<59",
+    figures = Table("Lectures 7 and 8: the lecture's figure, ours as computed here, and what measures it", {
+        "claim": "claim:<62", "lecture": "lecture:>9,.5g", "ours": "ours:>9,.5g", "note": "note:<68",
         "command": "command:<40"})
-    for claim in claims() if "claims" in a.only else ():
-        counted.row(**claim._asdict())
-    write_json(a.json, "lessons", device, [pairs, counted])
+    for claim in itertools.chain(*(topic() for topic in CLAIMS)) if "claims" in a.only else ():
+        figures.row(**claim._asdict())
+    write_json(a.json, "lessons", device, [pairs, figures])
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
@@ -2163,7 +2134,7 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     ((*MEASURED, "lessons"), "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
     ((*MEASURED, "lessons"), "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
     ((*MEASURED, "lessons"), "--only", {"nargs": "+", "metavar": "NAME",
-                          "help": "of the kernels, lessons, collectives or strategies; left out, all, experts and dense "
+                          "help": "of the kernels, lessons, collectives, strategies; left out, all, experts and dense "
                                   "twin where --experts is given; scaling: ddp zero3"}),
     (OF_A_MODEL, "--model", {"choices": list(PRESETS),
                              "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
@@ -2232,7 +2203,8 @@ def check(a, world):
             raise BadInput("--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
         return 1
     if a.what == "lessons":
-        names = [*lessons_of(a.device), "claims"]
+        able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
+        names = [*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"]
         a.only = a.only or names
         for name in set(a.only) - set(names):
             raise BadInput(f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
