@@ -884,7 +884,8 @@ def three_stopwatches(device, size):
         synchronize(device)
         start = time.perf_counter()
         x @ x
-        synchronize(device) if waits else None
+        if waits:
+            synchronize(device)
         return time.perf_counter() - start
     first = stopwatch(True)
     warm, early = (statistics.median(stopwatch(waits) for _ in range(5)) for waits in (True, False))
@@ -892,7 +893,7 @@ def three_stopwatches(device, size):
             for way, seconds in (("first call", first), ("warm, waited for", warm), ("not waited for", early))]
 
 
-def formula(plain, passes, ours):
+def one_by_one_and_fused(plain, passes, ours):
     """A lesson: PyTorch's operations one by one, so many passes over memory, against one read and one write."""
     def measure(device, size):
         x = torch.randn(size.n, device=device)
@@ -1008,9 +1009,9 @@ def float32_and_bf16(function, matrices):
 LESSONS = {
     "timing": Lesson("warm up, then wait for the GPU", "bench.py interleaved", three_stopwatches),
     "elu": Lesson("eager writes every step to memory", "kernels.py _elu",
-                  formula(kernels.elu_reference, 8.5, kernels.elu)),
+                  one_by_one_and_fused(kernels.elu_reference, 8.5, kernels.elu)),
     "fusion": Lesson("GELU in one kernel: one read, one write", "kernels.py _map",
-                     formula(kernels.gelu_reference, 14, kernels.gelu)),
+                     one_by_one_and_fused(kernels.gelu_reference, 14, kernels.gelu)),
     "coalescing": Lesson("a burst brings neighbours: use them all", "bench.py _copy_lines", columns_and_rows),
     "recompute": Lesson("three sigmoids: compute again, do not read", "bench.py _sigmoids_backward",
                         kept_and_recomputed, "triton"),
@@ -1036,7 +1037,7 @@ class Claim(NamedTuple):
 GPT3, STRATEGIES = GPTConfig(50257, 2048, 96, 96, 12288), "python bench.py strategies --gpus 4 --only"
 
 
-def traffic(items, n):
+def bytes_of(items, n):
     """Bytes that rank 0 of n sends."""
     return sum(item.times * sent(item.op, elements, item.width, n, 0) for item in items for elements in item.elements)
 
@@ -1048,16 +1049,16 @@ def claims_of_traffic():
     for zero, (name, figure) in enumerate({"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items()):
         s = train.Settings(dp=n, zero=zero, batch_size=n, dtype="fp32")
         buckets = messages_of_buckets(s, "dp", [(k, 2 if zero == 3 else 0)], n)
-        yield Claim(f"{name}: a rank sends in a step, in K", figure, traffic(buckets, n) / (4 * k), f"(N-1)/N of it, "
-                    f"N = {n}" + "; a stage's last unit is gathered once" * (zero == 3), f"{STRATEGIES} {name}")
+        yield Claim(f"{name}: a rank sends in a step, in K", figure, bytes_of(buckets, n) / (4 * k), f"(N-1)/N of it, "
+                    f"N = {n}" + "; a stage's last unit once less" * (zero == 3), f"{STRATEGIES} {name}")
     for name, sp in ("tp", False), ("tp+sp", True):
         s = train.Settings(dp=1, tp=n, sp=sp, dtype="bf16", batch_size=1)
         passed = [item for item in messages(GPT3, s, block, []) if item.what.startswith("activations")]
-        yield Claim(f"{name}: a rank sends for a block, in BTC", 8 * (n - 1) / n, traffic(passed, n) / (2 * btc),
+        yield Claim(f"{name}: a rank sends for a block, in BTC", 8 * (n - 1) / n, bytes_of(passed, n) / (2 * btc),
                     f"8 (N-1)/N, N = {n}" + "; backward gathers again what f gathered" * sp, f"{STRATEGIES} {name}")
     s = train.Settings(dp=1, pp=4, dtype="bf16", batch_size=1)
     passed = [item for item in messages(GPT3, s, block, []) if item.what == "activations"]
-    yield Claim("pp: a rank sends for a micro-batch, in BTC", 2, traffic(passed, 2) / (2 * btc),
+    yield Claim("pp: a rank sends for a micro-batch, in BTC", 2, bytes_of(passed, 2) / (2 * btc),
                 "activations on, gradients back", f"{STRATEGIES} 1f1b")
 
 
@@ -1094,29 +1095,29 @@ def claims_of_pipelines():
         for what, figure, ours in (("bubble over work", bubble, max(timeline.idle) / (3 * m)),
                                    ("micro-batches that a rank holds", most, max(timeline.peak))):
             yield Claim(f"{schedule}: {what}", figure, ours, f"{p} ranks, {m} micro-batches, F = I = W"
-                        + f", {v} stages a rank" * (v > 1), f"{STRATEGIES} {schedule}")
+                        + f", {v} stages a rank" * (v > 1), f"{STRATEGIES} {schedule}" + " --n-layer 6" * (v > 1))
 
 
 def claims_of_time():
-    """By `predict`, for H100s. F: FLOP/s of products; W: bytes/s to another GPU."""
-    xl, large, h100 = PRESETS["gpt2-xl"], GPTConfig(50257, 2048, 32, 32, 4096), MACHINES["h100"]
-    sizes = "python bench.py plan --machine h100 --n-layer 32 --n-head 32 --n-embd 4096 --seq-len 2048"
+    """By `predict`, for H200s. F: FLOP/s of products; W: bytes/s to another GPU."""
+    xl, large, h200 = PRESETS["gpt2-xl"], GPTConfig(50257, 2048, 32, 32, 4096), MACHINES["h200"]
+    sizes = "python bench.py plan --n-layer 32 --n-head 32 --n-embd 4096 --seq-len 2048"
 
-    def costs(config, machine=h100, **layout):
+    def costs(config, machine=h200, **layout):
         return predict(config, train.Settings(dtype="bf16", **layout), machine)
     yield Claim("FLOPs to train on a token, in K", 6, xl.flops_per_token() / xl.parameters(), "GPT-2 XL; 12 L C T more",
                 "python model.py")
-    for n, link, note in ((8, h100.link, "gradients are float32; blocks do more than products"),
-                          (64, h100.network, "two levels: each GPU's card carries an 8th")):
+    for n, link, note in ((8, h200.link, "gradients are float32; blocks do more than products"),
+                          (64, h200.network, "two levels: each GPU's card carries an 8th")):
         z3 = costs(large, dp=n, zero=3, batch_size=8 * n)
-        yield Claim(f"zero3, {n} GPUs: tokens a GPU that hide traffic", (n - 1) / n * h100.matmul / link,
+        yield Claim(f"zero3, {n} GPUs: tokens a GPU that hide traffic", (n - 1) / n * h200.matmul / link,
                     8 * large.seq_len * z3.dp_all / z3.compute, f"F/W (N-1)/N; {note}", f"{sizes} --gpus {n}")
     for batch, note in (64, "too few tokens a GPU for dp alone"), (1024, "enough tokens a GPU for dp alone"):
         alone, mixed = (costs(large, dp=64 // tp, tp=tp, zero=3, batch_size=batch).step for tp in (1, 4))
         yield Claim(f"step of zero3 / of zero3+tp 4: 64 GPUs, {batch} sequences", None, alone / mixed, note,
                     f"{sizes} --gpus 64 --batch-size {batch}")
     for wire, rate in ("NVLink 4, 450", 450e9), ("PCIe 7, 121", 121e9), ("Ethernet, 0.2", 0.2e9):
-        ddp = costs(xl, dataclasses.replace(h100, link=rate), dp=8, batch_size=64)
+        ddp = costs(xl, dataclasses.replace(h200, link=rate), dp=8, batch_size=64)
         yield Claim(f"gradients of GPT-2 XL, ms: {wire} GB/s each way", 2e3 * 7 / 8 * 4 * xl.parameters() / rate,
                     1e3 * ddp.dp_all, f"8 GPUs, float32; {100 * ddp.dp / ddp.step:.0f} % of a step after hiding",
                     "python bench.py collectives --only all_reduce")
@@ -1149,7 +1150,6 @@ def lessons(a):
             pairs.row(lesson=name, says="" if i else lesson.says, way=way, ms=1e3 * seconds, read=lesson.read,
                       faster=rows[0][1] / seconds, fewer=rows[0][2] / moved, gb=moved / 1e9,
                       speed=moved / seconds / 1e9, tflops=flops / seconds / 1e12 if flops else None)
-        torch._dynamo.reset()
     figures = Table("Lectures 7 and 8: the lecture's figure, ours as computed here, and what measures it", {
         "claim": "claim:<62", "lecture": "lecture:>9,.5g", "ours": "ours:>9,.5g", "note": "note:<68",
         "command": "command:<40"})
