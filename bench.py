@@ -1071,7 +1071,7 @@ def claims_of_memory():
         gradients, *others = (7.5 * kinds[kind] / large.parameters()
                               for kind in ("gradients", "parameters", "optimizer"))
         yield Claim(f"ZeRO-{zero}: 7.5 billion parameters, {n} GPUs: GB", figure, gradients + sum(others),
-                    "gradients are float32; " + (f"in 16 bits {gradients / 2 + sum(others):.4g}" if zero < 3 else
+                    "gradients are float32; " + (f"16-bit ones: {gradients / 2 + sum(others):.4g}" if zero < 3 else
                                                  "no 16-bit shard beside the masters"), "python parallel.py memory")
     scores, t = 5 * GPT3.n_head * GPT3.seq_len / GPT3.n_embd, 8
     for flags, figure, tp, sp, recompute, note in (

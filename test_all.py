@@ -3984,7 +3984,7 @@ def test_bench_lessons(monkeypatch, tmp_path, capsys):
     assert close(ours[:8], [*ring, 8 * 7 / 8, 10 * 7 / 8, 2]) and lecture[:8] == [1.75, 2, 2, 2, 3, 7, 7, 2]
     zero = [7.5 * (2 + 4 + 12), 7.5 * (2 + 4 + 12 / 64), 7.5 * (2 + 16 / 64), 7.5 * 16 / 64]  # float32 gradients
     assert close(ours[8:11], zero[:3], 1e-6) and close(ours[11], zero[3], 0.02)  # ZeRO-3's vectors are on each rank
-    assert all(f"in 16 bits {7.5 * (4 + 12 / 64 - 2 * (z == 2) * 63 / 64) if z else 120:.4g}" in found[8 + z]["note"]
+    assert all(f"16-bit ones: {7.5 * (4 + 12 / 64 - 2 * (z == 2) * 63 / 64) if z else 120:.4g}" in found[8 + z]["note"]
                for z in range(3)) and close(lecture[8:12], [120, 31.4, 16.6, 1.88])
     norms, heads = 16 / 12288, 4 * 96 / 12288  # bytes of statistics
     assert close(ours[12:17], [32 + norms + heads, 8 + norms + (24 + heads) / 8, (32 + norms + heads) / 8,
