@@ -1106,6 +1106,19 @@ class Window:
             self.link.log.count(parts[self.link.rank])
         self.barrier()
 
+    def all_reduce(self, parts, op):
+        """`scatter`, and `gather` of sums that are written where the others fetch them, behind the N parts."""
+        def place(r):
+            return self.of[r][len(parts) * parts[r].nbytes:][:parts[r].nbytes].view(parts[r].dtype)
+
+        own = parts[self.link.rank]
+        _sum_rows(self.scatter(parts), [own, place(self.link.rank)], op)
+        self.barrier()
+        for r in self.others:
+            parts[r].copy_(place(r))
+            self.link.log.count(own)
+        self.barrier()
+
     def gather_rows(self, whole, own):
         """Copy `own` of rank r, (B, ...), to whole[r], for every r. Rows of `whole` (N, B, ...) may lie apart."""
         tensors = self.open(own.view(-1))
@@ -1228,7 +1241,7 @@ class Direct:
     round instead of N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks.
     Between nodes the ring is better, because only two ranks of a node then talk outside. Large chunks go through
     windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
-    waits for is one kernel over everybody's window, and so is every all-to-all.
+    waits for is one kernel over everybody's window, and so is an all-to-all; beside the caller it is copies, too.
     """
 
     def window(self, nbytes):
@@ -1246,6 +1259,9 @@ class Direct:
             self._open_all_reduce(window, flat, chunks, op)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
+        elif flat.nbytes >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+            for parts in _in_step(chunks, WINDOW_BYTES // (self.size + 1)):
+                window.all_reduce(parts, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)

@@ -523,6 +523,52 @@ def rows_through_windows(rank, windows, barrier, own, terms):
     return whole.flatten(1, 2), mine, left, link.log.bytes
 
 
+class Signals:
+    """A flag for each (receiver, sender, channel): put sets one that is down, wait takes down one that is set."""
+
+    def __init__(self):
+        self.set, self.changed = set(), threading.Condition()
+
+    def of(self, rank):
+        def change(flag, before):
+            with self.changed:
+                assert self.changed.wait_for(lambda: (flag in self.set) == before, timeout=20)
+                self.set ^= {flag}
+                self.changed.notify_all()
+        return types.SimpleNamespace(put_signal=lambda to, channel, _: change((to, rank, channel), False),
+                                     wait_signal=lambda sender, channel, _: change((rank, sender, channel), True))
+
+
+def all_to_all_by_copies(rank, windows, signals, rows):
+    """rows[i][j]: numbers that i sends to j. Returns what came three times, and what was sent."""
+    link, results = link_with_window(rank, windows, threading.Barrier(1)), []
+    window, link.aside = link.window(0), True
+    window.handle, window.timeout, window.lent = signals.of(rank), 600, False
+    for turn in range(3):
+        outgoing = [torch.arange(n) + 1000 * rank + 100 * turn for n in rows[rank]]
+        incoming = [torch.full((line[rank],), -1) for line in rows]
+        link.all_to_all(outgoing, incoming)
+        for t in outgoing:
+            t.fill_(-2)  # it may be written at once
+        results.append(incoming)
+    return results, link.log
+
+
+@pytest.mark.parametrize("rows", [[[3, 5], [0, 7]], [[1, 0, 0], [9, 2, 23], [4, 0, 0]], [[0, 0], [0, 0]]], ids=str)
+def test_all_to_all_by_copies(rows):
+    """In slots of 5 or 8 numbers of 8 bytes: some blocks need several, some none."""
+    size, signals = len(rows), Signals()
+    windows = [torch.zeros(128, dtype=torch.uint8) for _ in rows]
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(lambda rank: all_to_all_by_copies(rank, windows, signals, rows), range(size)))
+    for rank, (turns, log) in enumerate(results):
+        for turn, incoming in enumerate(turns):
+            for sender, t in enumerate(incoming):
+                assert torch.equal(t, torch.arange(rows[sender][rank]) + 1000 * sender + 100 * turn)
+        assert log.bytes == 3 * 8 * (sum(rows[rank]) - rows[rank][rank])
+    assert signals.set == {(to, rank, dist.FREE) for to in range(size) for rank in range(size) if to != rank}
+
+
 @pytest.mark.parametrize("elements,async_op,opened",
                          [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
                           ((3 << 21) + 1, False, False)])
