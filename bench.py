@@ -199,20 +199,25 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
             "scatter": (below - 1) * k // n}[op]
 
 
+HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+
+
+def in_two_levels(op, elements, inside, nodes, rank):
+    """What a collective is made of for rank `rank` of the `inside` ones on a node: [(times, op, elements, whether it
+    stays on the node)]."""
+    if op == "all_reduce":
+        mine = elements // inside + (rank < elements % inside)
+        return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
+    return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
+
+
 def sent_in(link, op, elements, width, waited=True):
     """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
     if not isinstance(link, dist.TwoLevels) or op not in ("all_reduce", *HALVES):
         return sent(op, elements, width, link.size, link.rank, *law_of(link.group, waited))
-    inside, between = link.inside, link.between
-    if op == "all_reduce":
-        mine = elements // inside.size + (inside.rank < elements % inside.size)
-        return (sum(sent_in(inside, half, elements, width) for half in HALVES)
-                + sent_in(between, op, mine, width, waited))
-    return (between.size * sent_in(inside, op, elements // between.size, width)
-            + sent_in(between, op, elements // inside.size, width))
-
-
-HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+    return sum(times * sent_in(link.inside if near else link.between, part, count, width, waited)
+               for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
+                                                             link.inside.rank))
 
 
 class Message(NamedTuple):
@@ -227,21 +232,28 @@ class Message(NamedTuple):
 
 
 def contents(config, stages):
-    """How many blocks, embeddings and heads a rank's stages (number, pieces) have."""
+    """How many blocks, blocks with experts, embeddings and heads a rank's stages (number, pieces) have."""
     pieces = [i for _, run in stages for i in run]
-    return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
+    blocks = [i for i in pieces if 1 <= i <= config.n_layer]
+    routed = sum(config.has_experts(i - 1) for i in blocks)
+    return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def with_experts(config, stages):
-    """How many blocks with experts the stages have."""
-    return sum(config.has_experts(i - 1) for _, run in stages for i in run if 1 <= i <= config.n_layer)
+def widths(s):
+    """Bytes of an element: of what layers compute in, of what gradients add up in."""
+    dtype = train.DTYPES[s.dtype]
+    return dtype.itemsize, parallel.master_dtype(dtype).itemsize
+
+
+def tokens_of(config, s):
+    """Tokens of a micro-batch on a rank."""
+    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
 
 
 def messages_of_buckets(s, axis, buckets, shards):
     """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
     buckets: as for `messages`. shards: ranks that share them out."""
-    m, dtype = s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    m, (narrow, wide) = s.micro_batches, widths(s)
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     yield from {
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
@@ -264,10 +276,8 @@ def messages_of_experts(config, s, routed, rows):
     Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
     back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
     """
-    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens, forwards = s.batch_size // s.dp // m * config.seq_len // s.cp, 1 + (s.recompute == "block")
-    choices = config.top_k * tokens
+    c, m, (narrow, wide) = config.n_embd, s.micro_batches, widths(s)
+    choices, forwards = config.top_k * tokens_of(config, s), 1 + (s.recompute == "block")
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
             [[choices * c] * m * routed] * 2)
@@ -297,15 +307,12 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     how many of each other's come, call by call: ([(to rank 0, to rank 1, ...), ...], [(from rank 0, ...), ...]); None:
     as many for each expert.
     """
-    count, m = s.pp * s.virtual_stages, s.micro_batches
-    dtype = train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
+    count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
     shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
-    blocks, first, last = contents(config, stages)
-    activation, routed = [tokens * config.n_embd], with_experts(config, stages)
+    blocks, routed, first, last = contents(config, stages)
+    activation = [tokens * config.n_embd]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
     if s.tp > 1 and not s.sp:
@@ -419,11 +426,9 @@ def message_seconds(item, n, machine, here):
     def call(op, elements):
         if here in (1, n) or op not in ("all_reduce", *HALVES):
             return seconds(op, elements, n, here == n)
-        nodes = n // here
-        if op == "all_reduce":
-            return (sum(seconds(half, elements, here, True) for half in HALVES)
-                    + seconds(op, elements // here, nodes, False))
-        return nodes * seconds(op, elements // nodes, here, True) + seconds(op, elements // here, nodes, False)
+        return sum(times * seconds(part, count, here if near else n // here, near)
+                   for times, part, count, near in in_two_levels(op, elements, here, n // here, here - 1))
+
     if n == 1:
         return 0.0
     return item.times * sum(count * call(item.op, elements) for elements, count in Counter(item.elements).items())
@@ -448,38 +453,32 @@ class Costs(NamedTuple):
         return sum(self) - self.cp_all - self.dp_all
 
 
-def passes(config, tp=1, sp=False):
+def passes(config, tp=1, sp=False, ep=1, routed=False):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
     inner). Of what is cut over tp a rank has its part; sp: of the C, too.
+    routed: with experts, balanced. A token has a row of C for each expert that it goes through. To sort rows reads the
+    token and writes the rows, to weigh and add them up the other way round; the router takes C, 3C in I. Where tokens
+    travel, rows are sorted by expert and back once more.
     """
-    c, inner = config.n_embd, config.inner / tp
-    own = c / tp if sp else c
-    return 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
-
-
-def passes_of_experts(config, tp=1, sp=False, ep=1):
-    """The same of a block with experts, balanced: a token has a row for each expert that it goes through, C elements.
-    To sort rows reads the token and writes the rows, to weigh and add them up the other way round; the router takes C,
-    3C in I. Where tokens travel, rows are sorted by expert and back once more."""
-    c, rows, inner = config.n_embd, config.top_k * config.n_embd, config.top_k * config.inner / tp
-    own, travelled = c / tp if sp else c, 4 * rows * (ep > 1)
-    return (11 * own + 2 * inner + 2 * (c + rows) + travelled, 19 * own + 3 * inner + 2 * c + 3 * rows + travelled,
-            own + 3 * c / tp + inner + rows)
+    c, k = config.n_embd, config.top_k if routed else 1
+    own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
+    block = 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
+    travelled = 4 * rows * (ep > 1)
+    more = own + 2 * (c + rows) + travelled, 3 * own + 2 * c + 3 * rows + travelled, rows - own
+    return [n + routed * experts for n, experts in zip(block, more)]
 
 
 def block_seconds(config, s, machine, routed):
     """(F, I, W) of one block and micro-batch, by what the GPU computes. routed: the block has experts."""
-    c, inner, dtype = config.n_embd, config.inner, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: by a token, on this rank
-    moved = passes_of_experts(config, s.tp, s.sp, s.ep) if routed else passes(config, s.tp, s.sp)
-    attention, mlp = 4 * c * c / s.tp, 2 * c * inner / s.tp
+    attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
-    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in moved)
+    f, i, w = (product + tokens * narrow * n / machine.elementwise
+               for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
     again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
@@ -500,10 +499,7 @@ def stage_seconds(config, s, machine, stages):
     over all blocks and the head. Where it waits for counts in forward, it does not get ahead there: max for forward and
     for backward. A dense block runs 9 functions of autograd, one with experts 3 more, 7 where tokens travel.
     """
-    c, v = config.n_embd, config.vocab_size
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
-    blocks, _, head = contents(config, stages)
-    routed = with_experts(config, stages)
+    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
     replayed = not config.experts and (
@@ -512,7 +508,8 @@ def stage_seconds(config, s, machine, stages):
     once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
     launch = once * (1 if s.recompute == "none" else 4 / 3)
     if head:
-        product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
+        logits = tokens * config.vocab_size / s.tp
+        product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
     if s.ep > 1 and routed:
         waits = routed * WAIT
@@ -525,9 +522,8 @@ def stage_seconds(config, s, machine, stages):
 def attention_seconds(config, s, machine):
     """Of one block and micro-batch forward: Q K^T and P V, half masked, 2 T C FLOPs a token. A ring's kernels see T/N
     tokens at once."""
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
-    return 2 * config.seq_len * config.n_embd / s.tp * tokens / rate
+    return 2 * config.seq_len * config.n_embd / s.tp * tokens_of(config, s) / rate
 
 
 def ring_hides(flops, link, dtype):
@@ -573,18 +569,15 @@ def splits_backward(lists):
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
-    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, first, last = contents(config, stages)
-    routed, apart = with_experts(config, stages), s.ep > 1
-    mlp, dense, experts = 2 * c * config.inner // s.tp, blocks - routed, routed * config.experts // s.ep  # on this rank
-    matrices = (blocks * 4 * c * c + max(first, last) * c * config.vocab_size) // s.tp + routed * config.experts * c
-    matrices += (dense if apart else dense + experts) * mlp
-    vectors = blocks * 8 * c + (dense if apart else dense + experts) * (c + config.inner)
+    blocks, routed, _, _ = contents(config, stages)
+    apart = s.ep > 1  # experts have buckets of their own
+    shared, experts = parallel.local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
+    shared, experts = (shared, {key: n / s.ep for key, n in experts.items()}) if apart else (shared + experts, {})
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
@@ -594,12 +587,15 @@ def predict(config, s, machine):
               "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
               "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
               "all": (every, 1)}
-    def buckets_of(matrices, vectors, units):
+
+    def buckets_of(elements, units):
+        matrices, vectors = int(elements[True]), int(elements[False])
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
-    buckets = buckets_of(matrices, vectors, blocks + 1)
-    of_experts = buckets_of(experts * mlp, experts * (c + config.inner), routed) if apart and routed else []
+
+    buckets = buckets_of(shared, blocks + 1)
+    of_experts = buckets_of(experts, routed) if apart and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
@@ -637,7 +633,7 @@ def predict(config, s, machine):
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    stepped = matrices / (shards if s.zero else 1) + apart * experts * mlp / (replicas // s.ep if s.zero else 1)
+    stepped = shared[True] / (shards if s.zero else 1) + experts.get(True, 0) / (replicas // s.ep if s.zero else 1)
     return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
                  cp_all, gather + reduce + between)
 
