@@ -55,7 +55,7 @@ import kernels
 import parallel
 import train
 from model import GPT, MLP, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
-from train import BadInput
+from train import BadInput, reject
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
 warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
@@ -1719,10 +1719,9 @@ def chart(title, groups):
 
 
 def write_svg(folder, name, height, parts):
-    path = os.path.join(folder, name + ".svg")
+    path, box = os.path.join(folder, name + ".svg"), f'viewBox="0 0 1000 {height}"'
     with open(path, "w") as file:
-        file.write("\n".join(['<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
-                              f'viewBox="0 0 1000 {height}">',
+        file.write("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" {box}>',
                               *parts, "</svg>\n"]))
     say(path)
 
@@ -1755,41 +1754,42 @@ def timeline_of(found):
     return parallel.Timeline(rows, max(row[-1][2] for row in rows), idle=None, peak=None)
 
 
+def grouped(values):
+    """{group: {bar: {part: value}}}, as `chart` takes them, of (group, bar, value or {part: value}) that are there."""
+    groups = defaultdict(dict)
+    for group, bar, value in values:
+        if value:
+            groups[group][bar] = value if isinstance(value, dict) else {bar: value}
+    return groups
+
+
 def comparisons(found):
     """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
     # Ours first: the same colour everywhere.
     rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))
-
-    def groups(label, bars, keep=lambda row: True):  # bars(row): {bar: a value, or {part: value}}
-        made = defaultdict(dict)
-        for row in filter(keep, rows):
-            made[label(row)] |= {bar: value if isinstance(value, dict) else {bar: value} for bar,
-                                 value in bars(row).items() if value}
-        return {label: bars for label, bars in made.items() if bars}
-
     if found["what"] == "kernels":
         for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
                                        ("layer-norm", "layer norm ", "tb", "TB/s")):
             for way in ("forward", "backward"):
-                yield picture, f"{op}{way}, {unit}", groups(
-                    lambda row, op=op: row["op"].removeprefix(op), lambda row, key=key: {row["who"]: row[key]},
-                    lambda row, op=op, way=way: row["op"].startswith(op) and row["way"] == way)
+                some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
+                yield picture, f"{op}{way}, {unit}", grouped(
+                    (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
     elif found["what"] == "collectives":
-        yield "all-reduce", "all-reduce, bus GB/s by size", groups(
-            lambda row: f"{row['size']:,.0f} KiB", lambda row: {"ours": row["bus"], "torch": row["torch_bus"]},
-            lambda row: row["op"] == "all_reduce" and "bus" in row)
+        yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
+            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and "bus" in row
+            for who, key in (("ours", "bus"), ("torch", "torch_bus")))
     elif found["what"] == "strategies":
-        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", groups(
-            lambda row: row["strategy"], lambda row: {
-                **{when: {kind: n / 2**30 for kind, n in kinds.items()}
-                   for when, kinds in zip(("predicted", "measured"), row["memory_by_rank"][0])}, "peak": row["peak"]},
-            lambda row: row["strategy"] in ("ddp", "zero1", "zero2", "zero3") and "memory_by_rank" in row)
-        yield "strategies", f"{found['model']}, tokens/s a GPU", groups(lambda row: row["strategy"], lambda row: {
-            row["who"] if row["who"].startswith("ours") else "torch": row["tokens"]})
+        some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
+        for row in some:
+            row["by_kind"] = [{kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]]
+        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", grouped(
+            (row["strategy"], *bar) for row in some
+            for bar in zip(("predicted", "measured", "peak"), (*row["by_kind"], row["peak"])))
+        yield "strategies", f"{found['model']}, tokens/s a GPU", grouped(
+            (row["strategy"], row["who"] if row["who"].startswith("ours") else "torch", row["tokens"]) for row in rows)
     else:
-        yield "scaling", "tokens/s a GPU, % of one GPU's", groups(
-            lambda row: f"{row['kind']} {row['gpus']}",
-            lambda row: {f"{row['strategy']} {row['who']}": row["efficiency"]})
+        yield "scaling", "tokens/s a GPU, % of one GPU's", grouped(
+            (f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}", row["efficiency"]) for row in rows)
 
 
 def pictures(a):
@@ -1801,8 +1801,8 @@ def pictures(a):
     write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
     for path, found in a.found.items():
         if "traceEvents" in found:
-            parallel.draw_svg(timeline_of(found), os.path.join(a.into, "pipeline.svg"))
-            say(os.path.join(a.into, "pipeline.svg"))
+            say(picture := os.path.join(a.into, "pipeline.svg"))
+            parallel.draw_svg(timeline_of(found), picture)
             continue
         charts = defaultdict(list)
         for picture, title, groups in comparisons(found):
@@ -1821,6 +1821,8 @@ WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": st
         "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
+NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
+         "collectives": (*BUS, "barrier")}
 FLAGS = [  # which of WHAT take it, its name, the rest
     ((*MEASURED, "plan"), "--json",
      {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
@@ -1882,28 +1884,24 @@ def check(a, world):
     if a.what == "pictures":
         check_files(a)
         return world if world > 1 else 4
-    if a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))):
-        raise BadInput(f"--json {a.json}: no file can be there; give e.g. --json rows.json")
+    reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
+           f"--json {a.json}: no file can be there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine = load_machine(a)
     else:
         check_processes(a, world)
+    if a.what in NAMES:
+        a.only = a.only or NAMES[a.what]
+        for name in a.only:
+            reject(name not in NAMES[a.what], f"--only {name}: there are {', '.join(NAMES[a.what])}")
     if a.what == "kernels":
-        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul")
-        a.only = a.only or names
-        for name in set(a.only) - set(names):
-            raise BadInput(f"--only {name}: there are {', '.join(names)}")
-        if a.device == "cpu" and not kernels.INTERPRETED:
-            raise BadInput("--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+        reject(a.device == "cpu" and not kernels.INTERPRETED,
+               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
         return 1
     if a.what == "collectives":
-        a.only = a.only or [*BUS, "barrier"]
-        if a.gpus == 1:
-            raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2"
-                           + " --device cpu" * (a.device == "cuda"))
-        for name in set(a.only) - {*BUS, "barrier"}:
-            raise BadInput(f"--only {name}: there are {', '.join(BUS)}, barrier")
+        reject(a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+               + " --device cpu" * (a.device == "cuda"))
         return a.gpus
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
@@ -1919,14 +1917,13 @@ def check(a, world):
 def check_processes(a, world):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
-    if world > 1 and a.what == "scaling":
-        raise BadInput("scaling starts its own processes: give python bench.py scaling, without torchrun")
-    if world > 1 and a.gpus not in (None, world):
-        raise BadInput(f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
+    reject(world > 1 and a.what == "scaling",
+           "scaling starts its own processes: give python bench.py scaling, without torchrun")
+    reject(world > 1 and a.gpus not in (None, world),
+           f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
     a.gpus = a.gpus or (world if world > 1 else max(1, gpus) if a.device == "cuda" else 2)
-    if a.device == "cuda" and world == 1 and a.gpus > gpus:
-        raise BadInput(f"--gpus {a.gpus}: this machine has {gpus}; give "
-                       + (f"--gpus {gpus}" if gpus else "--device cpu"))
+    reject(a.device == "cuda" and world == 1 and a.gpus > gpus,
+           f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
 
 
 def check_strategies(a, batch_size):
@@ -1938,8 +1935,7 @@ def check_strategies(a, batch_size):
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
-        if name not in every:
-            raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
+        reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
         given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}
         s = train.Settings(**given | every[name])
         s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
@@ -1947,11 +1943,9 @@ def check_strategies(a, batch_size):
             train.check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
         except BadInput as problem:
-            if a.only:
-                raise BadInput(f"--only {name}: {problem}") from None
+            reject(a.only, f"--only {name}: {problem}")
             a.reasons.append(f"{name}: {problem}")
-    if not a.layouts:
-        raise BadInput(f"--batch-size {a.batch_size}: no strategy can run so; {a.reasons[0]}")
+    reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run so; {''.join(a.reasons[:1])}")
 
 
 def check_files(a):
@@ -1964,12 +1958,10 @@ def check_files(a):
             kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or "
-                           f"`train.py --trace` "
-                           f"wrote") from None
-        if kind not in ("trace", *MEASURED):
-            raise BadInput(f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
-        if kind in first:
-            raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give another --into folder")
+                           f"`train.py --trace` wrote") from None
+        reject(kind not in ("trace", *MEASURED),
+               f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
+        reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")
         a.found[path], first[kind] = found, path
     if int(os.environ.get("RANK", "0")) == 0:
         train.check_folder(a.into, "--into")
@@ -1987,11 +1979,11 @@ def load_machine(a):
     given = {"node": a.node, "network": a.network and 1e9 * a.network,
              "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
-    if machine.link is None:
-        raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
-    if a.gpus > machine.node and not machine.network:
-        raise BadInput(f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not "
-                       f"say how fast the network is: give e.g. --network 45")
+    reject(machine.link is None,
+           f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
+    reject(a.gpus > machine.node and not machine.network,
+           f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
+           "fast the network is: give e.g. --network 45")
     return machine
 
 
