@@ -48,6 +48,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+from torch.distributed.nn.functional import all_to_all_single  # its backward goes the other way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import collectives as dist
@@ -987,18 +988,17 @@ WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the
 def routes_of(net):
     """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
     one for each forward of a block with experts; not those that backward runs again."""
-    routes, experts = [], [part for stage in net.stages for part in net.module(stage).modules()
-                           if isinstance(part, Experts)]
+    routes = []
 
-    def kept(mlps):
-        def call(rows, counts):
-            if torch._C._current_graph_task_id() == -1:  # no backward is running
-                routes.append(counts)
-            return mlps(rows, counts)
-        return call
+    def kept(mlps, rows, counts):
+        if torch._C._current_graph_task_id() == -1:  # no backward is running
+            routes.append(counts)
+        return mlps(rows, counts)
+
     with contextlib.ExitStack() as stack:
-        for part in experts:
-            stack.enter_context(patch.object(part, "mlps", kept(part.mlps)))
+        for part in (part for stage in net.stages for part in net.module(stage).modules()):
+            if isinstance(part, Experts):
+                stack.enter_context(patch.object(part, "mlps", functools.partial(kept, part.mlps)))
         yield routes
 
 
@@ -1012,20 +1012,17 @@ def rows_of(routes, group):
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
-    stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
-              if i % s.pp == pp_rank]
-    where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "ep": net.ep, "copies": net.copies, "replicas": net.replicas, "world": None,
-             "all": trainer.control}
-    kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
+    stages = list(enumerate(parallel.split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
+    kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets, of_experts = Counter(), [], []
-    for bucket in (bucket for reducer in trainer.net.reducers for bucket in reducer.buckets):
+    for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
     rows = rows_of(routes, net.ep) if net.ep else None
+    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # other axes are called as ParallelGPT does
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
-        link = dist.link_of(where[item.axis])
+        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -1105,21 +1102,25 @@ def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
     for block in model.h.values():
-        if isinstance(block.mlp, MLP):
-            block.mlp.forward = MethodType(plain_mlp, block.mlp)
+        if isinstance(block.mlp, MLP):  # calls every layer as a module: hooks, which DTensor needs, see nothing else
+            block.mlp.forward = MethodType(MLP.forward, block.mlp)
     return model
 
 
-def plain_mlp(mlp, x):
-    """Every layer called as a module: hooks, which DTensor needs, see nothing else."""
-    return mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh"))
+def token_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=None):
+def adamw(kinds, device, lr=1e-4):
+    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=device.type == "cuda")
+
+
+def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, precision=None):
+    """kinds: lists of parameters, each clipped on its own; left out, all are one. precision: left out, autocast."""
+    kinds = [list(model.parameters())] if kinds is None else kinds
+    optimizer = optimizer or adamw(kinds, device)
+    loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
-
-    def plain_loss(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     def step():
         total = 0.0
@@ -1127,38 +1128,31 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
         for i, (tokens, targets) in enumerate(zip(x, y)):
             last = i == len(x) - 1 or not hasattr(model, "no_sync")
             with contextlib.nullcontext() if last else model.no_sync(), precision():
-                part = (loss or plain_loss)(tokens, targets) / len(x)
+                part = loss(tokens, targets) / len(x)
                 part.backward()
             total += part.detach()
-        for some in params:
-            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        for kind in kinds:
+            torch.nn.utils.clip_grad_norm_(kind, 1.0)
         optimizer.step()
         return total
     return step
 
 
-def adamw(params, device, lr=1e-4):
-    return torch.optim.AdamW(params, lr=lr, fused=device.type == "cuda")
-
-
 def torch_compiled(config, s, device, x, y):
     """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
     model = plain_model(config, device)
-    params = list(model.parameters())
-    loss = torch.compile(lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
-    return torch_step(model, adamw(params, device), [params], s, device, x, y, loss=loss), "compile"
+    loss = torch.compile(lambda tokens, targets: token_loss(model(tokens), targets))
+    return torch_step(model, s, device, x, y, loss), "compile"
 
 
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
-    params = list(model.parameters())
-    if s.zero:
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
-    else:
-        optimizer = adamw(params, device)
-    return torch_step(model, optimizer, [params], s, device, x, y), "ZeroRedundancyOptimizer" if s.zero else "DDP"
+    if not s.zero:
+        return torch_step(model, s, device, x, y), "DDP"
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
+    return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
 def torch_fsdp(config, s, device, x, y):
@@ -1170,21 +1164,14 @@ def torch_fsdp(config, s, device, x, y):
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    step = torch_step(model, adamw(model.parameters(), device), [list(model.parameters())], s, device, x, y,
-                      contextlib.nullcontext)
-    return step, "fully_shard" + ", kept" * kept
+    return torch_step(model, s, device, x, y, precision=contextlib.nullcontext), "fully_shard" + ", kept" * kept
 
 
 def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q,
     k and v, not by heads: other numbers, the same work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(),
@@ -1193,11 +1180,8 @@ def torch_tp(config, s, device, x, y):
     if config.tied:
         model.lm_head.weight = model.wte.weight
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-
-    def loss(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    optimizer = adamw([{"params": kind} for kind in kinds], device)
-    return torch_step(model, optimizer, kinds, s, device, x, y, loss_parallel, loss), "DTensor"
+    return torch_step(model, s, device, x, y, lambda tokens, targets: token_loss(model(tokens), targets), kinds=kinds,
+                      precision=loss_parallel), "DTensor"
 
 
 def torch_pipeline(schedule):
@@ -1209,33 +1193,18 @@ def torch_pipeline(schedule):
         stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
         runner = getattr(schedules, schedule)(
             stages if "Interleaved" in schedule else stages[0], len(x),
-            loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+            loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
         params = [p for module in modules.values() for p in module.parameters()]
-        optimizer, tokens, targets = adamw(params, device), torch.cat(x), torch.cat(y)
+        optimizer, given = adamw([params], device), [torch.cat(x)] if rank == 0 else []
+        wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
 
         def step():
             optimizer.zero_grad()
-            runner.step(*([tokens] if rank == 0 else []),
-                        **({"target": targets, "losses": []} if rank == s.pp - 1 else {}))
+            runner.step(*given, **wanted)
             torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
         return step, schedule.removeprefix("Schedule")
     return build
-
-
-class TorchExchange(torch.autograd.Function):
-    """Rows (n, C) to the ranks of a group, sends[r] to rank r, and receives[r] from it; backward the other way."""
-
-    @staticmethod
-    def forward(ctx, rows, sends, receives, group):
-        ctx.back = receives, sends, group
-        arrived = rows.new_empty(sum(receives), rows.shape[1])
-        torch_dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad):
-        return TorchExchange.apply(grad, *ctx.back), None, None, None
 
 
 class TorchExperts(torch.nn.Module):
@@ -1258,14 +1227,18 @@ class TorchExperts(torch.nn.Module):
         y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)           # (B, T, k, C)
         return (y * gates.unsqueeze(-1).to(dtype)).sum(-2)
 
+    def exchange(self, rows, sends, receives):
+        arrived = rows.new_empty(sum(receives), rows.shape[1])
+        return all_to_all_single(arrived, rows.contiguous(), receives, sends, self.group)
+
     def travel(self, rows, counts):
         torch_dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
         sends, receives = torch.stack([counts, coming]).view(2, self.ranks, -1).sum(2).tolist()
-        rows = TorchExchange.apply(rows, sends, receives, self.group)
+        rows = self.exchange(rows, sends, receives)
         here = torch.arange(self.experts // self.ranks, device=rows.device).repeat(self.ranks)
         order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
         y = self.mlps(rows[order], coming.view(self.ranks, -1).sum(0))
-        return TorchExchange.apply(torch.empty_like(y).index_copy(0, order, y), receives, sends, self.group)
+        return self.exchange(torch.empty_like(y).index_copy(0, order, y), receives, sends)
 
     def mlps(self, rows, counts):
         group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
@@ -1312,8 +1285,8 @@ def torch_experts(config, s, device, x, y):
     kinds = [[p for name, p in named.items() if (name in apart) == kind] for kind in (False, True)]
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*apart, *dict(model.named_buffers())])
-    ddp, inner = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(
-        named.values(), device, train.learning_rate(s, 0))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    inner = adamw([named.values()], device, train.learning_rate(s, 0))
 
     def finish():
         for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
@@ -1333,7 +1306,7 @@ def torch_experts(config, s, device, x, y):
     optimizer = SimpleNamespace(zero_grad=inner.zero_grad, step=finish)
     product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
     title = product * bool(router_of) + "DDP" + ", compiled" * (device.type == "cuda")
-    return torch_step(ddp, optimizer, [], s, device, x, y), title
+    return torch_step(ddp, s, device, x, y, optimizer=optimizer, kinds=[]), title
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
@@ -1348,9 +1321,8 @@ def forget():
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    for group in list(torch_dist.distributed_c10d._world.pg_map):
-        if group is not torch_dist.group.WORLD:
-            dist.destroy_process_group(group)
+    for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
+        dist.destroy_process_group(group)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
