@@ -115,21 +115,16 @@ class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
-        self.columns, self.rows, self.title = {key: text.rsplit(":", 1) for key, text in columns.items()}, [], title
+        self.title, self.rows = title, []
+        self.columns = {key: text.rsplit(":", 1) for key, text in columns.items()}
 
     def row(self, **values):
+        place = {key: re.match(r"[<>]\d+", form)[0] for key, (_, form) in self.columns.items()}  # side and width
         if not self.rows:
-            say("\n" + self.title + "\n")
-            say("  ".join(title.replace("_", " ").rjust(self._width(form)) if "<" not in form
-                          else title.ljust(self._width(form))
-                          for title, form in self.columns.values()))
+            say(f"\n{self.title}\n\n" + "  ".join(format(self.columns[key][0], where) for key, where in place.items()))
         self.rows.append(values)
-        say("  ".join("-".rjust(self._width(form)) if values.get(key) is None else format(values[key], form)
-                      for key, (_, form) in self.columns.items()))
-
-    @staticmethod
-    def _width(form):
-        return int(re.search(r"\d+", form)[0])
+        say("  ".join(format("-", where) if values.get(key) is None else format(values[key], self.columns[key][1])
+                      for key, where in place.items()))
 
 
 def say(text):
@@ -183,8 +178,6 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
     k = elements * width
-    if op == "isend":
-        return k
     if op == "all_reduce" and (k <= small or elements < n and not switched):
         core = 1 << (n.bit_length() - 1)  # the largest power of two
         return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
@@ -196,8 +189,8 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "barrier":
         return (n - 1).bit_length()
     below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
-    return {"broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0), "gather": below * k // n * (rank > 0),
-            "scatter": (below - 1) * k // n}[op]
+    return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
+            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n}[op]
 
 
 HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
@@ -255,17 +248,15 @@ def messages_of_buckets(s, axis, buckets, shards):
     """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
     buckets: as for `messages`. shards: ranks that share them out."""
     m, (narrow, wide) = s.micro_batches, widths(s)
+    scatter, gather = HALVES
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     yield from {
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
-        1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
-            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
-        2: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide, m),
-            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
-        3: [Message("weights", "all_gather_into_tensor", axis, once + 2 * twice, narrow, m),
-            Message("gradients", "reduce_scatter_tensor", axis, once + twice, wide, m),
-            Message("1-D gradients", "all_reduce", axis, whole, wide)],
-    }[s.zero]
+        1: [Message("gradients", scatter, axis, whole, wide), Message("weights", gather, axis, whole, narrow)],
+        2: [Message("gradients", scatter, axis, whole, wide, m), Message("weights", gather, axis, whole, narrow)],
+        3: [Message("weights", gather, axis, once + 2 * twice, narrow, m),
+            Message("gradients", scatter, axis, once + twice, wide, m),
+            Message("1-D gradients", "all_reduce", axis, whole, wide)]}[s.zero]
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
@@ -316,26 +307,25 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     activation = [tokens * config.n_embd]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
-    if s.tp > 1 and not s.sp:
-        # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
-        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
-                      m * blocks * (4 + (s.recompute == "block")))
-        yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
-    elif s.sp:
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, what runs again
+    if s.tp > 1:
+        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+        for op in HALVES if s.sp else ["all_reduce"]:
+            yield Message("embedding, head", op, "tp", activation, narrow, m * (first + last))
+    if s.sp:
         # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
         # theirs, sorted, so a block with experts takes 9 halves.
         scatter, gather = HALVES
-        again = {"none": 0, "attention": 1, "block": 2}[s.recompute]
         yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow,
                       m * (blocks * (6 + again) - routed))
-        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow,
-                      m * blocks * (4 + (s.recompute == "block")))
-        for half in HALVES:
-            yield Message("embedding, head", half, "tp", activation, narrow, m * (first + last))
+        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, m * blocks * (4 + again // 2))
         c = config.n_embd
         seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
         seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+    elif s.tp > 1:
+        # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, m * blocks * (4 + again // 2))
     if s.cp > 1:
         # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
         part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
@@ -345,8 +335,6 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         else:  # the all-to-all back carries nothing that backward needs: recomputing a block or attention leaves it out
             yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
-    if s.tp > 1:
-        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     if s.pp > 1:
         neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
         passed = [n // (s.tp if s.sp else 1) for n in activation]
@@ -418,8 +406,7 @@ def message_seconds(item, n, machine, here):
     collectives.py decides by DOUBLING_BYTES.
     """
     def seconds(op, elements, n, near):
-        hop, rate = ((machine.hop, machine.link) if near
-                     else (machine.network_hop, min(machine.link, machine.network)))
+        hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
         ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
                 for small in (False, True)[:1 + (op == "all_reduce")]]
         return min(count * hop + k / rate for count, k in ways)
@@ -478,8 +465,7 @@ def block_seconds(config, s, machine, routed):
     attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
-    f, i, w = (product + tokens * narrow * n / machine.elementwise
-               for n in passes(config, s.tp, s.sp, s.ep, routed))
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
     again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
@@ -552,8 +538,7 @@ def context_seconds(config, s, machine, blocks, spent):
     runs, gradients = 1 + (s.recompute != "none"), spent["cp", "their gradients"]  # of attention's forward
     keys = spent["cp", "keys and values"] / (runs + 1)
     over = s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    return every, (runs * max(0.0, keys - over)
-                   + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over))
+    return every, runs * max(0.0, keys - over) + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over)
 
 
 @functools.cache
@@ -586,8 +571,7 @@ def predict(config, s, machine):
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
               "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
               "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
-              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
-              "all": (every, 1)}
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
 
     def buckets_of(elements, units):
         matrices, vectors = int(elements[True]), int(elements[False])
@@ -658,14 +642,14 @@ def measure_machine(device, dtype, config, comms):
             getattr(module, "finish_grad_sync", int)()
         return run
 
-    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     block, attention = (FusedBlock(config, 0).to(device, dtype) for _ in range(2))
-    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
+    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
+    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
-    source, target = (torch.zeros(1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device) for _ in "st")
+    source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
     steps = {
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
@@ -676,26 +660,27 @@ def measure_machine(device, dtype, config, comms):
     if cuda:
         steps["units"] = replaced(left_out)(both_ways(parallel.FSDP(copy.deepcopy(tiny)), row, torch.randn_like(row)))
     seconds = interleaved(steps, device, 5, calls=3)
-    # Without the block's products.
-    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)
-    counted = sum(passes(config)) * b * t * dtype.itemsize
+    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # no products
+    if cuda:
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     machine = Machine(
-        torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
-        torch.cuda.get_device_properties(device).total_memory if cuda
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n, 6 * k * c * config.inner / seconds["fewer"],
-        7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
-        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny),
-        units=seconds["units"] / len(tiny) if cuda else None, fused=kernels.on_triton(torch.empty(0, device=device)))
+        name, train.peak_flops(device), memory, matmul=6 * k * c * config.inner / seconds["fewer"],
+        attention=7 * b * t * t * c / seconds["attention"],
+        elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
+        loss=logits.numel() / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
+        launch=seconds["launch"] / len(tiny), units=seconds["units"] / len(tiny) if cuda else None,
+        fused=kernels.on_triton(torch.empty(0, device=device)))
     machines, group = {}, dist.new_group()
-    small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
+    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21))]  # small, large
     for comm in comms if n > 1 else ():
         dist.use(group, comm)
-        seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group),
-                               "large": lambda: dist.all_reduce(large, group=group)},
+        seconds = interleaved({len(some): functools.partial(dist.all_reduce, some, group=group) for some in tensors},
                               device, 5, calls=5)
         switched = isinstance(dist.link_of(group), dist.Direct)
-        ways = [rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)]
-        hop, link = fit(*zip(*ways), [seconds["small"], seconds["large"]])
+        ways = [rounds("all_reduce", count, 4, n, switched, count == min(seconds)) for count in seconds]
+        hop, link = fit(*zip(*ways), list(seconds.values()))
         machines[comm] = dataclasses.replace(machine, link=link, hop=hop, switched=switched)
     dist.destroy_process_group(group)
     return machines or dict.fromkeys(comms, machine)
