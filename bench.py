@@ -40,7 +40,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -132,24 +132,22 @@ def say(text):
         print(text, flush=True)
 
 
-def environment(device):
-    """What a figure is worth nothing without."""
-    here, commit = os.path.dirname(os.path.abspath(__file__)), "unknown"
+def write_json(path, what, device, tables, **more):
+    """The tables' rows, and what a figure is worth nothing without."""
+    if not path or int(os.environ.get("RANK", "0")):
+        return
+    here, commit, cuda = os.path.dirname(os.path.abspath(__file__)), "unknown", device.type == "cuda"
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
                                          stderr=subprocess.DEVNULL).strip()
-    cuda = device.type == "cuda"
-    hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return {"hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "torch": torch.__version__,
-            "commit": commit, "command": " ".join(sys.argv), "triton": getattr(kernels.triton, "__version__", None),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
-
-
-def write_json(path, what, device, tables, **more):
-    if path and int(os.environ.get("RANK", "0")) == 0:
-        with open(path, "w") as file:
-            json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]),
-                      file, indent=1)
+    found = {
+        "what": what, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
+        "command": " ".join(sys.argv), "torch": torch.__version__,
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "triton": getattr(kernels.triton, "__version__", None),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
+    with open(path, "w") as file:
+        json.dump(found | more | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- formulas
@@ -900,16 +898,15 @@ def collectives(a):
                 row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
             if "torch" in seconds:  # a collective
                 row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
-                            "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
-                            "counted": sum(log.bytes for log in logs),
-                            "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ours"],
-                               seconds["torch"]))
+                        "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
+                        "counted": sum(log.bytes for log in logs),
+                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
+                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), *seconds.values()))
             table.row(**row)
             del calls
         if len(points) > 1:
-            m, k, *times = zip(*points)
-            fits.append((op, *fit(m, k, times[0]), *fit(m, k, times[1])))
+            m, k, ours, torchs = zip(*points)
+            fits.append((op, *fit(m, k, ours), *fit(m, k, torchs)))
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
         "torch_b": "torch b, GB/s:>13.2f"})
@@ -1100,9 +1097,10 @@ def adamw(kinds, device, lr=1e-4):
     return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=device.type == "cuda")
 
 
-def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, precision=None):
+def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
     """kinds: lists of parameters, each clipped on its own; left out, all are one. precision: left out, autocast."""
-    kinds = [list(model.parameters())] if kinds is None else kinds
+    kinds = kinds or [list(model.parameters())]
+    clip = clip or (lambda: [torch.nn.utils.clip_grad_norm_(kind, 1.0) for kind in kinds])
     optimizer = optimizer or adamw(kinds, device)
     loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
@@ -1116,8 +1114,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, pr
                 part = loss(tokens, targets) / len(x)
                 part.backward()
             total += part.detach()
-        for kind in kinds:
-            torch.nn.utils.clip_grad_norm_(kind, 1.0)
+        clip()
         optimizer.step()
         return total
     return step
@@ -1169,27 +1166,27 @@ def torch_tp(config, s, device, x, y):
                       precision=loss_parallel), "DTensor"
 
 
-def torch_pipeline(schedule):
-    def build(config, s, device, x, y):
-        """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
-        from torch.distributed.pipelining import PipelineStage, schedules
-        rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
-        modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
-        stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
-        runner = getattr(schedules, schedule)(
-            stages if "Interleaved" in schedule else stages[0], len(x),
-            loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
-        params = [p for module in modules.values() for p in module.parameters()]
-        optimizer, given = adamw([params], device), [torch.cat(x)] if rank == 0 else []
-        wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
+def torch_pipeline(config, s, device, x, y):
+    """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+    name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
+        s.schedule]
+    rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
+    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
+    stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+    runner = getattr(schedules, "Schedule" + name)(
+        stages if "Interleaved" in name else stages[0], len(x),
+        loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
+    params = [p for module in modules.values() for p in module.parameters()]
+    optimizer, given = adamw([params], device), [torch.cat(x)] if rank == 0 else []
+    wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
 
-        def step():
-            optimizer.zero_grad()
-            runner.step(*given, **wanted)
-            torch.nn.utils.clip_grad_norm_(params, 1.0)
-            optimizer.step()
-        return step, schedule.removeprefix("Schedule")
-    return build
+    def step():
+        optimizer.zero_grad()
+        runner.step(*given, **wanted)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+    return step, name
 
 
 class TorchExperts(torch.nn.Module):
@@ -1271,9 +1268,8 @@ def torch_experts(config, s, device, x, y):
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*apart, *dict(model.named_buffers())])
     ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    inner = adamw([named.values()], device, train.learning_rate(s, 0))
 
-    def finish():
+    def clip():
         for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
             torch_dist.all_reduce(param.grad, group=copies)
             param.grad /= s.dp
@@ -1282,22 +1278,20 @@ def torch_experts(config, s, device, x, y):
         if apart:
             torch_dist.all_reduce(squares[1:], group=ep)
         torch.nn.utils.clip_grads_with_norm_(named.values(), 1.0, squares.sum().sqrt())
-        inner.step()
-        if router_of:
+        if router_of:  # their biases are no parameters, so they may move before the optimizer does
             torch_dist.all_reduce(loads := torch.stack([router.load for router in router_of.values()]))
             for router, load in zip(router_of.values(), loads):
                 router.balance(load, s.balance_rate)
                 router.load = 0
-    optimizer = SimpleNamespace(zero_grad=inner.zero_grad, step=finish)
+
     product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
     title = product * bool(router_of) + "DDP" + ", compiled" * (device.type == "cuda")
-    return torch_step(ddp, s, device, x, y, optimizer=optimizer, kinds=[]), title
+    optimizer = adamw([named.values()], device, train.learning_rate(s, 0))
+    return torch_step(ddp, s, device, x, y, optimizer=optimizer, clip=clip), title
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "tp": torch_tp, "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
-         "interleaved": torch_pipeline("ScheduleInterleaved1F1B"),
-         "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble"), "experts": torch_experts,
+         "tp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline), "experts": torch_experts,
          "dense twin": torch_experts}
 
 
@@ -1377,9 +1371,9 @@ def describe_experts(rows, config):
     if others[0]:
         lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
                   for row, twin in zip(ours, others[0])]
-    if "all_to_all_ms" in ours[0]:
-        lines.append(f"all-to-alls take {ours[0]['all_to_all_ms']:.1f} ms of the step, "
-                     f"{100 * ours[0]['all_to_all_ms'] / ours[0]['ms']:.0f} %: with them, less without them")
+    if took := ours[0].get("all_to_all_ms"):
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %: with them, less "
+                     "without them")
     return "\n" + "\n".join(lines)
 
 
@@ -1412,8 +1406,8 @@ def measure_strategy(name, s, a, device, machines):
 
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
-    memory, peaks = (of_all_ranks(mine) for mine in (
-        (train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()), peak))
+    memory = of_all_ranks((train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()))
+    peaks = of_all_ranks(peak)
     ours("ours")
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
@@ -1427,11 +1421,10 @@ def measure_strategy(name, s, a, device, machines):
     if peer:
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
     seconds = interleaved(steps, device, a.repeats)
-    first = {
-        "memory": sum(memory[0][0].values()) / 2**30, "memory_measured": sum(memory[0][1].values()) / 2**30,
-        "memory_by_rank": memory, "peak_by_rank": peaks, "traffic": sum(formula.values()) / 2**20,
-        "traffic_counted": sum(counted.values()) / 2**20, "traffic_by_collective": formula,
-        "counted_by_collective": counted}
+    first = {"memory_by_rank": memory, "peak_by_rank": peaks, "traffic_by_collective": formula,
+             "counted_by_collective": counted}
+    first["memory"], first["memory_measured"] = (sum(kinds.values()) / 2**30 for kinds in memory[0])
+    first["traffic"], first["traffic_counted"] = (sum(sent.values()) / 2**20 for sent in (formula, counted))
     ours(comms[0])
     if s.pp > 1:
         f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
@@ -1452,10 +1445,9 @@ def measure_strategy(name, s, a, device, machines):
         return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, peak=peak,
                     mfu=mfu(config, speed, machines[comms[0]]), settings=dataclasses.asdict(s), **more)
 
+    labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
     for comm in comms:
-        yield row(comm, {"ours": "ours", "ring": "ours, textbook ring",
-                         "torch": f"ours, {torch_dist.get_backend()}"}[comm], peak,
-                  plan=1e3 * predict(config, s, machines[comm]).step,
+        yield row(comm, labels[comm], peak, plan=1e3 * predict(config, s, machines[comm]).step,
                   ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
     if peer:
         yield row("peer", title, peer_peak)
@@ -1780,46 +1772,47 @@ OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling
 MEASURED = ("kernels", "collectives", *TRAINED)
 NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
          "collectives": (*BUS, "barrier")}
-FLAGS = [  # which of WHAT take it, its name, the rest
-    ((*MEASURED, "plan"), "--json",
-     {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
-    ((*MEASURED[1:], "plan"), "--gpus",
-     {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
-    (MEASURED, "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
-    (MEASURED, "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
-    (MEASURED, "--only", {"nargs": "+", "metavar": "NAME",
-                          "help": "of the kernels, collectives or strategies; left out, all, experts and dense twin "
-                                  "where --experts is given; scaling: ddp zero3"}),
-    (OF_A_MODEL, "--model", {"choices": list(PRESETS),
-                             "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
-    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"})
-      for name in train.SIZES),
-    (OF_A_MODEL, "--batch-size", {"type": parallel.positive,
-                                  "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
-    (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"],
-                             "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
-    (("collectives",), "--comm", {"choices": ["ours", "ring"], "default": "ours",
-                                  "help": "what is held against torch's: ring, the textbook's"}),
-    (TRAINED, "--comm", {"choices": ["ours", "ring", "torch", "both"], "default": "ours",
-                         "help": "collectives under our strategies"}),
-    (("strategies",), "--accumulate",
-     {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
-    (("strategies",), "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
-    (("strategies",), "--virtual-stages",
-     {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
-    (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
-    (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
-    (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both",
-                              "help": "whether the batch grows with the GPUs"}),
-    (("plan",), "--machine", {"default": "h200",
-                              "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
-    (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
-    (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S",
-                              "help": "from a GPU to another node, instead of the machine's"}),
-    (("plan",), "--top", {"type": parallel.positive, "default": 15, "help": "layouts to print"}),
-    (("pictures",), "files", {"nargs": "*", "metavar": "FILE",
-                              "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
-    (("pictures",), "--into", {"default": "assets", "metavar": "DIR", "help": "where the SVG files go"}),
+
+
+def option(takers, name, help=None, **more):
+    """An entry of FLAGS: which of WHAT take it, its name, what argparse shall know."""
+    return takers, name, dict(more, help=help)
+
+
+def number(takers, name, help, **more):
+    return option(takers, name, help, type=parallel.positive, **more)
+
+
+FLAGS = [
+    option((*MEASURED, "plan"), "--json", "leave the rows there, with hardware, versions, commit", default="",
+           metavar="FILE"),
+    number((*MEASURED[1:], "plan"), "--gpus", "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"),
+    option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
+    option(MEASURED, "--quick", "tiny sizes, few repeats: does it work?", action="store_true"),
+    option(MEASURED, "--only", "of the kernels, collectives or strategies; left out, all, experts and dense twin where "
+           "--experts is given; scaling: ddp zero3", nargs="+", metavar="NAME"),
+    option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl", choices=list(PRESETS)),
+    *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
+    number(OF_A_MODEL, "--batch-size", "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"),
+    option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
+    option(("collectives",), "--comm", "what is held against torch's: ring, the textbook's", choices=["ours", "ring"],
+           default="ours"),
+    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch", "both"],
+           default="ours"),
+    number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
+    number(("strategies",), "--micro-batches", "of a pipeline", default=8),
+    number(("strategies",), "--virtual-stages", "of a rank in the interleaved pipeline", default=2),
+    option(TRAINED, "--cuda-graphs", "train.py's", choices=["auto", "off", "on"], default="auto"),
+    number(TRAINED, "--repeats", "of each step; left out, 7, --quick 3"),
+    option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong", "both"],
+           default="both"),
+    option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
+    number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
+    number(("plan",), "--network", "from a GPU to another node, instead of the machine's", metavar="GB/S"),
+    number(("plan",), "--top", "layouts to print", default=15),
+    option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the ring alone", nargs="*",
+           metavar="FILE"),
+    option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
 
 
