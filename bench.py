@@ -140,14 +140,13 @@ def write_json(path, what, device, tables, **more):
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
                                          stderr=subprocess.DEVNULL).strip()
-    found = {
-        "what": what, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
-        "command": " ".join(sys.argv), "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "triton": getattr(kernels.triton, "__version__", None),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
+    hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
+             "command": " ".join(sys.argv), "torch": torch.__version__,
+             "triton": getattr(kernels.triton, "__version__", None),
+             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more}
     with open(path, "w") as file:
-        json.dump(found | more | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
+        json.dump(found | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- formulas
@@ -305,7 +304,8 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     activation = [tokens * config.n_embd]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
-    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, what runs again
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, so many run again
+    scatters = m * blocks * (4 + max(0, again - 1))  # but not the last g: nothing needs what it gives
     if s.tp > 1:
         yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
         for op in HALVES if s.sp else ["all_reduce"]:
@@ -314,16 +314,15 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
         # theirs, sorted, so a block with experts takes 9 halves.
         scatter, gather = HALVES
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow,
-                      m * (blocks * (6 + again) - routed))
-        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, m * blocks * (4 + again // 2))
+        gathers = m * (blocks * (6 + again) - routed)
+        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, gathers)
+        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, scatters)
         c = config.n_embd
         seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
         seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
-    elif s.tp > 1:
-        # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
-        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, m * blocks * (4 + again // 2))
+    elif s.tp > 1:  # a block: g twice forward, f twice backward
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
     if s.cp > 1:
         # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
         part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
@@ -335,8 +334,8 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
     if s.pp > 1:
         neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
-        passed = [n // (s.tp if s.sp else 1) for n in activation]
-        yield Message("activations", "isend", "pp", passed, narrow, m * neighbours)
+        passed = activation[0] // (s.tp if s.sp else 1)
+        yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
@@ -376,8 +375,8 @@ class Machine:
 
 
 # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
+# networks, of the order that is reached. So measure your own: --machine FILE
 MACHINES = {
-    # networks, of the order that is reached. So measure your own: --machine FILE
     "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
                     long_attention=450e12),
     "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
@@ -1028,10 +1027,8 @@ def left_out(function):
 
 
 def communication_alone(trainer, device, repeats):
-    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them).
-
-    From them, hidden = 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong,
-    its time is not.
+    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them): hidden
+    is 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong, its time is not.
     """
     log, scratch = [], {}
 
@@ -1677,16 +1674,14 @@ def write_svg(folder, name, height, parts):
 
 def draw_ring(states):
     n, width = len(states[0]), 1000 / len(states)
-    out, cells, filled, cell = [], [], [[] for _ in range(n)], (width - 15) / n
-    for s, state in enumerate(states):
-        out.append(words(width * s + width / 2, 14,
-                         "start" if s == 0 else f"reduce-scatter {s - 1}" if s < n else f"all-gather {s - n}"))
-        for rank, row in enumerate(state):
-            for c, bits in enumerate(row):
-                x, y, w = width * s + 8 + cell * c, 22 + 30 * rank, (cell - 3) / n
-                cells.append((x, y, n * w, 26))
-                for i in range(n):
-                    filled[i] += [(x + w * i, y, w, 26)] * (bits >> i & 1)
+    names = ["start", *(f"reduce-scatter {s}" for s in range(n - 1)), *(f"all-gather {s}" for s in range(n - 1))]
+    out = [words(width * s + width / 2, 14, name) for s, name in enumerate(names)]
+    cells, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
+    for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
+        x, y, w = width * s + 8 + cell * c, 22 + 30 * r, (cell - 3) / n
+        cells.append((x, y, n * w, 26))
+        for i in range(n):
+            filled[i] += [(x + w * i, y, w, 26)] * (states[s][r][c] >> i & 1)
     text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
     return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
 
