@@ -560,7 +560,7 @@ def predict(config, s, machine):
     blocks, routed, _, _ = contents(config, stages)
     apart = s.ep > 1  # experts have buckets of their own
     shared, experts = parallel.local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
-    shared, experts = (shared, {key: n / s.ep for key, n in experts.items()}) if apart else (shared + experts, {})
+    shared, experts = (shared, experts) if apart else (shared + experts, Counter())
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
@@ -570,14 +570,14 @@ def predict(config, s, machine):
               "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
               "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
 
-    def buckets_of(elements, units):
-        matrices, vectors = int(elements[True]), int(elements[False])
+    def buckets_of(elements, units, ranks=1):  # that share the elements out
+        matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
 
     buckets = buckets_of(shared, blocks + 1)
-    of_experts = buckets_of(experts, routed) if apart and routed else []
+    of_experts = buckets_of(experts, routed, s.ep) if apart and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
@@ -615,7 +615,7 @@ def predict(config, s, machine):
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    stepped = shared[True] / (shards if s.zero else 1) + experts.get(True, 0) / (replicas // s.ep if s.zero else 1)
+    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
     return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
                  cp_all, gather + reduce + between)
 
@@ -627,9 +627,7 @@ def measure_machine(device, dtype, config, comms):
     config = dataclasses.replace(config, experts=0)  # rates are a dense block's
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
-
-    def random(*shape):
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def both_ways(module, x, dy=None):
         def run():
@@ -717,8 +715,7 @@ class Operation(NamedTuple):
 
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
-    def random(*shape):
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
         who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
@@ -1362,12 +1359,11 @@ def describe_ring(name, s, config, machine):
 
 def describe_experts(rows, config):
     """How a step with experts compares with that of a dense model that takes as many FLOPs; what all-to-alls take."""
-    ours, *others = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
+    ours, twins = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
     count = sum(map(config.has_experts, range(config.n_layer)))
     lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
-    if others[0]:
-        lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
-                  for row, twin in zip(ours, others[0])]
+    lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
+              for row, twin in zip(ours, twins)]
     if took := ours[0].get("all_to_all_ms"):
         lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %: with them, less "
                      "without them")
@@ -1531,12 +1527,12 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
 
 
 def describe_layout(s):
-    within = f" within {s.zero_within}" if s.zero_within else ""
-    zero = f" (ep {s.ep})" * (s.ep > 1) + f" ZeRO-{s.zero}{within}" * (s.zero > 0)
-    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1 or s.zero > 0) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
-        f"cp {s.cp} {s.cp_kind}"] * (s.cp > 1) + [
-        f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
-        + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
+    shards = f" ZeRO-{s.zero}" * (s.zero > 0) + f" within {s.zero_within}" * bool(s.zero_within)
+    axes = [(s.dp > 1 or s.zero > 0, f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + shards),
+            (s.tp > 1, f"tp {s.tp}" + " sp" * s.sp), (s.cp > 1, f"cp {s.cp} {s.cp_kind}"),
+            (s.pp > 1, f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)),
+            (s.recompute != "none", f"recompute {s.recompute}")]
+    return "  ".join(text for there, text in axes if there) or "one GPU"
 
 
 def describe_parameters(config):
