@@ -1,6 +1,7 @@
 """What the lecture predicts | what we measure | what PyTorch's own does, side by side:
 
     python bench.py kernels               every kernel against eager, compiled, SDPA's backends, and the roofline
+    python bench.py lessons               lectures 5 to 8 claim by claim: two ways timed; figures beside ours
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
@@ -40,7 +41,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -55,6 +56,7 @@ import collectives as dist
 import kernels
 import parallel
 import train
+from kernels import tl, triton
 from model import GPT, MLP, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
 from train import BadInput, reject
 
@@ -833,6 +835,305 @@ def measure_kernels(a):
     write_json(a.json, "kernels", device, [table], copy_bytes_per_s=hbm, matmul_flops=peak)
 
 
+# -------------------------------------------------------------------------------------------------------------- lessons
+#
+# What lectures 5 to 8 say in numbers. First 5 and 6: one result in several ways, the lecture's slow one first.
+
+class Lesson(NamedTuple):
+    says: str
+    read: str        # a file and a name in it
+    measure: object  # function(device, size) -> [(way, seconds, bytes, FLOPs)]
+    needs: str = ""  # "triton" or "cuda"
+
+
+def timed(device, size, ways):
+    """[(way, seconds, bytes, FLOPs)] of {way: (function, inputs, bytes, FLOPs)}."""
+    seconds = seconds_of(Operation("", {way: parts[:2] for way, parts in ways.items()}, ()), device, size.repeats)
+    return [(way, forward, *ways[way][2:]) for way, (forward,) in seconds.items()]
+
+
+def three_stopwatches(device, size):
+    """One product. It must be the first of the process: what comes later finds the libraries loaded."""
+    x = torch.ones(size.side, size.side, device=device)
+
+    def stopwatch(waits):
+        synchronize(device)
+        start = time.perf_counter()
+        x @ x
+        if waits:
+            synchronize(device)
+        return time.perf_counter() - start
+    first = stopwatch(True)
+    warm, early = (statistics.median(stopwatch(waits) for _ in range(5)) for waits in (True, False))
+    return [(way, seconds, 3 * x.nbytes, 2 * size.side**3)
+            for way, seconds in (("first call", first), ("warm, waited for", warm), ("not waited for", early))]
+
+
+def one_by_one_and_fused(plain, passes, ours):
+    """A lesson: PyTorch's operations one by one, so many passes over memory, against one read and one write."""
+    def measure(device, size):
+        x = torch.randn(size.n, device=device)
+        fused = {"ours" if kernels.on_triton(x) else "one operation": ours}
+        if device.type == "cuda":  # a CPU wants a C++ compiler
+            fused["torch.compile"] = torch.compile(plain, dynamic=False)
+        return timed(device, size, {"one by one": (plain, [x], passes * x.nbytes, 0),
+                                    **{way: (function, [x], 2 * x.nbytes, 0) for way, function in fused.items()}})
+    return measure
+
+
+@triton.jit
+def _copy_lines(x, y, line, step, BLOCK: tl.constexpr):
+    """A program copies BLOCK numbers of a line. From one to the next it is `step`, from line to line `line`."""
+    at = tl.program_id(1) * line + (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) * step
+    tl.store(y + at, tl.load(x + at))
+
+
+def columns_and_rows(device, size):
+    """A copy. A GPU's memory hands out sectors of 32 bytes: down a column each serves one number, unless L2 helps."""
+    side = math.isqrt(size.n)
+    x, y = torch.randn(2, side, side, device=device)
+
+    def along(line, step):
+        if not kernels.on_triton(x):
+            return y.copy_(x if step == 1 else x.T)
+        _copy_lines[side // min(side, 1024), side](x, y, line, step, min(side, 1024))
+        return y
+    asked = 2 * x.numel() * (32 if device.type == "cuda" else 4)
+    return timed(device, size, {"columns": (lambda: along(1, side), [], asked, 0),
+                                "rows": (lambda: along(side, 1), [], 2 * x.nbytes, 0)})
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _sigmoids(x, s, t, y, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    """s = sigmoid(x), t = sigmoid(s), y = sigmoid(t). Kept: 1 read, 3 writes; else 1 and 1."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    once = _sigmoid(tl.load(x + at))
+    twice = _sigmoid(once)
+    if KEEP:
+        tl.store(s + at, once)
+        tl.store(t + at, twice)
+    tl.store(y + at, _sigmoid(twice))
+
+
+@triton.jit
+def _sigmoids_backward(x, s, t, dy, dx, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Kept: 3 reads, 1 write; else 2 and 1."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    once = tl.load(s + at) if KEEP else _sigmoid(tl.load(x + at))
+    twice = tl.load(t + at) if KEEP else _sigmoid(once)
+    y = _sigmoid(twice)
+    tl.store(dx + at, tl.load(dy + at) * once * (1 - once) * twice * (1 - twice) * y * (1 - y))
+
+
+def three_sigmoids(x, dy, keep):
+    """dx, after forward and backward."""
+    (s, t, y, dx), grid = torch.empty(4, len(x), device=x.device), (len(x) // 1024,)
+    _sigmoids[grid](x, s, t, y, keep, 1024)
+    _sigmoids_backward[grid](x, s, t, dy, dx, keep, 1024)
+    return dx
+
+
+def kept_and_recomputed(device, size):
+    x, dy = torch.randn(2, size.n, device=device)
+    return timed(device, size, {way: (functools.partial(three_sigmoids, keep=keep), [x, dy], passes * x.nbytes, 0)
+                                for way, keep, passes in (("s and t kept", True, 8), ("computed again", False, 5))})
+
+
+# Loops of 2 and 3 FLOPs a turn, so different that no compiler makes one of them.
+BRANCHES = """template <typename T> T branches(T x) {
+    if (x > T(0)) for (int i = 0; i < 200; i++) x = x * T(0.99) + T(0.01);
+    else for (int i = 0; i < 200; i++) x = x * x * T(0.3) - T(0.2);
+    return x;
+}"""
+
+
+def shuffled_and_sorted(device, size):
+    """The same numbers, half of them negative. Shuffled, each warp of 32 has both signs. PyTorch compiles the CUDA."""
+    x, branches = torch.randn(size.n, device=device), torch.cuda.jiterator._create_jit_fn(BRANCHES)
+    return timed(device, size, {way: (branches, [numbers], 2 * x.nbytes, 500 * size.n)
+                                for way, numbers in (("shuffled", x), ("sorted", x.sort().values))})
+
+
+def ungrouped_and_grouped(device, size):
+    """A product that is wider than L2. Bytes: if what runs at once reads each row and column from memory once."""
+    side, tile, at_once = 2 * size.side, 128, kernels.programs_at_once(device)
+    a, b = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
+    count = triton.cdiv(side, tile)
+
+    def elements(group):  # read and written
+        return triton.cdiv(count**2, at_once) * tile * side * kernels.tiles_read(count, count, group, at_once) + side**2
+    return timed(device, size, {way: (functools.partial(kernels.matmul, tiles=(tile, tile, 64, group)), [a, b],
+                                      2 * elements(group), 2 * side**3)
+                                for way, group in (("row after row", 1), ("groups of 8 rows", 8))})
+
+
+def float32_and_bf16(function, matrices):
+    """A lesson: a product of two, or an operation on one that memory bounds."""
+    def measure(device, size):
+        x = torch.randn(size.side, size.side, device=device) if matrices == 2 else torch.randn(size.n, device=device)
+        return timed(device, size, {str(dtype)[6:]: (
+            function, [x.to(dtype)] * matrices, (1 + matrices) * x.numel() * dtype.itemsize,
+            2 * size.side**3 * (matrices == 2)) for dtype in (torch.float32, torch.bfloat16)})
+    return measure
+
+
+LESSONS = {
+    "timing": Lesson("warm up, then wait for the GPU", "bench.py interleaved", three_stopwatches),
+    "elu": Lesson("eager writes every step to memory", "kernels.py _elu",
+                  one_by_one_and_fused(kernels.elu_reference, 8.5, kernels.elu)),
+    "fusion": Lesson("GELU in one kernel: one read, one write", "kernels.py _map",
+                     one_by_one_and_fused(kernels.gelu_reference, 14, kernels.gelu)),
+    "coalescing": Lesson("a burst brings neighbours: use them all", "bench.py _copy_lines", columns_and_rows),
+    "recompute": Lesson("three sigmoids: compute again, do not read", "bench.py _sigmoids_backward",
+                        kept_and_recomputed, "triton"),
+    "branches": Lesson("a warp runs both sides of a branch", "bench.py BRANCHES", shuffled_and_sorted, "cuda"),
+    "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, "triton"),
+    "precision": Lesson("fewer bits, and tensor cores", "parallel.py make_shard", float32_and_bf16(torch.mm, 2)),
+    "width": Lesson("bound by memory: half the bytes, half the time", "parallel.py make_shard",
+                    float32_and_bf16(torch.neg, 1)),
+}
+
+
+# Then 7 and 8. What needs many GPUs is computed: by the formulas that `strategies` and the tests hold against bytes
+# counted and memory measured, by schedules on a clock, by `predict`.
+
+class Claim(NamedTuple):
+    claim: str
+    lecture: float  # None: no figure
+    ours: float
+    note: str
+    command: str    # measures it
+
+
+GPT3, STRATEGIES = GPTConfig(50257, 2048, 96, 96, 12288), "python bench.py strategies --gpus 4 --only"
+
+
+def bytes_of(items, n):
+    """Bytes that rank 0 of n sends."""
+    return sum(item.times * sent(item.op, elements, item.width, n, 0) for item in items for elements in item.elements)
+
+
+def claims_of_traffic():
+    n, k, block, btc = 8, 1 << 20, [(1, range(1, 2))], GPT3.seq_len * GPT3.n_embd
+    yield Claim("all-reduce of k: a rank sends, in k", 2 * (n - 1) / n, sent("all_reduce", k, 4, n, 0) / (4 * k),
+                f"2 (N-1)/N, N = {n}", "python bench.py collectives --gpus 4 --comm ring --only all_reduce")
+    for zero, (name, figure) in enumerate({"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items()):
+        s = train.Settings(dp=n, zero=zero, batch_size=n, dtype="fp32")
+        buckets = messages_of_buckets(s, "dp", [(k, 2 if zero == 3 else 0)], n)
+        yield Claim(f"{name}: a rank sends in a step, in K", figure, bytes_of(buckets, n) / (4 * k), f"(N-1)/N of it, "
+                    f"N = {n}" + "; a stage's last unit once less" * (zero == 3), f"{STRATEGIES} {name}")
+    for name, sp in ("tp", False), ("tp+sp", True):
+        s = train.Settings(dp=1, tp=n, sp=sp, dtype="bf16", batch_size=1)
+        passed = [item for item in messages(GPT3, s, block, []) if item.what.startswith("activations")]
+        yield Claim(f"{name}: a rank sends for a block, in BTC", 8 * (n - 1) / n, bytes_of(passed, n) / (2 * btc),
+                    f"8 (N-1)/N, N = {n}" + "; backward gathers again what f gathered" * sp, f"{STRATEGIES} {name}")
+    s = train.Settings(dp=1, pp=4, dtype="bf16", batch_size=1)
+    passed = [item for item in messages(GPT3, s, block, []) if item.what == "activations"]
+    yield Claim("pp: a rank sends for a micro-batch, in BTC", 2, bytes_of(passed, 2) / (2 * btc),
+                "activations on, gradients back", f"{STRATEGIES} 1f1b")
+
+
+def claims_of_memory():
+    """The lecture's 34 + 5 heads T/C bytes for each of BTC are 32 that we keep as well, 2 of dropout's masks, and the
+    T x T scores: model.py has no dropout, and flash attention keeps statistics only."""
+    large, n = GPTConfig(50257, 2048, 36, 32, 4096), 64
+    for zero, figure in enumerate((120, 31.4, 16.6, 1.88)):
+        kinds = parallel.memory_bytes(large, zero, n, dtype=torch.bfloat16)
+        gradients, *others = (7.5 * kinds[kind] / large.parameters()
+                              for kind in ("gradients", "parameters", "optimizer"))
+        yield Claim(f"ZeRO-{zero}: 7.5 billion parameters, {n} GPUs: GB", figure, gradients + sum(others),
+                    "gradients are float32; " + (f"16-bit ones: {gradients / 2 + sum(others):.4g}" if zero < 3 else
+                                                 "no 16-bit shard beside the masters"), "python parallel.py memory")
+    scores, t = 5 * GPT3.n_head * GPT3.seq_len / GPT3.n_embd, 8
+    for flags, figure, tp, sp, recompute, note in (
+            ("", 34 + scores, 1, False, "none", "no dropout, no T x T"),
+            ("--tp 8", 10 + (24 + scores) / t, t, False, "none", "no dropout, no T x T"),
+            ("--tp 8 --sp", (34 + scores) / t, t, True, "none", "no dropout, no T x T"),
+            ("--tp 8 --sp --recompute attention", 34 / t, t, True, "attention", "nor q, k, v, attention's output"),
+            ("--recompute block", 2, 1, False, "block", "x alone")):
+        kept = parallel.activation_bytes(GPT3, 1, tp, 2, recompute, [range(1, 2)], tokens_cut=tp if sp else 1)
+        yield Claim(f"activations of a block, in BTC: {flags or 'one GPU'}", figure,
+                    kept / (GPT3.seq_len * GPT3.n_embd), note,
+                    " ".join(["python train.py", *flags.replace("8", "2").split(), "--steps 50"]))
+
+
+def claims_of_pipelines():
+    p, m = 4, 8
+    for schedule, v, bubble, most in (("gpipe", 1, (p - 1) / m, m), ("1f1b", 1, (p - 1) / m, p),
+                                      ("interleaved", 2, (p - 1) / m / 2, p + (p - 1) / 2),
+                                      ("zb-h1", 1, (p - 1) / m / 3, p)):
+        timeline = parallel.simulate(parallel.SCHEDULES[schedule](p, m, v))
+        for what, figure, ours in (("bubble over work", bubble, max(timeline.idle) / (3 * m)),
+                                   ("micro-batches that a rank holds", most, max(timeline.peak))):
+            yield Claim(f"{schedule}: {what}", figure, ours, f"{p} ranks, {m} micro-batches, F = I = W"
+                        + f", {v} stages a rank" * (v > 1), f"{STRATEGIES} {schedule}" + " --n-layer 6" * (v > 1))
+
+
+def claims_of_time():
+    """By `predict`, for H200s. F: FLOP/s of products; W: bytes/s to another GPU."""
+    xl, large, h200 = PRESETS["gpt2-xl"], GPTConfig(50257, 2048, 32, 32, 4096), MACHINES["h200"]
+    sizes = "python bench.py plan --n-layer 32 --n-head 32 --n-embd 4096 --seq-len 2048"
+
+    def costs(config, machine=h200, **layout):
+        return predict(config, train.Settings(dtype="bf16", **layout), machine)
+    yield Claim("FLOPs to train on a token, in K", 6, xl.flops_per_token() / xl.parameters(), "GPT-2 XL; 12 L C T more",
+                "python model.py")
+    for n, link, note in ((8, h200.link, "gradients are float32; blocks do more than products"),
+                          (64, h200.network, "two levels: each GPU's card carries an 8th")):
+        z3 = costs(large, dp=n, zero=3, batch_size=8 * n)
+        yield Claim(f"zero3, {n} GPUs: tokens a GPU that hide traffic", (n - 1) / n * h200.matmul / link,
+                    8 * large.seq_len * z3.dp_all / z3.compute, f"F/W (N-1)/N; {note}", f"{sizes} --gpus {n}")
+    for batch, note in (64, "too few tokens a GPU for dp alone"), (1024, "enough tokens a GPU for dp alone"):
+        alone, mixed = (costs(large, dp=64 // tp, tp=tp, zero=3, batch_size=batch).step for tp in (1, 4))
+        yield Claim(f"step of zero3 / of zero3+tp 4: 64 GPUs, {batch} sequences", None, alone / mixed, note,
+                    f"{sizes} --gpus 64 --batch-size {batch}")
+    for wire, rate in ("NVLink 4, 450", 450e9), ("PCIe 7, 121", 121e9), ("Ethernet, 0.2", 0.2e9):
+        ddp = costs(xl, dataclasses.replace(h200, link=rate), dp=8, batch_size=64)
+        yield Claim(f"gradients of GPT-2 XL, ms: {wire} GB/s each way", 2e3 * 7 / 8 * 4 * xl.parameters() / rate,
+                    1e3 * ddp.dp_all, f"8 GPUs, float32; {100 * ddp.dp / ddp.step:.0f} % of a step after hiding",
+                    "python bench.py collectives --only all_reduce")
+
+
+CLAIMS = claims_of_traffic, claims_of_memory, claims_of_pipelines, claims_of_time
+
+
+def lessons(a):
+    device, on_triton = torch.device(a.device, *[0] * (a.device == "cuda")), a.device == "cuda" or kernels.INTERPRETED
+    kernels.use("triton" if on_triton else "auto")
+    sizes = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
+    size = SimpleNamespace(**dict(zip(("n", "side", "repeats"), sizes)))
+    pairs = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
+                  "fewer bytes", {
+        "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f",
+        "faster": "faster:>9.2f", "fewer": "fewer:>6.2f", "gb": "GB:>8.3f", "speed": "GB/s:>8,.1f",
+        "tflops": "TFLOP/s:>9.2f", "read": "read:<29"})
+    for name in filter(a.only.__contains__, LESSONS):
+        lesson = LESSONS[name]
+        try:
+            rows = lesson.measure(device, size)
+        except Exception as problem:  # what one lesson lacks on this GPU leaves the others as they are
+            if not on_triton:
+                raise
+            reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            pairs.row(lesson=name, says=lesson.says, way=f"failed: {reason}", read=lesson.read)
+            continue
+        for i, (way, seconds, moved, flops) in enumerate(rows):
+            pairs.row(lesson=name, says="" if i else lesson.says, way=way, ms=1e3 * seconds, read=lesson.read,
+                      faster=rows[0][1] / seconds, fewer=rows[0][2] / moved, gb=moved / 1e9,
+                      speed=moved / seconds / 1e9, tflops=flops / seconds / 1e12 if flops else None)
+    figures = Table("Lectures 7 and 8: the lecture's figure, ours as computed here, and what measures it", {
+        "claim": "claim:<62", "lecture": "lecture:>9,.5g", "ours": "ours:>9,.5g", "note": "note:<68",
+        "command": "command:<40"})
+    for claim in itertools.chain(*(topic() for topic in CLAIMS)) if "claims" in a.only else ():
+        figures.row(**claim._asdict())
+    write_json(a.json, "lessons", device, [pairs, figures])
+
+
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 # Bus bandwidth as nccl-tests defines it: bytes of the whole tensor / seconds x this. It is what a link carries.
@@ -1018,9 +1319,12 @@ def replaced(make, names=TRAINING):
 def left_out(function):
     """A collective that does nothing. An all-to-all gives a rank what it sends: counts of rows must be some that there
     can be, and then as many rows come as leave."""
-    if function.__name__ == "all_to_all_single":
-        return lambda output, input, *args, **kwargs: output.copy_(input)
-    return lambda *args, **kwargs: dist.Handle()
+    def call(*args, **kwargs):
+        if function.__name__ == "all_to_all_single":
+            output, input = args[:2]
+            output.copy_(input)
+        return dist.Handle()  # whoever waits finds it done
+    return call
 
 
 def communication_alone(trainer, device, repeats):
@@ -1757,8 +2061,8 @@ def pictures(a):
 
 # ---------------------------------------------------------------------------------------------------------------- flags
 
-WHAT = {"kernels": measure_kernels, "collectives": collectives, "strategies": strategies, "plan": plan,
-        "scaling": scaling, "pictures": pictures}
+WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
+        "plan": plan, "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
 NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
@@ -1775,13 +2079,13 @@ def number(takers, name, help, **more):
 
 
 FLAGS = [
-    option((*MEASURED, "plan"), "--json", "leave the rows there, with hardware, versions, commit", default="",
-           metavar="FILE"),
+    option((*MEASURED, "lessons", "plan"), "--json", "leave the rows there, with hardware, versions, commit",
+           default="", metavar="FILE"),
     number((*MEASURED[1:], "plan"), "--gpus", "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"),
-    option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
-    option(MEASURED, "--quick", "tiny sizes, few repeats: does it work?", action="store_true"),
-    option(MEASURED, "--only", "of the kernels, collectives or strategies; left out, all, experts and dense twin where "
-           "--experts is given; scaling: ddp zero3", nargs="+", metavar="NAME"),
+    option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
+    option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: does it work?", action="store_true"),
+    option((*MEASURED, "lessons"), "--only", "of the kernels, lessons, collectives, strategies; left out, all, experts "
+           "and dense twin where --experts is given; scaling: ddp zero3", nargs="+", metavar="NAME"),
     option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl", choices=list(PRESETS)),
     *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"),
@@ -1839,6 +2143,14 @@ def check(a, world):
     if a.what == "kernels":
         reject(a.device == "cpu" and not kernels.INTERPRETED,
                "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+        return 1
+    if a.what == "lessons":
+        able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
+        names = [*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"]
+        a.only = a.only or names
+        for name in a.only:
+            reject(name not in names,
+                   f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
         return 1
     if a.what == "collectives":
         reject(a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"

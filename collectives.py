@@ -1053,6 +1053,9 @@ class NcclLink(PiecewiseLink):
 
 # ----------------------------------------------------------------------------------------------------- GPUs of one node
 
+FREE, ARRIVED = 1, 2  # channels of signals; barriers use 0
+
+
 class Window:
     """Memory of each GPU of a group that all of them write to and read from: a message is a copy or a kernel's access.
 
@@ -1069,6 +1072,7 @@ class Window:
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # for kernels.on_triton
+        self.lent = False  # slots to the other ranks, for all_to_all_by_copies
         self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
 
     def barrier(self):
@@ -1145,6 +1149,29 @@ class Window:
             if outgoing[r][1]:
                 self.link.log.messages += 1
                 self.link.log.bytes += outgoing[r][1]
+
+    def all_to_all_by_copies(self, outgoing, incoming):
+        """The same of flat tensors, but for my own block: by copy engines, and signals between each two ranks. A slot
+        of the window for each sender, that its owner lends anew once it has copied it out."""
+        slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (self.timeout + 60)
+        outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
+        if not self.lent:
+            for r in self.others:
+                self.handle.put_signal(r, FREE, patience)
+            self.lent = True
+        for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):
+            parts, into = ([t[start:start + slot] for t in tensors] for tensors in (outgoing, incoming))
+            for r in self.others:
+                if len(parts[r]):
+                    self.handle.wait_signal(r, FREE, patience)
+                    self.of[r][self.link.rank * slot:][:len(parts[r])].copy_(parts[r])
+                    self.handle.put_signal(r, ARRIVED, patience)
+                    self.link.log.count(parts[r])
+            for r in self.others:
+                if len(into[r]):
+                    self.handle.wait_signal(r, ARRIVED, patience)
+                    into[r].copy_(self.mine[r * slot:][:len(into[r])])
+                    self.handle.put_signal(r, FREE, patience)
 
 
 def make_window(link, nbytes):
@@ -1262,6 +1289,10 @@ class Direct:
             self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
 
     def all_to_all(self, outgoing, incoming):
+        if self.aside and (window := self.window(WINDOW_BYTES)):
+            incoming[self.rank].copy_(outgoing[self.rank])
+            window.all_to_all_by_copies(outgoing, incoming)
+            return
         able = kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))  # there the kernel takes any dtype
         if able and (window := self.window(kernels.all_to_all_bytes(self.size))):
             window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))

@@ -1309,7 +1309,7 @@ def expert_parallel(module, group, copies):
                 mine = local_parameter(param, Cut(group, 0))
                 mine.replicas, mine.fed = copies, dist.get_world_size(group)
                 setattr(layer, leaf, mine)
-        experts.mlps = partial(visit, experts.mlps, group)
+        experts.mlps = partial(faster(visit), experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
@@ -2803,6 +2803,8 @@ def replay_micro_batches(net):
 
 def without_sorting(mlps, rows, coming):
     """through_experts where kernels put rows in order: where each belongs follows from the counts."""
+    if len(coming) == 1:  # of one rank, so they are in order
+        return mlps(rows, coming[0])
     if not kernels.on_triton(rows):
         return through_experts(mlps, rows, coming)
     by_expert, by_rank = coming.T.flatten(), coming.flatten()
@@ -2812,9 +2814,82 @@ def without_sorting(mlps, rows, coming):
     return kernels.combine(mlps(kernels.dispatch(rows, places), coming.sum(0)), places)
 
 
-FASTER.update({through_experts: without_sorting, Reducer: EarlyReducer, ShardReducer: EarlyShardReducer,
-               ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP, Pipeline: PatientPipeline, ParallelGPT: LeanGPT,
-               gather_tokens: gather_in_place, scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
+class Travel(torch.autograd.Function):
+    """Rows leave, beside what is computed until `Arrival`. In backward Arrival's gradient has left before, and comes.
+
+    trip: what the two share. Autograd runs backward in reverse order, so what ran between them does so again.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, trip):
+        ctx.trip = trip
+        trip.handle, arriving = leave(rows, trip.group, trip.sends, trip.receives)
+        return arriving
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        ctx.trip.handle.wait()
+        return vars(ctx.trip).pop("grad"), None
+
+
+class Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, arriving, trip):
+        ctx.trip = trip
+        trip.handle.wait()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        trip = ctx.trip
+        trip.handle, trip.grad = leave(grad, trip.group, trip.receives, trip.sends)
+        return grad, None
+
+
+def leave(rows, group, sends, receives):
+    """`exchange`, under way: (handle, the rows that come)."""
+    arriving = rows.new_empty(sum(receives), rows.shape[1])
+    return dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True), arriving
+
+
+ASIDE = {"link": dist.NodeLink, "inner": 2048}  # which groups hide exchanges, and from which width of an MLP on
+
+
+def visit_under_own_rows(mlps, group, rows, counts):
+    """As visit: a rank's own experts take its own rows while the others' rows travel.
+
+    Each row that travels both ways does so under one of the two products of the rows that stay, in forward and in
+    backward. Two groups of products in place of one: the CPU launches more, and an expert has two gradients to add up.
+    """
+    experts, link = mlps.__self__, dist.link_of(group)
+    if not isinstance(link, ASIDE["link"]) or experts.c_proj.weight.shape[-1] < ASIDE["inner"] or link.size == 1:
+        return visit(mlps, group, rows, counts)
+    n, rank, kernels.SPARED = link.size, link.rank, 2
+    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    sends, receives = both.sum(2).tolist()
+    first = sum(sends[:rank])                                                                 # for lower ranks
+    before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
+    sends[rank] = receives[rank] = 0
+    there, back = (SimpleNamespace(group=group, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
+    stay, others = both[1, rank], torch.cat([both[1, :rank], both[1, rank + 1:]])
+
+    away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
+    arriving = Travel.apply(away, there)
+    own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: else all rows would be kept for its gradient
+    y = faster(through_experts)(mlps, Arrival.apply(arriving, there), others)
+    arriving = Travel.apply(y, back)
+    own = experts.c_proj(own, stay)
+    y = Arrival.apply(arriving, back)
+    return torch.cat([own, y] if rank == 0 else [y, own] if rank == n - 1 else [y[:first], own, y[first:]])
+
+
+FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Reducer: EarlyReducer,
+               ShardReducer: EarlyShardReducer, ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP,
+               Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
+               scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
                ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,
                RingAttention: TunedRing})
 

@@ -3980,6 +3980,87 @@ def test_line_through_times_is_found():
     assert np.allclose(bench.fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
 
 
+def lessons_of(monkeypatch, tmp_path, *words):
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "lessons", "--quick", "--device", KERNEL_DEVICE, "--json", str(path),
+                                      *words])
+    bench.main()
+    return json.loads(path.read_text())["rows"]
+
+
+def test_bench_lessons(monkeypatch, tmp_path, capsys):
+    """On a CPU: all that needs no Triton; and every claim, by formulas written once more."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(sys.modules[__name__], "KERNEL_DEVICE", "cpu")
+    rows = lessons_of(monkeypatch, tmp_path)
+    ways = Counter(row["lesson"] for row in rows if "lesson" in row)
+    assert set(ways) == {name for name, lesson in bench.LESSONS.items() if not lesson.needs}
+    assert min(ways.values()) > 1 and all(row["ms"] > 0 for row in rows if "lesson" in row)
+    printed, found = capsys.readouterr().out, [row for row in rows if "claim" in row]
+    assert all(row["claim"] in printed and f"{row['ours']:,.5g}" in printed for row in found)
+    ours, lecture = ([row[key] for row in found] for key in ("ours", "lecture"))
+    ring = [2 * 7 / 8] * 4 + [3 * 7 / 8]
+    assert close(ours[:8], [*ring, 8 * 7 / 8, 10 * 7 / 8, 2]) and lecture[:8] == [1.75, 2, 2, 2, 3, 7, 7, 2]
+    zero = [7.5 * (2 + 4 + 12), 7.5 * (2 + 4 + 12 / 64), 7.5 * (2 + 16 / 64), 7.5 * 16 / 64]  # float32 gradients
+    assert close(ours[8:11], zero[:3], 1e-6) and close(ours[11], zero[3], 0.02)  # ZeRO-3's vectors are on each rank
+    assert all(f"16-bit ones: {7.5 * (4 + 12 / 64 - 2 * (z == 2) * 63 / 64) if z else 120:.4g}" in found[8 + z]["note"]
+               for z in range(3)) and close(lecture[8:12], [120, 31.4, 16.6, 1.88])
+    norms, heads = 16 / 12288, 4 * 96 / 12288  # bytes of statistics
+    assert close(ours[12:17], [32 + norms + heads, 8 + norms + (24 + heads) / 8, (32 + norms + heads) / 8,
+                               (24 + norms) / 8, 2], 1e-6)
+    assert close(lecture[12:17], [34 + 80, 10 + 104 / 8, 114 / 8, 34 / 8, 2])
+    assert close(ours[17:25], lecture[17:25]) and close(ours[17:25], [3 / 8, 8, 3 / 8, 4, 3 / 16, 5.5, 1 / 8, 4])
+    xl = model.PRESETS["gpt2-xl"]
+    assert 6 < ours[25] == xl.flops_per_token() / xl.parameters() < 7
+    assert close(lecture[26:28], [7 / 8 * H200.matmul / H200.link, 63 / 64 * H200.matmul / H200.network])
+    assert 1 < ours[26] / lecture[26] < 4 / 3 and 1 / 8 < ours[27] / lecture[27] < 1 / 2
+    assert ours[28] > 1.1 and ours[29] < 0.9 and lecture[28:30] == [None, None]
+    assert close(lecture[30:], [1e3 * 7 * xl.parameters() / rate for rate in (450e9, 121e9, 0.2e9)])
+    assert close(torch.tensor(ours[30:]) / torch.tensor(lecture[30:]), torch.ones(3), 0.15) and len(found) == 33
+
+
+def test_lessons_name_what_is_there():
+    for lesson in bench.LESSONS.values():
+        file, name = lesson.read.split()
+        assert named(name, file.removesuffix(".py")), lesson.read
+    for claim in itertools.chain(*(topic() for topic in bench.CLAIMS)):
+        _, program, *words = claim.command.split()
+        if program == "bench.py":
+            a = bench.parse(words)
+            a.device = "cpu"
+            bench.check(a, 1)
+        elif program == "train.py":
+            s = train.parse(words)
+            assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == s.tp
+        else:
+            assert claim.command in readme_commands()
+    assert torch.cuda.jiterator._create_jit_fn(bench.BRANCHES).kernel_name == "branches"
+
+
+def test_lessons_on_triton(monkeypatch, tmp_path, capsys, triton_kernels):
+    """What a GPU runs, but for CUDA's branches, in the interpreter. A lesson that fails leaves the others."""
+    def fail(device, size):
+        raise RuntimeError("no such thing\nand more")
+    monkeypatch.setitem(bench.LESSONS, "width", bench.Lesson("says", "bench.py fail", fail))
+    names = ["elu", "fusion", "coalescing", "recompute", "order", "width", "precision"] + ["branches"] * GPUS
+    rows = lessons_of(monkeypatch, tmp_path, "--only", *names)
+    assert len([row for row in rows if row["lesson"] == "width"]) == 1 and {row["lesson"] for row in rows} == set(names)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
+    assert len(printed) == 1 and "failed: no such thing " in printed[0]
+    fewer = {row["lesson"]: row["fewer"] for row in rows if "fewer" in row}
+    assert fewer["recompute"] == 8 / 5 and fewer["fusion"] == 7 and fewer["elu"] == 8.5 / 2
+    x, dy = random(2, 2048).requires_grad_().unbind()
+    x.retain_grad()
+    x.sigmoid().sigmoid().sigmoid().backward(dy.detach())
+    for keep in (True, False):
+        assert close(bench.three_sigmoids(x.detach(), dy.detach(), keep), x.grad, 1e-5)
+    x = random(64, 128)
+    for line, step, grid in (128, 1, (4, 64)), (1, 128, (2, 128)):
+        y = torch.empty_like(x)
+        bench._copy_lines[grid](x, y, line, step, 32)
+        assert torch.equal(x, y), step
+
+
 H200 = bench.MACHINES["h200"]
 
 
@@ -4294,6 +4375,7 @@ BAD_BENCH = [
     ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"),
     ("collectives --only foo", "--only foo"),
+    ("lessons --only foo", "there are timing"), ("lessons --only timing branches", "branches: it wants a GPU"),
     ("collectives --gpus 1", "--gpus 2"), ("strategies --json /no/such/x.json", "--json"),
     ("strategies --only ddp7", "--only ddp7"),
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
@@ -5237,7 +5319,7 @@ def results_of_shared_experts(choice):
     rank, device = dist.get_rank(), torch.get_default_device()
     mixture = mixture_of(GPTConfig(n_embd=16, n_head=1, inner=16, experts=4), torch.float32).to(device)
     parallel.expert_parallel(mixture, None, None)
-    assert mixture.experts.mlps.func is parallel.visit
+    assert mixture.experts.mlps.func is parallel.visit_under_own_rows
     assert parallel.faster(parallel.through_experts) is parallel.without_sorting
     mixture.router.bias[1] = -2  # no tokens for the first rank's second expert
     x, dy = torch.randn(2, 1, 6 + rank, 16, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device)
@@ -5246,6 +5328,31 @@ def results_of_shared_experts(choice):
     y.backward(dy)
     kernels.use("auto")
     return [t.detach().cpu().numpy() for t in (y, x.grad, *(p.grad for p in mixture.parameters()), mixture.router.load)]
+
+
+def traveling(run, *args, **options):
+    """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
+    with unittest.mock.patch.dict(parallel.ASIDE, link=dist.Link, inner=0), unittest.mock.patch.object(
+            parallel, "leave", wraps=parallel.leave) as leave:
+        result = run(*args, **options)
+    assert leave.call_count
+    return result
+
+
+@pytest.mark.parametrize("layout,micro_batches,schedule,options,experts", [
+    ({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3, "recompute": "block"}, {"bias": FEW}),
+    ({"dp": 2}, 1, "1f1b", {"ep": 2}, {"bias": ALL, "top_k": 1}),
+    ({"dp": 4}, 2, "1f1b", {"ep": 4, "zero": 1}, {}), ({"dp": 3}, 1, "1f1b", {"ep": 3}, {"experts": 6}),
+    ({"dp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"ep": 2, "sequence": True}, {})], ids=str)
+def test_experts_equal_one_process_where_rows_travel_under_own_rows(pool, layout, micro_batches, schedule, options,
+                                                                    experts):
+    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
+    change |= {"experts": 4, **experts}
+    bias, batch = change.pop("bias", None), BATCH // 3 * 3 if layout["dp"] == 3 else BATCH
+    want = one_process(optimizer, tokens=8, bias=bias, batch=batch, **change)
+    for got in pool(math.prod(layout.values())).run(traveling, in_layout, layout, optimizer, micro_batches, change,
+                                                    tokens=8, schedule=schedule, bias=bias, batch=batch, **options):
+        assert not differences(got, want), change
 
 
 def test_visits_without_sorting_give_the_same(pool):
