@@ -49,6 +49,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+from torch.distributed.nn.functional import all_to_all_single  # its backward goes the other way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import collectives as dist
@@ -57,7 +58,7 @@ import parallel
 import train
 from kernels import tl, triton
 from model import GPT, MLP, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
-from train import BadInput
+from train import BadInput, reject
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
 warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
@@ -116,21 +117,16 @@ class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
-        self.columns, self.rows, self.title = {key: text.rsplit(":", 1) for key, text in columns.items()}, [], title
+        self.title, self.rows = title, []
+        self.columns = {key: text.rsplit(":", 1) for key, text in columns.items()}
 
     def row(self, **values):
+        place = {key: re.match(r"[<>]\d+", form)[0] for key, (_, form) in self.columns.items()}  # side and width
         if not self.rows:
-            say("\n" + self.title + "\n")
-            say("  ".join(title.replace("_", " ").rjust(self._width(form)) if "<" not in form
-                          else title.ljust(self._width(form))
-                          for title, form in self.columns.values()))
+            say(f"\n{self.title}\n\n" + "  ".join(format(self.columns[key][0], where) for key, where in place.items()))
         self.rows.append(values)
-        say("  ".join("-".rjust(self._width(form)) if values.get(key) is None else format(values[key], form)
-                      for key, (_, form) in self.columns.items()))
-
-    @staticmethod
-    def _width(form):
-        return int(re.search(r"\d+", form)[0])
+        say("  ".join(format("-", where) if values.get(key) is None else format(values[key], self.columns[key][1])
+                      for key, where in place.items()))
 
 
 def say(text):
@@ -138,24 +134,21 @@ def say(text):
         print(text, flush=True)
 
 
-def environment(device):
-    """What a figure is worth nothing without."""
-    here, commit = os.path.dirname(os.path.abspath(__file__)), "unknown"
+def write_json(path, what, device, tables, **more):
+    """The tables' rows, and what a figure is worth nothing without."""
+    if not path or int(os.environ.get("RANK", "0")):
+        return
+    here, commit, cuda = os.path.dirname(os.path.abspath(__file__)), "unknown", device.type == "cuda"
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
                                          stderr=subprocess.DEVNULL).strip()
-    cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return {"hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "torch": torch.__version__,
-            "commit": commit, "command": " ".join(sys.argv), "triton": getattr(kernels.triton, "__version__", None),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
-
-
-def write_json(path, what, device, tables, **more):
-    if path and int(os.environ.get("RANK", "0")) == 0:
-        with open(path, "w") as file:
-            json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]),
-                      file, indent=1)
+    found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
+             "command": " ".join(sys.argv), "torch": torch.__version__,
+             "triton": getattr(kernels.triton, "__version__", None),
+             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more}
+    with open(path, "w") as file:
+        json.dump(found | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- formulas
@@ -184,8 +177,6 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
     k = elements * width
-    if op == "isend":
-        return k
     if op == "all_reduce" and (k <= small or elements < n and not switched):
         core = 1 << (n.bit_length() - 1)  # the largest power of two
         return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
@@ -197,24 +188,29 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "barrier":
         return (n - 1).bit_length()
     below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
-    return {"broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0), "gather": below * k // n * (rank > 0),
-            "scatter": (below - 1) * k // n}[op]
+    return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
+            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n}[op]
+
+
+HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+
+
+def in_two_levels(op, elements, inside, nodes, rank):
+    """What a collective is made of for rank `rank` of the `inside` ones on a node: [(times, op, elements, whether it
+    stays on the node)]."""
+    if op == "all_reduce":
+        mine = elements // inside + (rank < elements % inside)
+        return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
+    return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
 
 
 def sent_in(link, op, elements, width, waited=True):
     """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
     if not isinstance(link, dist.TwoLevels) or op not in ("all_reduce", *HALVES):
         return sent(op, elements, width, link.size, link.rank, *law_of(link.group, waited))
-    inside, between = link.inside, link.between
-    if op == "all_reduce":
-        mine = elements // inside.size + (inside.rank < elements % inside.size)
-        return (sum(sent_in(inside, half, elements, width) for half in HALVES)
-                + sent_in(between, op, mine, width, waited))
-    return (between.size * sent_in(inside, op, elements // between.size, width)
-            + sent_in(between, op, elements // inside.size, width))
-
-
-HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+    return sum(times * sent_in(link.inside if near else link.between, part, count, width, waited)
+               for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
+                                                             link.inside.rank))
 
 
 class Message(NamedTuple):
@@ -229,32 +225,37 @@ class Message(NamedTuple):
 
 
 def contents(config, stages):
-    """How many blocks, embeddings and heads a rank's stages (number, pieces) have."""
+    """How many blocks, blocks with experts, embeddings and heads a rank's stages (number, pieces) have."""
     pieces = [i for _, run in stages for i in run]
-    return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
+    blocks = [i for i in pieces if 1 <= i <= config.n_layer]
+    routed = sum(config.has_experts(i - 1) for i in blocks)
+    return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def with_experts(config, stages):
-    """How many blocks with experts the stages have."""
-    return sum(config.has_experts(i - 1) for _, run in stages for i in run if 1 <= i <= config.n_layer)
+def widths(s):
+    """Bytes of an element: of what layers compute in, of what gradients add up in."""
+    dtype = train.DTYPES[s.dtype]
+    return dtype.itemsize, parallel.master_dtype(dtype).itemsize
+
+
+def tokens_of(config, s):
+    """Tokens of a micro-batch on a rank."""
+    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
 
 
 def messages_of_buckets(s, axis, buckets, shards):
     """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
     buckets: as for `messages`. shards: ranks that share them out."""
-    m, dtype = s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    m, (narrow, wide) = s.micro_batches, widths(s)
+    scatter, gather = HALVES
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     yield from {
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
-        1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
-            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
-        2: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide, m),
-            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
-        3: [Message("weights", "all_gather_into_tensor", axis, once + 2 * twice, narrow, m),
-            Message("gradients", "reduce_scatter_tensor", axis, once + twice, wide, m),
-            Message("1-D gradients", "all_reduce", axis, whole, wide)],
-    }[s.zero]
+        1: [Message("gradients", scatter, axis, whole, wide), Message("weights", gather, axis, whole, narrow)],
+        2: [Message("gradients", scatter, axis, whole, wide, m), Message("weights", gather, axis, whole, narrow)],
+        3: [Message("weights", gather, axis, once + 2 * twice, narrow, m),
+            Message("gradients", scatter, axis, once + twice, wide, m),
+            Message("1-D gradients", "all_reduce", axis, whole, wide)]}[s.zero]
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
@@ -266,10 +267,8 @@ def messages_of_experts(config, s, routed, rows):
     Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
     back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
     """
-    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens, forwards = s.batch_size // s.dp // m * config.seq_len // s.cp, 1 + (s.recompute == "block")
-    choices = config.top_k * tokens
+    c, m, (narrow, wide) = config.n_embd, s.micro_batches, widths(s)
+    choices, forwards = config.top_k * tokens_of(config, s), 1 + (s.recompute == "block")
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
             [[choices * c] * m * routed] * 2)
@@ -299,37 +298,33 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     how many of each other's come, call by call: ([(to rank 0, to rank 1, ...), ...], [(from rank 0, ...), ...]); None:
     as many for each expert.
     """
-    count, m = s.pp * s.virtual_stages, s.micro_batches
-    dtype = train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
+    count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
     shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
-    blocks, first, last = contents(config, stages)
-    activation, routed = [tokens * config.n_embd], with_experts(config, stages)
+    blocks, routed, first, last = contents(config, stages)
+    activation = [tokens * config.n_embd]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
-    if s.tp > 1 and not s.sp:
-        # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
-        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
-                      m * blocks * (4 + (s.recompute == "block")))
-        yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
-    elif s.sp:
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, so many run again
+    scatters = m * blocks * (4 + max(0, again - 1))  # but not the last g: nothing needs what it gives
+    if s.tp > 1:
+        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+        for op in HALVES if s.sp else ["all_reduce"]:
+            yield Message("embedding, head", op, "tp", activation, narrow, m * (first + last))
+    if s.sp:
         # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
         # theirs, sorted, so a block with experts takes 9 halves.
         scatter, gather = HALVES
-        again = {"none": 0, "attention": 1, "block": 2}[s.recompute]
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow,
-                      m * (blocks * (6 + again) - routed))
-        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow,
-                      m * blocks * (4 + (s.recompute == "block")))
-        for half in HALVES:
-            yield Message("embedding, head", half, "tp", activation, narrow, m * (first + last))
+        gathers = m * (blocks * (6 + again) - routed)
+        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, gathers)
+        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, scatters)
         c = config.n_embd
         seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
         seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+    elif s.tp > 1:  # a block: g twice forward, f twice backward
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
     if s.cp > 1:
         # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
         part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
@@ -339,12 +334,10 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         else:  # the all-to-all back carries nothing that backward needs: recomputing a block or attention leaves it out
             yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
-    if s.tp > 1:
-        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     if s.pp > 1:
         neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
-        passed = [n // (s.tp if s.sp else 1) for n in activation]
-        yield Message("activations", "isend", "pp", passed, narrow, m * neighbours)
+        passed = activation[0] // (s.tp if s.sp else 1)
+        yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
@@ -384,8 +377,8 @@ class Machine:
 
 
 # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
+# networks, of the order that is reached. So measure your own: --machine FILE
 MACHINES = {
-    # networks, of the order that is reached. So measure your own: --machine FILE
     "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
                     long_attention=450e12),
     "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
@@ -412,8 +405,7 @@ def message_seconds(item, n, machine, here):
     collectives.py decides by DOUBLING_BYTES.
     """
     def seconds(op, elements, n, near):
-        hop, rate = ((machine.hop, machine.link) if near
-                     else (machine.network_hop, min(machine.link, machine.network)))
+        hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
         ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
                 for small in (False, True)[:1 + (op == "all_reduce")]]
         return min(count * hop + k / rate for count, k in ways)
@@ -421,11 +413,9 @@ def message_seconds(item, n, machine, here):
     def call(op, elements):
         if here in (1, n) or op not in ("all_reduce", *HALVES):
             return seconds(op, elements, n, here == n)
-        nodes = n // here
-        if op == "all_reduce":
-            return (sum(seconds(half, elements, here, True) for half in HALVES)
-                    + seconds(op, elements // here, nodes, False))
-        return nodes * seconds(op, elements // nodes, here, True) + seconds(op, elements // here, nodes, False)
+        return sum(times * seconds(part, count, here if near else n // here, near)
+                   for times, part, count, near in in_two_levels(op, elements, here, n // here, here - 1))
+
     if n == 1:
         return 0.0
     return item.times * sum(count * call(item.op, elements) for elements, count in Counter(item.elements).items())
@@ -450,38 +440,31 @@ class Costs(NamedTuple):
         return sum(self) - self.cp_all - self.dp_all
 
 
-def passes(config, tp=1, sp=False):
+def passes(config, tp=1, sp=False, ep=1, routed=False):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
     inner). Of what is cut over tp a rank has its part; sp: of the C, too.
+    routed: with experts, balanced. A token has a row of C for each expert that it goes through. To sort rows reads the
+    token and writes the rows, to weigh and add them up the other way round; the router takes C, 3C in I. Where tokens
+    travel, rows are sorted by expert and back once more.
     """
-    c, inner = config.n_embd, config.inner / tp
-    own = c / tp if sp else c
-    return 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
-
-
-def passes_of_experts(config, tp=1, sp=False, ep=1):
-    """The same of a block with experts, balanced: a token has a row for each expert that it goes through, C elements.
-    To sort rows reads the token and writes the rows, to weigh and add them up the other way round; the router takes C,
-    3C in I. Where tokens travel, rows are sorted by expert and back once more."""
-    c, rows, inner = config.n_embd, config.top_k * config.n_embd, config.top_k * config.inner / tp
-    own, travelled = c / tp if sp else c, 4 * rows * (ep > 1)
-    return (11 * own + 2 * inner + 2 * (c + rows) + travelled, 19 * own + 3 * inner + 2 * c + 3 * rows + travelled,
-            own + 3 * c / tp + inner + rows)
+    c, k = config.n_embd, config.top_k if routed else 1
+    own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
+    block = 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
+    travelled = 4 * rows * (ep > 1)
+    more = own + 2 * (c + rows) + travelled, 3 * own + 2 * c + 3 * rows + travelled, rows - own
+    return [n + routed * experts for n, experts in zip(block, more)]
 
 
 def block_seconds(config, s, machine, routed):
     """(F, I, W) of one block and micro-batch, by what the GPU computes. routed: the block has experts."""
-    c, inner, dtype = config.n_embd, config.inner, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: by a token, on this rank
-    moved = passes_of_experts(config, s.tp, s.sp, s.ep) if routed else passes(config, s.tp, s.sp)
-    attention, mlp = 4 * c * c / s.tp, 2 * c * inner / s.tp
+    attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
-    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in moved)
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
     again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
@@ -502,10 +485,7 @@ def stage_seconds(config, s, machine, stages):
     over all blocks and the head. Where it waits for counts in forward, it does not get ahead there: max for forward and
     for backward. A dense block runs 9 functions of autograd, one with experts 3 more, 7 where tokens travel.
     """
-    c, v = config.n_embd, config.vocab_size
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
-    blocks, _, head = contents(config, stages)
-    routed = with_experts(config, stages)
+    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
     replayed = not config.experts and (
@@ -514,7 +494,8 @@ def stage_seconds(config, s, machine, stages):
     once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
     launch = once * (1 if s.recompute == "none" else 4 / 3)
     if head:
-        product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
+        logits = tokens * config.vocab_size / s.tp
+        product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
     if s.ep > 1 and routed:
         waits = routed * WAIT
@@ -527,9 +508,8 @@ def stage_seconds(config, s, machine, stages):
 def attention_seconds(config, s, machine):
     """Of one block and micro-batch forward: Q K^T and P V, half masked, 2 T C FLOPs a token. A ring's kernels see T/N
     tokens at once."""
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
-    return 2 * config.seq_len * config.n_embd / s.tp * tokens / rate
+    return 2 * config.seq_len * config.n_embd / s.tp * tokens_of(config, s) / rate
 
 
 def ring_hides(flops, link, dtype):
@@ -557,8 +537,7 @@ def context_seconds(config, s, machine, blocks, spent):
     runs, gradients = 1 + (s.recompute != "none"), spent["cp", "their gradients"]  # of attention's forward
     keys = spent["cp", "keys and values"] / (runs + 1)
     over = s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    return every, (runs * max(0.0, keys - over)
-                   + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over))
+    return every, runs * max(0.0, keys - over) + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over)
 
 
 @functools.cache
@@ -575,18 +554,15 @@ def splits_backward(lists):
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
-    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, first, last = contents(config, stages)
-    routed, apart = with_experts(config, stages), s.ep > 1
-    mlp, dense, experts = 2 * c * config.inner // s.tp, blocks - routed, routed * config.experts // s.ep  # on this rank
-    matrices = (blocks * 4 * c * c + max(first, last) * c * config.vocab_size) // s.tp + routed * config.experts * c
-    matrices += (dense if apart else dense + experts) * mlp
-    vectors = blocks * 8 * c + (dense if apart else dense + experts) * (c + config.inner)
+    blocks, routed, _, _ = contents(config, stages)
+    apart = s.ep > 1  # experts have buckets of their own
+    shared, experts = parallel.local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
+    shared, experts = (shared, experts) if apart else (shared + experts, Counter())
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
@@ -594,14 +570,16 @@ def predict(config, s, machine):
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
               "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
               "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
-              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
-              "all": (every, 1)}
-    def buckets_of(matrices, vectors, units):
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
+
+    def buckets_of(elements, units, ranks=1):  # that share the elements out
+        matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
-    buckets = buckets_of(matrices, vectors, blocks + 1)
-    of_experts = buckets_of(experts * mlp, experts * (c + config.inner), routed) if apart and routed else []
+
+    buckets = buckets_of(shared, blocks + 1)
+    of_experts = buckets_of(experts, routed, s.ep) if apart and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
@@ -639,7 +617,7 @@ def predict(config, s, machine):
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    stepped = matrices / (shards if s.zero else 1) + apart * experts * mlp / (replicas // s.ep if s.zero else 1)
+    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
     return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
                  cp_all, gather + reduce + between)
 
@@ -651,9 +629,7 @@ def measure_machine(device, dtype, config, comms):
     config = dataclasses.replace(config, experts=0)  # rates are a dense block's
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
-
-    def random(*shape):
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def both_ways(module, x, dy=None):
         def run():
@@ -663,14 +639,14 @@ def measure_machine(device, dtype, config, comms):
             getattr(module, "finish_grad_sync", int)()
         return run
 
-    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     block, attention = (FusedBlock(config, 0).to(device, dtype) for _ in range(2))
-    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
+    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
+    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
-    source, target = (torch.zeros(1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device) for _ in "st")
+    source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
     steps = {
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
@@ -681,26 +657,27 @@ def measure_machine(device, dtype, config, comms):
     if cuda:
         steps["units"] = replaced(left_out)(both_ways(parallel.FSDP(copy.deepcopy(tiny)), row, torch.randn_like(row)))
     seconds = interleaved(steps, device, 5, calls=3)
-    # Without the block's products.
-    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)
-    counted = sum(passes(config)) * b * t * dtype.itemsize
+    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # no products
+    if cuda:
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     machine = Machine(
-        torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
-        torch.cuda.get_device_properties(device).total_memory if cuda
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n, 6 * k * c * config.inner / seconds["fewer"],
-        7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
-        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny),
-        units=seconds["units"] / len(tiny) if cuda else None, fused=kernels.on_triton(torch.empty(0, device=device)))
+        name, train.peak_flops(device), memory, matmul=6 * k * c * config.inner / seconds["fewer"],
+        attention=7 * b * t * t * c / seconds["attention"],
+        elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
+        loss=logits.numel() / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
+        launch=seconds["launch"] / len(tiny), units=seconds["units"] / len(tiny) if cuda else None,
+        fused=kernels.on_triton(torch.empty(0, device=device)))
     machines, group = {}, dist.new_group()
-    small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
+    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21))]  # small, large
     for comm in comms if n > 1 else ():
         dist.use(group, comm)
-        seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group),
-                               "large": lambda: dist.all_reduce(large, group=group)},
+        seconds = interleaved({len(some): functools.partial(dist.all_reduce, some, group=group) for some in tensors},
                               device, 5, calls=5)
         switched = isinstance(dist.link_of(group), dist.Direct)
-        ways = [rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)]
-        hop, link = fit(*zip(*ways), [seconds["small"], seconds["large"]])
+        ways = [rounds("all_reduce", count, 4, n, switched, count == min(seconds)) for count in seconds]
+        hop, link = fit(*zip(*ways), list(seconds.values()))
         machines[comm] = dataclasses.replace(machine, link=link, hop=hop, switched=switched)
     dist.destroy_process_group(group)
     return machines or dict.fromkeys(comms, machine)
@@ -740,8 +717,7 @@ class Operation(NamedTuple):
 
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
-    def random(*shape):
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
         who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
@@ -1219,16 +1195,15 @@ def collectives(a):
                 row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
             if "torch" in seconds:  # a collective
                 row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
-                            "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
-                            "counted": sum(log.bytes for log in logs),
-                            "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ours"],
-                               seconds["torch"]))
+                        "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
+                        "counted": sum(log.bytes for log in logs),
+                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
+                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), *seconds.values()))
             table.row(**row)
             del calls
         if len(points) > 1:
-            m, k, *times = zip(*points)
-            fits.append((op, *fit(m, k, times[0]), *fit(m, k, times[1])))
+            m, k, ours, torchs = zip(*points)
+            fits.append((op, *fit(m, k, ours), *fit(m, k, torchs)))
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
         "torch_b": "torch b, GB/s:>13.2f"})
@@ -1292,18 +1267,17 @@ WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the
 def routes_of(net):
     """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
     one for each forward of a block with experts; not those that backward runs again."""
-    routes, experts = [], [part for stage in net.stages for part in net.module(stage).modules()
-                           if isinstance(part, Experts)]
+    routes = []
 
-    def kept(mlps):
-        def call(rows, counts):
-            if torch._C._current_graph_task_id() == -1:  # no backward is running
-                routes.append(counts)
-            return mlps(rows, counts)
-        return call
+    def kept(mlps, rows, counts):
+        if torch._C._current_graph_task_id() == -1:  # no backward is running
+            routes.append(counts)
+        return mlps(rows, counts)
+
     with contextlib.ExitStack() as stack:
-        for part in experts:
-            stack.enter_context(patch.object(part, "mlps", kept(part.mlps)))
+        for part in (part for stage in net.stages for part in net.module(stage).modules()):
+            if isinstance(part, Experts):
+                stack.enter_context(patch.object(part, "mlps", functools.partial(kept, part.mlps)))
         yield routes
 
 
@@ -1317,20 +1291,17 @@ def rows_of(routes, group):
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
-    stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
-              if i % s.pp == pp_rank]
-    where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "ep": net.ep, "copies": net.copies, "replicas": net.replicas, "world": None,
-             "all": trainer.control}
-    kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
+    stages = list(enumerate(parallel.split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
+    kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets, of_experts = Counter(), [], []
-    for bucket in (bucket for reducer in trainer.net.reducers for bucket in reducer.buckets):
+    for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
     rows = rows_of(routes, net.ep) if net.ep else None
+    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # other axes are called as ParallelGPT does
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
-        link = dist.link_of(where[item.axis])
+        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -1348,19 +1319,17 @@ def replaced(make, names=TRAINING):
 def left_out(function):
     """A collective that does nothing. An all-to-all gives a rank what it sends: counts of rows must be some that there
     can be, and then as many rows come as leave."""
-    def call(*args, async_op=False, **kwargs):
+    def call(*args, **kwargs):
         if function.__name__ == "all_to_all_single":
             output, input = args[:2]
             output.copy_(input)
-        return dist.Handle() if async_op else None
+        return dist.Handle()  # whoever waits finds it done
     return call
 
 
 def communication_alone(trainer, device, repeats):
-    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them).
-
-    From them, hidden = 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong,
-    its time is not.
+    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them): hidden
+    is 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong, its time is not.
     """
     log, scratch = [], {}
 
@@ -1413,21 +1382,26 @@ def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
     for block in model.h.values():
-        if isinstance(block.mlp, MLP):
-            block.mlp.forward = MethodType(plain_mlp, block.mlp)
+        if isinstance(block.mlp, MLP):  # calls every layer as a module: hooks, which DTensor needs, see nothing else
+            block.mlp.forward = MethodType(MLP.forward, block.mlp)
     return model
 
 
-def plain_mlp(mlp, x):
-    """Every layer called as a module: hooks, which DTensor needs, see nothing else."""
-    return mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh"))
+def token_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=None):
+def adamw(kinds, device, lr=1e-4):
+    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=device.type == "cuda")
+
+
+def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
+    """kinds: lists of parameters, each clipped on its own; left out, all are one. precision: left out, autocast."""
+    kinds = kinds or [list(model.parameters())]
+    clip = clip or (lambda: [torch.nn.utils.clip_grad_norm_(kind, 1.0) for kind in kinds])
+    optimizer = optimizer or adamw(kinds, device)
+    loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
-
-    def plain_loss(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     def step():
         total = 0.0
@@ -1435,38 +1409,30 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
         for i, (tokens, targets) in enumerate(zip(x, y)):
             last = i == len(x) - 1 or not hasattr(model, "no_sync")
             with contextlib.nullcontext() if last else model.no_sync(), precision():
-                part = (loss or plain_loss)(tokens, targets) / len(x)
+                part = loss(tokens, targets) / len(x)
                 part.backward()
             total += part.detach()
-        for some in params:
-            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        clip()
         optimizer.step()
         return total
     return step
 
 
-def adamw(params, device, lr=1e-4):
-    return torch.optim.AdamW(params, lr=lr, fused=device.type == "cuda")
-
-
 def torch_compiled(config, s, device, x, y):
     """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
     model = plain_model(config, device)
-    params = list(model.parameters())
-    loss = torch.compile(lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
-    return torch_step(model, adamw(params, device), [params], s, device, x, y, loss=loss), "compile"
+    loss = torch.compile(lambda tokens, targets: token_loss(model(tokens), targets))
+    return torch_step(model, s, device, x, y, loss), "compile"
 
 
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
-    params = list(model.parameters())
-    if s.zero:
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
-    else:
-        optimizer = adamw(params, device)
-    return torch_step(model, optimizer, [params], s, device, x, y), "ZeroRedundancyOptimizer" if s.zero else "DDP"
+    if not s.zero:
+        return torch_step(model, s, device, x, y), "DDP"
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
+    return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
 def torch_fsdp(config, s, device, x, y):
@@ -1478,21 +1444,14 @@ def torch_fsdp(config, s, device, x, y):
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    step = torch_step(model, adamw(model.parameters(), device), [list(model.parameters())], s, device, x, y,
-                      contextlib.nullcontext)
-    return step, "fully_shard" + ", kept" * kept
+    return torch_step(model, s, device, x, y, precision=contextlib.nullcontext), "fully_shard" + ", kept" * kept
 
 
 def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q,
     k and v, not by heads: other numbers, the same work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(),
@@ -1501,49 +1460,31 @@ def torch_tp(config, s, device, x, y):
     if config.tied:
         model.lm_head.weight = model.wte.weight
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-
-    def loss(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    optimizer = adamw([{"params": kind} for kind in kinds], device)
-    return torch_step(model, optimizer, kinds, s, device, x, y, loss_parallel, loss), "DTensor"
+    return torch_step(model, s, device, x, y, lambda tokens, targets: token_loss(model(tokens), targets), kinds=kinds,
+                      precision=loss_parallel), "DTensor"
 
 
-def torch_pipeline(schedule):
-    def build(config, s, device, x, y):
-        """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
-        from torch.distributed.pipelining import PipelineStage, schedules
-        rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
-        modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
-        stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
-        runner = getattr(schedules, schedule)(
-            stages if "Interleaved" in schedule else stages[0], len(x),
-            loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
-        params = [p for module in modules.values() for p in module.parameters()]
-        optimizer, tokens, targets = adamw(params, device), torch.cat(x), torch.cat(y)
+def torch_pipeline(config, s, device, x, y):
+    """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+    name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
+        s.schedule]
+    rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
+    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
+    stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+    runner = getattr(schedules, "Schedule" + name)(
+        stages if "Interleaved" in name else stages[0], len(x),
+        loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
+    params = [p for module in modules.values() for p in module.parameters()]
+    optimizer, given = adamw([params], device), [torch.cat(x)] if rank == 0 else []
+    wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
 
-        def step():
-            optimizer.zero_grad()
-            runner.step(*([tokens] if rank == 0 else []),
-                        **({"target": targets, "losses": []} if rank == s.pp - 1 else {}))
-            torch.nn.utils.clip_grad_norm_(params, 1.0)
-            optimizer.step()
-        return step, schedule.removeprefix("Schedule")
-    return build
-
-
-class TorchExchange(torch.autograd.Function):
-    """Rows (n, C) to the ranks of a group, sends[r] to rank r, and receives[r] from it; backward the other way."""
-
-    @staticmethod
-    def forward(ctx, rows, sends, receives, group):
-        ctx.back = receives, sends, group
-        arrived = rows.new_empty(sum(receives), rows.shape[1])
-        torch_dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad):
-        return TorchExchange.apply(grad, *ctx.back), None, None, None
+    def step():
+        optimizer.zero_grad()
+        runner.step(*given, **wanted)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+    return step, name
 
 
 class TorchExperts(torch.nn.Module):
@@ -1566,14 +1507,18 @@ class TorchExperts(torch.nn.Module):
         y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)           # (B, T, k, C)
         return (y * gates.unsqueeze(-1).to(dtype)).sum(-2)
 
+    def exchange(self, rows, sends, receives):
+        arrived = rows.new_empty(sum(receives), rows.shape[1])
+        return all_to_all_single(arrived, rows.contiguous(), receives, sends, self.group)
+
     def travel(self, rows, counts):
         torch_dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
         sends, receives = torch.stack([counts, coming]).view(2, self.ranks, -1).sum(2).tolist()
-        rows = TorchExchange.apply(rows, sends, receives, self.group)
+        rows = self.exchange(rows, sends, receives)
         here = torch.arange(self.experts // self.ranks, device=rows.device).repeat(self.ranks)
         order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
         y = self.mlps(rows[order], coming.view(self.ranks, -1).sum(0))
-        return TorchExchange.apply(torch.empty_like(y).index_copy(0, order, y), receives, sends, self.group)
+        return self.exchange(torch.empty_like(y).index_copy(0, order, y), receives, sends)
 
     def mlps(self, rows, counts):
         group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
@@ -1620,10 +1565,9 @@ def torch_experts(config, s, device, x, y):
     kinds = [[p for name, p in named.items() if (name in apart) == kind] for kind in (False, True)]
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*apart, *dict(model.named_buffers())])
-    ddp, inner = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(
-        named.values(), device, train.learning_rate(s, 0))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def finish():
+    def clip():
         for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
             torch_dist.all_reduce(param.grad, group=copies)
             param.grad /= s.dp
@@ -1632,22 +1576,20 @@ def torch_experts(config, s, device, x, y):
         if apart:
             torch_dist.all_reduce(squares[1:], group=ep)
         torch.nn.utils.clip_grads_with_norm_(named.values(), 1.0, squares.sum().sqrt())
-        inner.step()
-        if router_of:
+        if router_of:  # their biases are no parameters, so they may move before the optimizer does
             torch_dist.all_reduce(loads := torch.stack([router.load for router in router_of.values()]))
             for router, load in zip(router_of.values(), loads):
                 router.balance(load, s.balance_rate)
                 router.load = 0
-    optimizer = SimpleNamespace(zero_grad=inner.zero_grad, step=finish)
+
     product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
     title = product * bool(router_of) + "DDP" + ", compiled" * (device.type == "cuda")
-    return torch_step(ddp, optimizer, [], s, device, x, y), title
+    optimizer = adamw([named.values()], device, train.learning_rate(s, 0))
+    return torch_step(ddp, s, device, x, y, optimizer=optimizer, clip=clip), title
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "tp": torch_tp, "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
-         "interleaved": torch_pipeline("ScheduleInterleaved1F1B"),
-         "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble"), "experts": torch_experts,
+         "tp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline), "experts": torch_experts,
          "dense twin": torch_experts}
 
 
@@ -1656,9 +1598,8 @@ def forget():
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    for group in list(torch_dist.distributed_c10d._world.pg_map):
-        if group is not torch_dist.group.WORLD:
-            dist.destroy_process_group(group)
+    for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
+        dist.destroy_process_group(group)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -1722,15 +1663,14 @@ def describe_ring(name, s, config, machine):
 
 def describe_experts(rows, config):
     """How a step with experts compares with that of a dense model that takes as many FLOPs; what all-to-alls take."""
-    ours, *others = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
+    ours, twins = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
     count = sum(map(config.has_experts, range(config.n_layer)))
     lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
-    if others[0]:
-        lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
-                  for row, twin in zip(ours, others[0])]
-    if "all_to_all_ms" in ours[0]:
-        lines.append(f"all-to-alls take {ours[0]['all_to_all_ms']:.1f} ms of the step, "
-                     f"{100 * ours[0]['all_to_all_ms'] / ours[0]['ms']:.0f} %: with them, less without them")
+    lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
+              for row, twin in zip(ours, twins)]
+    if took := ours[0].get("all_to_all_ms"):
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %: with them, less "
+                     "without them")
     return "\n" + "\n".join(lines)
 
 
@@ -1763,8 +1703,8 @@ def measure_strategy(name, s, a, device, machines):
 
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
-    memory, peaks = (of_all_ranks(mine) for mine in (
-        (train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()), peak))
+    memory = of_all_ranks((train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()))
+    peaks = of_all_ranks(peak)
     ours("ours")
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
@@ -1778,11 +1718,10 @@ def measure_strategy(name, s, a, device, machines):
     if peer:
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
     seconds = interleaved(steps, device, a.repeats)
-    first = {
-        "memory": sum(memory[0][0].values()) / 2**30, "memory_measured": sum(memory[0][1].values()) / 2**30,
-        "memory_by_rank": memory, "peak_by_rank": peaks, "traffic": sum(formula.values()) / 2**20,
-        "traffic_counted": sum(counted.values()) / 2**20, "traffic_by_collective": formula,
-        "counted_by_collective": counted}
+    first = {"memory_by_rank": memory, "peak_by_rank": peaks, "traffic_by_collective": formula,
+             "counted_by_collective": counted}
+    first["memory"], first["memory_measured"] = (sum(kinds.values()) / 2**30 for kinds in memory[0])
+    first["traffic"], first["traffic_counted"] = (sum(sent.values()) / 2**20 for sent in (formula, counted))
     ours(comms[0])
     if s.pp > 1:
         f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
@@ -1803,10 +1742,9 @@ def measure_strategy(name, s, a, device, machines):
         return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, peak=peak,
                     mfu=mfu(config, speed, machines[comms[0]]), settings=dataclasses.asdict(s), **more)
 
+    labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
     for comm in comms:
-        yield row(comm, {"ours": "ours", "ring": "ours, textbook ring",
-                         "torch": f"ours, {torch_dist.get_backend()}"}[comm], peak,
-                  plan=1e3 * predict(config, s, machines[comm]).step,
+        yield row(comm, labels[comm], peak, plan=1e3 * predict(config, s, machines[comm]).step,
                   ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
     if peer:
         yield row("peer", title, peer_peak)
@@ -1893,12 +1831,12 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
 
 
 def describe_layout(s):
-    within = f" within {s.zero_within}" if s.zero_within else ""
-    zero = f" (ep {s.ep})" * (s.ep > 1) + f" ZeRO-{s.zero}{within}" * (s.zero > 0)
-    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1 or s.zero > 0) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
-        f"cp {s.cp} {s.cp_kind}"] * (s.cp > 1) + [
-        f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
-        + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
+    shards = f" ZeRO-{s.zero}" * (s.zero > 0) + f" within {s.zero_within}" * bool(s.zero_within)
+    axes = [(s.dp > 1 or s.zero > 0, f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + shards),
+            (s.tp > 1, f"tp {s.tp}" + " sp" * s.sp), (s.cp > 1, f"cp {s.cp} {s.cp_kind}"),
+            (s.pp > 1, f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)),
+            (s.recompute != "none", f"recompute {s.recompute}")]
+    return "  ".join(text for there, text in axes if there) or "one GPU"
 
 
 def describe_parameters(config):
@@ -2027,26 +1965,23 @@ def chart(title, groups):
 
 
 def write_svg(folder, name, height, parts):
-    path = os.path.join(folder, name + ".svg")
+    path, box = os.path.join(folder, name + ".svg"), f'viewBox="0 0 1000 {height}"'
     with open(path, "w") as file:
-        file.write("\n".join(['<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
-                              f'viewBox="0 0 1000 {height}">',
+        file.write("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" {box}>',
                               *parts, "</svg>\n"]))
     say(path)
 
 
 def draw_ring(states):
     n, width = len(states[0]), 1000 / len(states)
-    out, cells, filled, cell = [], [], [[] for _ in range(n)], (width - 15) / n
-    for s, state in enumerate(states):
-        out.append(words(width * s + width / 2, 14,
-                         "start" if s == 0 else f"reduce-scatter {s - 1}" if s < n else f"all-gather {s - n}"))
-        for rank, row in enumerate(state):
-            for c, bits in enumerate(row):
-                x, y, w = width * s + 8 + cell * c, 22 + 30 * rank, (cell - 3) / n
-                cells.append((x, y, n * w, 26))
-                for i in range(n):
-                    filled[i] += [(x + w * i, y, w, 26)] * (bits >> i & 1)
+    names = ["start", *(f"reduce-scatter {s}" for s in range(n - 1)), *(f"all-gather {s}" for s in range(n - 1))]
+    out = [words(width * s + width / 2, 14, name) for s, name in enumerate(names)]
+    cells, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
+    for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
+        x, y, w = width * s + 8 + cell * c, 22 + 30 * r, (cell - 3) / n
+        cells.append((x, y, n * w, 26))
+        for i in range(n):
+            filled[i] += [(x + w * i, y, w, 26)] * (states[s][r][c] >> i & 1)
     text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
     return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
 
@@ -2063,41 +1998,42 @@ def timeline_of(found):
     return parallel.Timeline(rows, max(row[-1][2] for row in rows), idle=None, peak=None)
 
 
+def grouped(values):
+    """{group: {bar: {part: value}}}, as `chart` takes them, of (group, bar, value or {part: value}) that are there."""
+    groups = defaultdict(dict)
+    for group, bar, value in values:
+        if value:
+            groups[group][bar] = value if isinstance(value, dict) else {bar: value}
+    return groups
+
+
 def comparisons(found):
     """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
     # Ours first: the same colour everywhere.
     rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))
-
-    def groups(label, bars, keep=lambda row: True):  # bars(row): {bar: a value, or {part: value}}
-        made = defaultdict(dict)
-        for row in filter(keep, rows):
-            made[label(row)] |= {bar: value if isinstance(value, dict) else {bar: value} for bar,
-                                 value in bars(row).items() if value}
-        return {label: bars for label, bars in made.items() if bars}
-
     if found["what"] == "kernels":
         for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
                                        ("layer-norm", "layer norm ", "tb", "TB/s")):
             for way in ("forward", "backward"):
-                yield picture, f"{op}{way}, {unit}", groups(
-                    lambda row, op=op: row["op"].removeprefix(op), lambda row, key=key: {row["who"]: row[key]},
-                    lambda row, op=op, way=way: row["op"].startswith(op) and row["way"] == way)
+                some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
+                yield picture, f"{op}{way}, {unit}", grouped(
+                    (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
     elif found["what"] == "collectives":
-        yield "all-reduce", "all-reduce, bus GB/s by size", groups(
-            lambda row: f"{row['size']:,.0f} KiB", lambda row: {"ours": row["bus"], "torch": row["torch_bus"]},
-            lambda row: row["op"] == "all_reduce" and "bus" in row)
+        yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
+            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and "bus" in row
+            for who, key in (("ours", "bus"), ("torch", "torch_bus")))
     elif found["what"] == "strategies":
-        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", groups(
-            lambda row: row["strategy"], lambda row: {
-                **{when: {kind: n / 2**30 for kind, n in kinds.items()}
-                   for when, kinds in zip(("predicted", "measured"), row["memory_by_rank"][0])}, "peak": row["peak"]},
-            lambda row: row["strategy"] in ("ddp", "zero1", "zero2", "zero3") and "memory_by_rank" in row)
-        yield "strategies", f"{found['model']}, tokens/s a GPU", groups(lambda row: row["strategy"], lambda row: {
-            row["who"] if row["who"].startswith("ours") else "torch": row["tokens"]})
+        some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
+        for row in some:
+            row["by_kind"] = [{kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]]
+        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", grouped(
+            (row["strategy"], *bar) for row in some
+            for bar in zip(("predicted", "measured", "peak"), (*row["by_kind"], row["peak"])))
+        yield "strategies", f"{found['model']}, tokens/s a GPU", grouped(
+            (row["strategy"], row["who"] if row["who"].startswith("ours") else "torch", row["tokens"]) for row in rows)
     else:
-        yield "scaling", "tokens/s a GPU, % of one GPU's", groups(
-            lambda row: f"{row['kind']} {row['gpus']}",
-            lambda row: {f"{row['strategy']} {row['who']}": row["efficiency"]})
+        yield "scaling", "tokens/s a GPU, % of one GPU's", grouped(
+            (f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}", row["efficiency"]) for row in rows)
 
 
 def pictures(a):
@@ -2109,8 +2045,8 @@ def pictures(a):
     write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
     for path, found in a.found.items():
         if "traceEvents" in found:
-            parallel.draw_svg(timeline_of(found), os.path.join(a.into, "pipeline.svg"))
-            say(os.path.join(a.into, "pipeline.svg"))
+            say(picture := os.path.join(a.into, "pipeline.svg"))
+            parallel.draw_svg(timeline_of(found), picture)
             continue
         charts = defaultdict(list)
         for picture, title, groups in comparisons(found):
@@ -2129,46 +2065,49 @@ WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectiv
         "plan": plan, "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
-FLAGS = [  # which of WHAT take it, its name, the rest
-    ((*MEASURED, "lessons", "plan"), "--json",
-     {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
-    ((*MEASURED[1:], "plan"), "--gpus",
-     {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
-    ((*MEASURED, "lessons"), "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
-    ((*MEASURED, "lessons"), "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
-    ((*MEASURED, "lessons"), "--only", {"nargs": "+", "metavar": "NAME",
-                          "help": "of the kernels, lessons, collectives, strategies; left out, all, experts and dense "
-                                  "twin where --experts is given; scaling: ddp zero3"}),
-    (OF_A_MODEL, "--model", {"choices": list(PRESETS),
-                             "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
-    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"})
-      for name in train.SIZES),
-    (OF_A_MODEL, "--batch-size", {"type": parallel.positive,
-                                  "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
-    (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"],
-                             "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
-    (("collectives",), "--comm", {"choices": ["ours", "ring"], "default": "ours",
-                                  "help": "what is held against torch's: ring, the textbook's"}),
-    (TRAINED, "--comm", {"choices": ["ours", "ring", "torch", "both"], "default": "ours",
-                         "help": "collectives under our strategies"}),
-    (("strategies",), "--accumulate",
-     {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
-    (("strategies",), "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
-    (("strategies",), "--virtual-stages",
-     {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
-    (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
-    (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
-    (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both",
-                              "help": "whether the batch grows with the GPUs"}),
-    (("plan",), "--machine", {"default": "h200",
-                              "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
-    (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
-    (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S",
-                              "help": "from a GPU to another node, instead of the machine's"}),
-    (("plan",), "--top", {"type": parallel.positive, "default": 15, "help": "layouts to print"}),
-    (("pictures",), "files", {"nargs": "*", "metavar": "FILE",
-                              "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
-    (("pictures",), "--into", {"default": "assets", "metavar": "DIR", "help": "where the SVG files go"}),
+NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
+         "collectives": (*BUS, "barrier")}
+
+
+def option(takers, name, help=None, **more):
+    """An entry of FLAGS: which of WHAT take it, its name, what argparse shall know."""
+    return takers, name, dict(more, help=help)
+
+
+def number(takers, name, help, **more):
+    return option(takers, name, help, type=parallel.positive, **more)
+
+
+FLAGS = [
+    option((*MEASURED, "lessons", "plan"), "--json", "leave the rows there, with hardware, versions, commit",
+           default="", metavar="FILE"),
+    number((*MEASURED[1:], "plan"), "--gpus", "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"),
+    option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
+    option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: does it work?", action="store_true"),
+    option((*MEASURED, "lessons"), "--only", "of the kernels, lessons, collectives, strategies; left out, all, experts "
+           "and dense twin where --experts is given; scaling: ddp zero3", nargs="+", metavar="NAME"),
+    option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl", choices=list(PRESETS)),
+    *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
+    number(OF_A_MODEL, "--batch-size", "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"),
+    option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
+    option(("collectives",), "--comm", "what is held against torch's: ring, the textbook's", choices=["ours", "ring"],
+           default="ours"),
+    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch", "both"],
+           default="ours"),
+    number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
+    number(("strategies",), "--micro-batches", "of a pipeline", default=8),
+    number(("strategies",), "--virtual-stages", "of a rank in the interleaved pipeline", default=2),
+    option(TRAINED, "--cuda-graphs", "train.py's", choices=["auto", "off", "on"], default="auto"),
+    number(TRAINED, "--repeats", "of each step; left out, 7, --quick 3"),
+    option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong", "both"],
+           default="both"),
+    option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
+    number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
+    number(("plan",), "--network", "from a GPU to another node, instead of the machine's", metavar="GB/S"),
+    number(("plan",), "--top", "layouts to print", default=15),
+    option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the ring alone", nargs="*",
+           metavar="FILE"),
+    option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
 
 
@@ -2190,35 +2129,32 @@ def check(a, world):
     if a.what == "pictures":
         check_files(a)
         return world if world > 1 else 4
-    if a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))):
-        raise BadInput(f"--json {a.json}: no file can be there; give e.g. --json rows.json")
+    reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
+           f"--json {a.json}: no file can be there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine = load_machine(a)
     else:
         check_processes(a, world)
+    if a.what in NAMES:
+        a.only = a.only or NAMES[a.what]
+        for name in a.only:
+            reject(name not in NAMES[a.what], f"--only {name}: there are {', '.join(NAMES[a.what])}")
     if a.what == "kernels":
-        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul")
-        a.only = a.only or names
-        for name in set(a.only) - set(names):
-            raise BadInput(f"--only {name}: there are {', '.join(names)}")
-        if a.device == "cpu" and not kernels.INTERPRETED:
-            raise BadInput("--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+        reject(a.device == "cpu" and not kernels.INTERPRETED,
+               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
         return 1
     if a.what == "lessons":
         able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
         names = [*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"]
         a.only = a.only or names
-        for name in set(a.only) - set(names):
-            raise BadInput(f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
+        for name in a.only:
+            reject(name not in names,
+                   f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
         return 1
     if a.what == "collectives":
-        a.only = a.only or [*BUS, "barrier"]
-        if a.gpus == 1:
-            raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2"
-                           + " --device cpu" * (a.device == "cuda"))
-        for name in set(a.only) - {*BUS, "barrier"}:
-            raise BadInput(f"--only {name}: there are {', '.join(BUS)}, barrier")
+        reject(a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+               + " --device cpu" * (a.device == "cuda"))
         return a.gpus
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
@@ -2234,14 +2170,13 @@ def check(a, world):
 def check_processes(a, world):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
-    if world > 1 and a.what == "scaling":
-        raise BadInput("scaling starts its own processes: give python bench.py scaling, without torchrun")
-    if world > 1 and a.gpus not in (None, world):
-        raise BadInput(f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
+    reject(world > 1 and a.what == "scaling",
+           "scaling starts its own processes: give python bench.py scaling, without torchrun")
+    reject(world > 1 and a.gpus not in (None, world),
+           f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
     a.gpus = a.gpus or (world if world > 1 else max(1, gpus) if a.device == "cuda" else 2)
-    if a.device == "cuda" and world == 1 and a.gpus > gpus:
-        raise BadInput(f"--gpus {a.gpus}: this machine has {gpus}; give "
-                       + (f"--gpus {gpus}" if gpus else "--device cpu"))
+    reject(a.device == "cuda" and world == 1 and a.gpus > gpus,
+           f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
 
 
 def check_strategies(a, batch_size):
@@ -2253,8 +2188,7 @@ def check_strategies(a, batch_size):
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
-        if name not in every:
-            raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
+        reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
         given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}
         s = train.Settings(**given | every[name])
         s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
@@ -2262,11 +2196,9 @@ def check_strategies(a, batch_size):
             train.check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
         except BadInput as problem:
-            if a.only:
-                raise BadInput(f"--only {name}: {problem}") from None
+            reject(a.only, f"--only {name}: {problem}")
             a.reasons.append(f"{name}: {problem}")
-    if not a.layouts:
-        raise BadInput(f"--batch-size {a.batch_size}: no strategy can run so; {a.reasons[0]}")
+    reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run so; {''.join(a.reasons[:1])}")
 
 
 def check_files(a):
@@ -2279,12 +2211,10 @@ def check_files(a):
             kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or "
-                           f"`train.py --trace` "
-                           f"wrote") from None
-        if kind not in ("trace", *MEASURED):
-            raise BadInput(f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
-        if kind in first:
-            raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give another --into folder")
+                           f"`train.py --trace` wrote") from None
+        reject(kind not in ("trace", *MEASURED),
+               f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
+        reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")
         a.found[path], first[kind] = found, path
     if int(os.environ.get("RANK", "0")) == 0:
         train.check_folder(a.into, "--into")
@@ -2302,11 +2232,11 @@ def load_machine(a):
     given = {"node": a.node, "network": a.network and 1e9 * a.network,
              "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
-    if machine.link is None:
-        raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
-    if a.gpus > machine.node and not machine.network:
-        raise BadInput(f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not "
-                       f"say how fast the network is: give e.g. --network 45")
+    reject(machine.link is None,
+           f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
+    reject(a.gpus > machine.node and not machine.network,
+           f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
+           "fast the network is: give e.g. --network 45")
     return machine
 
 

@@ -3823,6 +3823,25 @@ def test_bytes_of_every_strategy_are_the_formulas(pool, size):
             assert formula == counted and (counted or size == 1), (rank, case)
 
 
+def steps_without_collectives(cases):
+    found = []
+    for case in cases:
+        s = train.Settings(**{"dp": 1, "batch_size": 4, "dtype": "fp32", **case})
+        trainer = bench.make_trainer(GPTConfig(67, 16, 2, 4, 48), s, torch.get_default_device())
+        trainer.step(0)
+        found.append(bench.communication_alone(trainer, torch.get_default_device(), 1))
+        del trainer
+        bench.forget()
+    return found
+
+
+def test_a_step_runs_without_its_collectives(pool):
+    """Whichever way they are called, and waited for."""
+    cases = [{"dp": 2}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}]
+    for found in pool(2).run(steps_without_collectives, cases):
+        assert all(alone > 0 and without > 0 for alone, without in found)
+
+
 @pytest.fixture
 def run_bench(tmp_path, monkeypatch):
     """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py
