@@ -20,6 +20,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import contextlib
 import copy
+import csv
 import dataclasses
 import functools
 import gc
@@ -433,7 +434,7 @@ class Costs(NamedTuple):
     """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but the last
     two."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives: nothing runs under them
+    tp: float           # tensor parallelism's collectives, less what is saved where products run under them
     cp: float           # context parallelism's traffic, less what runs under attention
     ep: float           # expert parallelism's all-to-alls: nothing runs under any of them
     bubble: float
@@ -571,8 +572,29 @@ def splits_backward(lists):
     return any(action.kind == "W" for actions in lists for action in actions)
 
 
-def predict(config, s, machine):
-    """Costs of a training step of train.py in layout s."""
+# Hidden traffic is not free: it takes memory bandwidth that computation then lacks. A byte that is sent is read here,
+# written there, and read there with the one that it is added to: 4 bytes moved. DDP of GPT-2 XL on four H200s saved
+# 64 % of its traffic's time; 4 x 330 / 4070 GB/s = 32 % is lost so, and the last bucket. Over a network it is less.
+MOVED = 4
+
+
+def hidden_under_products(config, s, machine, half):
+    """Seconds a block and micro-batch, of --sp's halves of `half` seconds each, that run under their own linear layer
+    where it multiplies in N chunks what comes, or leaves, in N chunks: as long as the product at most, less one chunk.
+
+    A column layer has three halves (forward; backward, its input again and its input's gradient), a row layer two.
+    Recomputing runs forward's again, but for the last.
+    """
+    c, again = config.n_embd, s.recompute == "block"
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
+    column = 2 * c * tokens / s.tp / machine.matmul * (s.tp - 1) / s.tp  # of a product of width 1, but for a chunk
+    return sum(halves * min(half, width * column) for width, halves in layers)
+
+
+def predict(config, s, machine, overlap=None):
+    """Costs of a training step of train.py in layout s. overlap: False, no traffic is hidden; True, all that can be:
+    --sp's under products, ZeRO-1 and 2's new weights under forward; None: as train.py does."""
     c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
@@ -603,13 +625,20 @@ def predict(config, s, machine):
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
-    spent = Counter()
+    spent, touched = Counter(), Counter()
     for item in mine + ends:
         n, distance = groups[item.axis]
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
+        touched[item.axis] += MOVED / machine.hbm * item.times * sum(
+            k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
     tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
+    if overlap and s.sp and blocks:
+        halves = sum(seconds for (axis, what), seconds in spent.items() if axis == "tp" and "halves" in what)
+        hidden = m * blocks * hidden_under_products(config, s, machine, halves / m / blocks / (
+            10 + 3 * (s.recompute == "block")))
+        tp -= hidden * max(0.0, 1 - touched["tp"] / tp)
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
     f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
@@ -617,7 +646,8 @@ def predict(config, s, machine):
     # gradient at the end.
     splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
+    waits = s.pp - 1 + m * (overlap is False)
+    transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
@@ -630,10 +660,11 @@ def predict(config, s, machine):
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         sends = m if s.zero == 2 else 1
-        dp = max(reduce / count, reduce - sends * (i + w)) + gather
-    # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks.
-    # DDP of GPT-2 XL on four H200s saved 64 % of its traffic's time.
-    dp += (gather + reduce - dp) / 3 + between  # which leaves when all else is there
+        dp = max(reduce / count, reduce - sends * (i + w))
+        dp += max(gather / count, gather - f) if overlap else gather
+    dp = gather + reduce if overlap is False else dp
+    lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
+    dp += (gather + reduce - dp) * lost + between  # which leaves when all else is there
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
@@ -1538,6 +1569,7 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
+PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "published.csv")
 WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and stages a rank; GPipe keeps more
 
 
@@ -1610,8 +1642,98 @@ def limit(costs):
     return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
 
 
+def run_of(row):
+    """A run that others have published, of a row {column: text}, empty where nothing is printed: its config, machine,
+    layouts (Settings, all that may be meant), overlap, as for `predict`, and mfu. ValueError,
+    LookupError, ArithmeticError: no run is so.
+
+    Our GPT has neither gates nor fewer heads for keys and values. Its MLP gets the width that makes as many weights,
+    and so as many FLOPs: with a gate it has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads).
+    FlashAttention's backward computes scores again, as selective recomputing does.
+    """
+    layers, c, heads, few, inner, vocab, seq, gpus, batch, dp, tp, pp, cp, each, v = sizes = [
+        int(row[name] or 0) for name in "layers hidden heads kv_heads ffn vocab seq gpus batch dp tp pp cp micro_batch "
+                                        "interleave".split()]
+    gated, sp, flash, overlap = ({"": None, "yes": True, "no": False}[row[name]]
+                                 for name in ("gated", "sp", "flash", "overlap"))
+    again = {"": ("none", "block"), "none": ("none",), "selective": ("none",), "block": ("block",)}[row["recompute"]]
+    config = GPTConfig(vocab, seq, layers, heads, c,
+                       (2 + (gated or 0)) * (inner or 4 * c) // 2 - (c - c * few // heads if few else 0))
+    machine, d = MACHINES[row["gpu"]], config.head_dim
+    # Others' kernels: each goes over memory at a copy's rate, and the loss over float32 logits: cast (6 bytes), maximum
+    # (4), difference (8), exp (8), sum (4), quotient (8), gradient (8), cast (6).
+    machine = dataclasses.replace(machine, elementwise=machine.hbm, loss=machine.hbm / 52)
+    if flash is False:
+        # A query and a key take 4 D FLOPs, none is skipped, and 6 passes over their score of 16 bits: the product
+        # writes it, softmax and dropout each read and write it, the next product reads it. Half of the FLOPs count.
+        machine = dataclasses.replace(machine, attention=2 * d / (4 * d / machine.matmul + 6 * 2 / machine.hbm),
+                                      long_attention=None)
+    if min(sizes) < 0 or dp * tp * pp * cp != gpus or heads % tp or pp > layers:
+        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} x cp {cp} for {layers} layers, {heads} heads, {gpus} GPUs")
+    layouts = [train.Settings(dp=dp, tp=tp, pp=pp, cp=cp, sp=tp > 1 if sp is None else sp, zero=zero, batch_size=batch,
+                              recompute=recompute, micro_batches=batch // dp // some, virtual_stages=stages,
+                              schedule="interleaved" if stages > 1 else "1f1b", dtype="bf16", cuda_graphs="off")
+               for some, stages, zero, recompute in itertools.product(
+                   [each] if each else (1, 2, 4), [v] if v else divisors(layers // pp) if pp > 1 else [1],
+                   [int(row["zero"])] if row["zero"] else (0, 1), again)
+               if batch % (dp * some) == 0 and zero in range(4)
+               and (stages == 1 or few_of("interleaved", pp, batch // dp // some, stages))]
+    percent = float(row["mfu_pct"] or mfu(config, float(row["tokens_per_s_per_gpu"] or 0), machine))
+    if not layouts or not 0 < percent < 100:
+        raise ValueError(f"MFU {percent:.1f} %, or no way to cut {batch} sequences for dp {dp}, pp {pp}")
+    return SimpleNamespace(row=row, config=config, machine=machine, layouts=layouts, overlap=overlap, mfu=percent)
+
+
+def read_published(path):
+    rows = SimpleNamespace(line_num=0)
+    try:
+        with open(path, newline="") as file:
+            rows = csv.DictReader(file, restval="")
+            return [run_of(row) for row in rows] or [run_of({})]
+    except (OSError, ArithmeticError, LookupError, ValueError, csv.Error) as error:
+        raise BadInput(f"--published {path}, line {rows.line_num}: {type(error).__name__} {error}; see {PUBLISHED}"
+                       ) from None
+
+
+def predicted(run):
+    """(Costs, Settings) of a published run. What was not printed is as in the fastest layout that fits."""
+    return min(((predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts), key=lambda found: (
+        needed_bytes(run.config, found[1], run.machine.fused) > ROOM * run.machine.memory, found[0].step))
+
+
+def spearman(a, b):
+    """The correlation of ranks; equal values share the mean of theirs."""
+    ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in map(np.asarray, (a, b))]
+    return np.corrcoef(ranks)[0, 1]
+
+
+def plan_published(a):
+    """What `predict` says of runs that others have published."""
+    table = Table("published runs: MFU %", {
+        "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
+        "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
+        "ratio": "ratio:>5.2f", "limit": "beside computation:<29"})
+    for run in a.runs:
+        costs, s = predicted(run)
+        tokens = s.batch_size * run.config.seq_len / int(run.row["gpus"]) / costs.step
+        reached = mfu(run.config, tokens, run.machine)
+        table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
+                  micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", published=run.mfu,
+                  predicted=reached, ratio=reached / run.mfu, limit=limit(costs))
+    for gpu in dict.fromkeys(row["gpu"] for row in table.rows):
+        ratios = [row["ratio"] for row in table.rows if row["gpu"] == gpu]
+        say(f"{gpu}: median ratio {statistics.median(ratios):.2f} of {len(ratios)}, {min(ratios):.2f} to "
+            f"{max(ratios):.2f}")
+    pairs = zip(*((row["published"], row["predicted"]) for row in table.rows))
+    say(f"rank correlation (Spearman) of published and predicted MFU: {spearman(*pairs):.2f}")
+    write_json(a.json, "plan", torch.device("cpu"), [table])
+    return table
+
+
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
+    if a.published:
+        return plan_published(a)
     config, machine = a.config, a.machine
     say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step"
@@ -1861,6 +1983,9 @@ FLAGS = [  # which of WHAT take it, its name, the rest
     (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
     (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S",
                               "help": "from a GPU to another node, instead of the machine's"}),
+    (("plan",), "--published", {"nargs": "?", "const": PUBLISHED, "metavar": "FILE",
+                                "help": "instead, what it predicts for runs that others have published, a CSV file; "
+                                        "without a value, assets/published.csv"}),
     (("plan",), "--top", {"type": parallel.positive, "default": 15, "help": "layouts to print"}),
     (("pictures",), "files", {"nargs": "*", "metavar": "FILE",
                               "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
@@ -1891,6 +2016,7 @@ def check(a, world):
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine = load_machine(a)
+        a.runs = read_published(a.published) if a.published else []
     else:
         check_processes(a, world)
     if a.what == "kernels":
