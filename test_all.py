@@ -4225,6 +4225,49 @@ def drawn(parts):
     return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
 
 
+OF_NO_FILE = "ring", "mesh", "calls", "buckets", "zero-stages", "f-and-g", "schedules", "zigzag", "experts", "tiles"
+
+
+def fits(svg):
+    """Boxes and words lie inside the picture, and no words on others. A letter is 0.6 of its size wide, or less."""
+    root, taken = xml.etree.ElementTree.fromstring(svg), []
+    _, _, right, bottom = map(float, root.get("viewBox").split())
+    for path in root.iter("{*}path"):
+        taken += [(x, y, x + w, y + h, False) for x, y, w, h in (
+            map(float, box) for box in re.findall(r"M(\S+) ([^h]+)h([^v]+)v([^h]+)h", path.get("d")))]
+    for word in root.iter("{*}text"):
+        x, y, size = (float(word.get(key)) for key in ("x", "y", "font-size"))
+        width = 0.6 * size * len(word.text)
+        x -= width * {"start": 0, "middle": 0.5, "end": 1}[word.get("text-anchor")]
+        taken.append((x, y - 0.75 * size, x + width, y + 0.2 * size, True))
+    assert all(x >= 0 and y >= 0 and x_end <= right and y_end <= bottom for x, y, x_end, y_end, _ in taken), taken
+    return not any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+                   for a, b in itertools.combinations([box for box in taken if box[4]], 2))
+
+
+def test_pictures_show_what_the_code_does(pool):
+    """Names of calls are there; groups are those of a mesh; tiles are those with a key that is seen."""
+    for Tq, causal in (512, True), (512, False), (256, True), (200, True):
+        sees = torch.ones(Tq, 512, dtype=torch.bool).tril(512 - Tq) if causal else torch.ones(Tq, 512, dtype=torch.bool)
+        walks = bench.tiles_walked(Tq, 512, causal, 64)
+        assert [(m, n) for walk in walks for m, n in walk] == [
+            (m, n) for m in range(-(-Tq // 64)) for n in range(8) if sees[64 * m:64 * m + 64, 64 * n:64 * n + 64].any()]
+    if pool.device_type == "cuda":
+        pytest.skip("the picture is of processes on the CPU")
+    title, found = pool(4).run(calls_of_a_step)[0]
+    assert "--dp 2 --tp 2" in title
+    for path, sent in found:
+        assert path[0][0] == "train.py" and path[-1] == ("torch.distributed", "isend") and sent > 0
+        assert sys.version_info < (3, 11) or all(named(name.partition(".<locals>")[0]) for _, name in path[:-1])
+    _, parts = bench.draw_mesh()
+    letters = [element.text for element in drawn(parts) if element.text in [*"abcdefgh"]]
+    assert len(letters) == 7 * 16 and Counter(letters)["a"] == 2 * 6 + 4  # dp x cp are groups of 4, all others of 2
+
+
+def calls_of_a_step():
+    return bench.calls_of_a_step()
+
+
 def test_pictures_show_what_files_hold(run_bench, tmp_path):
     GiB = 2**30
     files = {
@@ -4249,8 +4292,15 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
     paths = [str(tmp_path / f"{what}.json") for what in (*files, "trace")]
     printed = run_bench("pictures", *paths, "--into", str(tmp_path / "made"))
     made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
-    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies",
+    assert set(made) == {name + ".svg" for name in (*OF_NO_FILE, "attention", "all-reduce", "zero-memory", "strategies",
                                                     "scaling", "pipeline")}
+    for name in OF_NO_FILE:
+        text = (tmp_path / "made" / f"{name}.svg").read_text()
+        assert len(text) < 60 * 1024 and fits(text), name
+        # A method's name has its class from Python 3.11 on.
+        if name != "calls" or sys.version_info >= (3, 11):
+            with open(os.path.join(HERE, "assets", f"{name}.svg")) as file:
+                assert text == file.read(), f"assets/{name}.svg is old: python bench.py pictures"
     assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
 
     def bars(name, colour):  # heights, the legend's box first
@@ -4321,7 +4371,8 @@ def test_plan_hides_no_more_than_lasts():
 
 @pytest.mark.parametrize("column,value", [
     ("layers", "many"), ("heads", "7"), ("heads", "0"), ("gpus", "49"), ("dp", "-48"), ("pp", "0"), ("zero", "4"),
-    ("gpu", "abacus"), ("micro_batch", "3"), ("gated", "perhaps"), ("recompute", "all"), ("mfu_pct", "120"), ("mfu_pct", "")])
+    ("gpu", "abacus"), ("micro_batch", "3"), ("gated", "perhaps"), ("recompute", "all"), ("mfu_pct", "120"),
+    ("mfu_pct", "")])
 def test_bad_published_run_is_named_by_its_line(column, value, tmp_path):
     with open(bench.PUBLISHED) as file:
         rows = list(csv.DictReader(file))[:3]
