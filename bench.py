@@ -5,8 +5,10 @@
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
+    python bench.py plan --published      the prediction held against runs that others have published
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
-    python bench.py pictures FILE...      SVG of what these, and train.py --trace, have left in files
+    python bench.py pictures FILE...      SVG of what the code does, and of what these, and train.py --trace, have left
+                                          in files
 
 Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its
 rows there with hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both
@@ -21,6 +23,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import contextlib
 import copy
+import csv
 import dataclasses
 import functools
 import gc
@@ -54,6 +57,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import collectives as dist
 import kernels
+import model
 import parallel
 import train
 from kernels import tl, triton
@@ -425,7 +429,7 @@ class Costs(NamedTuple):
     """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but the last
     two."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives: nothing runs under them
+    tp: float           # tensor parallelism's collectives, less what is saved where products run under them
     cp: float           # context parallelism's traffic, less what runs under attention
     ep: float           # expert parallelism's all-to-alls: nothing runs under any of them
     bubble: float
@@ -552,8 +556,29 @@ def splits_backward(lists):
     return any(action.kind == "W" for actions in lists for action in actions)
 
 
-def predict(config, s, machine):
-    """Costs of a training step of train.py in layout s."""
+# Hidden traffic is not free: it takes memory bandwidth that computation then lacks. A byte that is sent is read here,
+# written there, and read there with the one that it is added to: 4 bytes moved. DDP of GPT-2 XL on four H200s saved
+# 64 % of its traffic's time; 4 x 330 / 4070 GB/s = 32 % is lost so, and the last bucket. Over a network it is less.
+MOVED = 4
+
+
+def hidden_under_products(config, s, machine, half):
+    """Seconds a block and micro-batch, of --sp's halves of `half` seconds each, that run under their own linear layer
+    where it multiplies in N chunks what comes, or leaves, in N chunks: as long as the product at most, less one chunk.
+
+    A column layer has three halves (forward; backward, its input again and its input's gradient), a row layer two.
+    Recomputing runs forward's again, but for the last.
+    """
+    c, again = config.n_embd, s.recompute == "block"
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
+    column = 2 * c * tokens / s.tp / machine.matmul * (s.tp - 1) / s.tp  # of a product of width 1, but for a chunk
+    return sum(halves * min(half, width * column) for width, halves in layers)
+
+
+def predict(config, s, machine, overlap=None):
+    """Costs of a training step of train.py in layout s. overlap: False, no traffic is hidden; True, all that can be:
+    --sp's under products, ZeRO-1 and 2's new weights under forward; None: as train.py does."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
@@ -583,13 +608,20 @@ def predict(config, s, machine):
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
-    spent = Counter()
+    spent, touched = Counter(), Counter()
     for item in mine + ends:
         n, distance = groups[item.axis]
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
+        touched[item.axis] += MOVED / machine.hbm * item.times * sum(
+            k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
     tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
+    if overlap and s.sp and blocks:
+        halves = sum(seconds for (axis, what), seconds in spent.items() if axis == "tp" and "halves" in what)
+        hidden = m * blocks * hidden_under_products(config, s, machine, halves / m / blocks / (
+            10 + 3 * (s.recompute == "block")))
+        tp -= hidden * max(0.0, 1 - touched["tp"] / tp)
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
     f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
@@ -597,7 +629,8 @@ def predict(config, s, machine):
     # gradient at the end.
     splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
+    waits = s.pp - 1 + m * (overlap is False)
+    transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
@@ -610,10 +643,11 @@ def predict(config, s, machine):
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         sends = m if s.zero == 2 else 1
-        dp = max(reduce / count, reduce - sends * (i + w)) + gather
-    # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks.
-    # DDP of GPT-2 XL on four H200s saved 64 % of its traffic's time.
-    dp += (gather + reduce - dp) / 3 + between  # which leaves when all else is there
+        dp = max(reduce / count, reduce - sends * (i + w))
+        dp += max(gather / count, gather - f) if overlap else gather
+    dp = gather + reduce if overlap is False else dp
+    lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
+    dp += (gather + reduce - dp) * lost + between  # which leaves when all else is there
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
@@ -1780,6 +1814,7 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
+PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "published.csv")
 WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and stages a rank; GPipe keeps more
 
 
@@ -1852,8 +1887,98 @@ def limit(costs):
     return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
 
 
+def run_of(row):
+    """A run that others have published, of a row {column: text}, empty where nothing is printed: its config, machine,
+    layouts (Settings, all that may be meant), overlap, as for `predict`, and mfu. ValueError,
+    LookupError, ArithmeticError: no run is so.
+
+    Our GPT has neither gates nor fewer heads for keys and values. Its MLP gets the width that makes as many weights,
+    and so as many FLOPs: with a gate it has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads).
+    FlashAttention's backward computes scores again, as selective recomputing does.
+    """
+    layers, c, heads, few, inner, vocab, seq, gpus, batch, dp, tp, pp, cp, each, v = sizes = [
+        int(row[name] or 0) for name in "layers hidden heads kv_heads ffn vocab seq gpus batch dp tp pp cp micro_batch "
+                                        "interleave".split()]
+    gated, sp, flash, overlap = ({"": None, "yes": True, "no": False}[row[name]]
+                                 for name in ("gated", "sp", "flash", "overlap"))
+    again = {"": ("none", "block"), "none": ("none",), "selective": ("none",), "block": ("block",)}[row["recompute"]]
+    config = GPTConfig(vocab, seq, layers, heads, c,
+                       (2 + (gated or 0)) * (inner or 4 * c) // 2 - (c - c * few // heads if few else 0))
+    machine, d = MACHINES[row["gpu"]], config.head_dim
+    # Others' kernels: each goes over memory at a copy's rate, and the loss over float32 logits: cast (6 bytes), maximum
+    # (4), difference (8), exp (8), sum (4), quotient (8), gradient (8), cast (6).
+    machine = dataclasses.replace(machine, elementwise=machine.hbm, loss=machine.hbm / 52)
+    if flash is False:
+        # A query and a key take 4 D FLOPs, none is skipped, and 6 passes over their score of 16 bits: the product
+        # writes it, softmax and dropout each read and write it, the next product reads it. Half of the FLOPs count.
+        machine = dataclasses.replace(machine, attention=2 * d / (4 * d / machine.matmul + 6 * 2 / machine.hbm),
+                                      long_attention=None)
+    if min(sizes) < 0 or dp * tp * pp * cp != gpus or heads % tp or pp > layers:
+        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} x cp {cp} for {layers} layers, {heads} heads, {gpus} GPUs")
+    layouts = [train.Settings(dp=dp, tp=tp, pp=pp, cp=cp, sp=tp > 1 if sp is None else sp, zero=zero, batch_size=batch,
+                              recompute=recompute, micro_batches=batch // dp // some, virtual_stages=stages,
+                              schedule="interleaved" if stages > 1 else "1f1b", dtype="bf16", cuda_graphs="off")
+               for some, stages, zero, recompute in itertools.product(
+                   [each] if each else (1, 2, 4), [v] if v else divisors(layers // pp) if pp > 1 else [1],
+                   [int(row["zero"])] if row["zero"] else (0, 1), again)
+               if batch % (dp * some) == 0 and zero in range(4)
+               and (stages == 1 or few_of("interleaved", pp, batch // dp // some, stages))]
+    percent = float(row["mfu_pct"] or mfu(config, float(row["tokens_per_s_per_gpu"] or 0), machine))
+    if not layouts or not 0 < percent < 100:
+        raise ValueError(f"MFU {percent:.1f} %, or no way to cut {batch} sequences for dp {dp}, pp {pp}")
+    return SimpleNamespace(row=row, config=config, machine=machine, layouts=layouts, overlap=overlap, mfu=percent)
+
+
+def read_published(path):
+    rows = SimpleNamespace(line_num=0)
+    try:
+        with open(path, newline="") as file:
+            rows = csv.DictReader(file, restval="")
+            return [run_of(row) for row in rows] or [run_of({})]
+    except (OSError, ArithmeticError, LookupError, ValueError, csv.Error) as error:
+        raise BadInput(f"--published {path}, line {rows.line_num}: {type(error).__name__} {error}; see {PUBLISHED}"
+                       ) from None
+
+
+def predicted(run):
+    """(Costs, Settings) of a published run. What was not printed is as in the fastest layout that fits."""
+    return min(((predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts), key=lambda found: (
+        needed_bytes(run.config, found[1], run.machine.fused) > ROOM * run.machine.memory, found[0].step))
+
+
+def spearman(a, b):
+    """The correlation of ranks; equal values share the mean of theirs."""
+    ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in map(np.asarray, (a, b))]
+    return np.corrcoef(ranks)[0, 1]
+
+
+def plan_published(a):
+    """What `predict` says of runs that others have published."""
+    table = Table("published runs: MFU %", {
+        "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
+        "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
+        "ratio": "ratio:>5.2f", "limit": "beside computation:<29"})
+    for run in a.runs:
+        costs, s = predicted(run)
+        tokens = s.batch_size * run.config.seq_len / int(run.row["gpus"]) / costs.step
+        reached = mfu(run.config, tokens, run.machine)
+        table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
+                  micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", published=run.mfu,
+                  predicted=reached, ratio=reached / run.mfu, limit=limit(costs))
+    for gpu in dict.fromkeys(row["gpu"] for row in table.rows):
+        ratios = [row["ratio"] for row in table.rows if row["gpu"] == gpu]
+        say(f"{gpu}: median ratio {statistics.median(ratios):.2f} of {len(ratios)}, {min(ratios):.2f} to "
+            f"{max(ratios):.2f}")
+    pairs = zip(*((row["published"], row["predicted"]) for row in table.rows))
+    say(f"rank correlation (Spearman) of published and predicted MFU: {spearman(*pairs):.2f}")
+    write_json(a.json, "plan", torch.device("cpu"), [table])
+    return table
+
+
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
+    if a.published:
+        return plan_published(a)
     config, machine = a.config, a.machine
     say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step"
@@ -1986,6 +2111,288 @@ def draw_ring(states):
     return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
 
 
+# The next pictures want no file either. The code's own functions are called, and watched where they return too little.
+# What needs several ranks is called on all of them; rank 0 draws.
+
+def cells(colour, some, height=20, opacity=1):
+    """Boxes (x, y, width, text) of one colour with text in them."""
+    return [boxes(colour, [(x, y, width, height) for x, y, width, _ in some], opacity), '<g fill="#fff">',
+            *(words(x + width / 2, y + height / 2 + 4, str(text), 10) for x, y, width, text in some), "</g>"]
+
+
+def legend(y, step, some):
+    """some: {text: colour}"""
+    return [part for i, (text, colour) in enumerate(some.items())
+            for part in (boxes(colour, [(20 + step * i, y, 10, 10)]), words(35 + step * i, y + 9, text, 11, "start"))]
+
+
+def draw_mesh():
+    """Which of 16 ranks are a group, axis by axis. `make_mesh` is told that there are 16."""
+    with patch.object(dist, "get_world_size", lambda: 16), patch.object(
+            parallel, "init_device_mesh", lambda device, sizes, mesh_dim_names: SimpleNamespace(
+                mesh=torch.arange(16).view(sizes), mesh_dim_names=mesh_dim_names)):
+        mesh = parallel.make_mesh("cpu", dp=2, tp=2, pp=2, cp=2)
+    with patch.object(dist, "rows_and_columns", lambda grid: [grid]):
+        grids = parallel.split_experts(mesh, 2)
+    axis = {name: mesh.mesh.movedim(i, 3).flatten(0, 2).tolist() for i, name in enumerate(mesh.mesh_dim_names)}
+    out = [words(222 + 49 * rank, 34, f"rank {rank}", 10) for rank in range(16)]
+    for i, (name, what, groups) in enumerate((
+            ("tp 2", "activations, in each layer", axis["tp"]), ("cp 2", "keys and values, in each layer", axis["cp"]),
+            ("dp 2", "each its part of the batch", axis["dp"]),
+            ("dp x cp", "gradients, once a step", parallel.ranks_of_replicas(mesh)),
+            ("ep 2, of dp", "tokens, to their experts", [row for grid in grids for row in grid]),
+            ("copies of experts", "their gradients", [column for grid in grids for column in zip(*grid)]),
+            ("pp 2", "activations, between stages", axis["pp"]))):
+        y = 46 + 38 * i
+        out += [words(20, y + 12, name, 12, "start"), words(20, y + 26, what, 10, "start")]
+        for g, ranks in enumerate(groups):
+            out += cells(COLOURS[g % 5], [(200 + 49 * r, y, 45, "abcdefgh"[g]) for r in ranks], 28, 1 - g // 5 * 0.25)
+    return 336, [*out, words(394, 16, "node 0", 12), words(786, 16, "node 1", 12),
+                 words(590, 328, "In a row, ranks with the same letter are a group.")]
+
+
+@contextlib.contextmanager
+def upper_halves():
+    """Inside, what stands above the files' bars works alone, as under train.py --plain; links are made anew."""
+    with contextlib.ExitStack() as stack:
+        for table in (dist._links, dist.LINKS, kernels.FASTER, model.FASTER, parallel.FASTER, train.FASTER):
+            stack.enter_context(patch.dict(table, clear=True))
+        yield
+
+
+def calls_of_a_step():
+    """(a title, [(((file, function), ...) from train.py down to `isend`, bytes)] of the messages that a step sends)."""
+    found, files = [], {module.__file__ for module in (dist, kernels, model, parallel, train)}
+    tp, start = 2 - dist.get_world_size() % 2, torch_dist.batch_isend_irecv
+
+    def watched(operations):
+        frame, path = sys._getframe(1), [("torch.distributed", "isend")]
+        while frame:
+            if (code := frame.f_code).co_filename in files:  # from Python 3.11 on a method is named with its class
+                path.insert(0, (os.path.basename(code.co_filename), getattr(code, "co_qualname", code.co_name)))
+            frame = frame.f_back
+        found.extend((path, operation.tensor.nbytes) for operation in operations if operation.op is torch_dist.isend)
+        return start(operations)
+
+    with upper_halves():
+        s = train.Settings(dp=dist.get_world_size() // tp, tp=tp, batch_size=dist.get_world_size(), device="cpu")
+        trainer = train.Trainer(s, GPTConfig(), None, [np.zeros(1000, np.uint8)] * 2, torch.device("cpu"))
+        with patch.object(torch_dist, "batch_isend_irecv", watched):
+            trainer.step(0)
+    return f"one step of train.py --plain --dp {s.dp} --tp {s.tp}: what rank 0 sends", found
+
+
+def draw_calls(title, found):
+    """On the left down to the collective; on the right from there to `isend`, the same for all."""
+    def lines(calls, depth=0):
+        for first in dict.fromkeys(path[0] for path, _ in calls):
+            inner = [(path[1:], sent) for path, sent in calls if path[0] == first]
+            yield depth, *first, [sent for path, sent in inner if not path]
+            yield from lines([(path, sent) for path, sent in inner if path], depth + 1)
+
+    files, out, bottom = dict(zip(dict.fromkeys(file for path, _ in found for file, _ in path), COLOURS)), [], 0
+    cuts = [[file for file, _ in path].index("collectives.py") for path, _ in found]
+    for left, part in (20, lambda path, cut: path[:cut]), (560, lambda path, cut: path[cut:]):
+        calls = [(part(path, cut), sent) for (path, sent), cut in zip(found, cuts)]
+        for i, (depth, file, name, ends) in enumerate(lines(calls)):
+            x, y, said = left + 13 * depth, 64 + 18 * i, f": {len(ends)} messages, {sum(ends):,} bytes" if ends else ""
+            out += [boxes(files[file], [(x, y, 8, 12)]),
+                    words(x + 14, y + 10, name.rpartition("<locals>.")[2] + said, 11, "start")]
+            bottom = max(bottom, y)
+    return bottom + 24, [words(20, 16, title, 12, "start"), *legend(32, 150, files), *out]
+
+
+def life_of_buckets():
+    """([(event, number of the bucket)] in order, [a name for each bucket]). Events: EarlyReducer's methods."""
+    events = []
+
+    def watched(method):
+        def call(reducer, what, *more):
+            events.append((method.__name__, reducer.bucket_of.get(what, what)))
+            return method(reducer, what, *more)
+        return call
+
+    methods = {name: watched(getattr(parallel.EarlyReducer, name)) for name in ("came", "start", "arrive")}
+    with patch.multiple(parallel.EarlyReducer, **methods):
+        net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
+        net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        net.finish_grad_sync()
+    names = {param: name for name, param in net.module.named_parameters()}
+    return [(name, net.buckets.index(bucket)) for name, bucket in events], [
+        f"{len(bucket.params)} tensors from {names[bucket.params[0]]}" for bucket in net.buckets]
+
+
+def draw_buckets(events, names):
+    step, out = 790 / len(events), []
+    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "came"))
+    for b, name in enumerate(names):
+        y, (came, (left,), (there,)) = 62 + 40 * b, ([190 + step * i for i, event in enumerate(events)
+                                                      if event == (what, b)] for what in ("came", "start", "arrive"))
+        out += [words(20, y + 10, f"bucket {b}", 11, "start"), words(20, y + 22, name, 9, "start"),
+                *(boxes(colour, [(x, y, end - x, 22)], opacity) for colour, x, end, opacity in (
+                    (COLOURS[0], came[0], left, 0.35), (COLOURS[1], left, there, 1), (COLOURS[2], there, 980, 1))),
+                boxes(COLOURS[0], [(x + 1, y, step - 2, 22) for x in came])]
+    return 62 + 40 * len(names), [
+        *legend(8, 270, dict(zip(("a gradient comes, its bucket fills", "the bucket is under way",
+                                  "the average is in .grad"), COLOURS))),
+        *out, boxes("#888", [(backward, 34, 1, 40 * len(names) + 22)]),
+        words(backward - 6, 46, "backward: events in order, not on a clock", 11, "end"),
+        words(backward + 6, 46, "finish_grad_sync", 11, "start")]
+
+
+def draw_zero_stages():
+    return 280, [chart("GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB of a rank", {
+        f"ZeRO-{zero}": {"": {kind: n / 2**30 for kind, n in parallel.memory_bytes(
+            PRESETS["gpt2-xl"], zero, 8, dtype=torch.bfloat16, recompute="block", micro_batch=4).items()}}
+        for zero in range(4)})]
+
+
+def outputs_of_a_block():
+    """{a way to cut it: [(forward or backward, a layer or collective, whether of all T tokens, its width)]}, in order:
+    outputs of a block's layers, in backward their gradients, and the collectives of f and g."""
+    n, found, run = dist.get_world_size(), {}, dist.Link.run
+    for title, cut, tokens in (("tensor parallelism", parallel.tensor_parallel, 4 * n),
+                               ("with sequence parallelism", parallel.sequence_parallel, 4)):
+        events = found[title] = []
+
+        def watched(link, name, *more, events=events):
+            way = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            events.append((way, name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
+            return run(link, name, *more)
+
+        def seen(layer, x, y, name, events=events):
+            what = name, y.shape[1] > 4, f"{y.shape[2] // 8}C/N" if name.endswith(("c_attn", "c_fc")) else "C"
+            events.append(("forward", *what))
+            y.register_hook(lambda grad: events.append(("backward", *what)))
+
+        with upper_halves(), patch.object(dist.Link, "run", watched):
+            cut(net := GPT(GPTConfig(n_layer=1, n_head=n, n_embd=8 * n, seq_len=4 * n)), torch_dist.group.WORLD)
+            for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+                net.h["0"].get_submodule(name).register_forward_hook(functools.partial(seen, name=name))
+            net.h["0"](torch.zeros(1, tokens, 8 * n, requires_grad=True)).sum().backward()
+    return found
+
+
+def draw_f_and_g(found):
+    out, y = [], 30
+    for title, events in found.items():
+        for way in "forward", "backward":
+            some = [event[1:] for event in events if event[0] == way]
+            out.append(words(20, y + 14, f"{title}, {way}", 12, "start"))
+            for i, (name, whole, width) in enumerate(some):
+                step, height = 960 / len(some), 60 if whole else 15
+                out += [boxes(COLOURS[hasattr(dist, name)], [(20 + step * i, y + 40, step - 6, height)]),
+                        words(17 + step * (i + 0.5), y + 34, f"{'T' if whole else 'T/N'} x {width}", 10),
+                        words(17 + step * (i + 0.5), y + 113, name, 10)]
+            y += 125
+    return y, [*legend(8, 330, {"output of a layer; in backward its gradient": COLOURS[0],
+                                "traffic of f and g": COLOURS[1]}), *out]
+
+
+def draw_schedules():
+    """The four on one axis of time, of 4 ranks and 8 micro-batches; F, I and W take as long as each other."""
+    runs = {name: parallel.simulate(lists(4, 8, 1 + (name == "interleaved")))
+            for name, lists in parallel.SCHEDULES.items()}
+    unit, out, y = 880 / max(run.length for run in runs.values()), [], 24
+    kinds = {"F forward": COLOURS[0], "B backward: I and W in one": COLOURS[4], "I gradient of the input": COLOURS[1],
+             "W gradient of the weights": COLOURS[2]}
+    for name, run in runs.items():
+        idle = max(run.idle) / run.length
+        out.append(words(20, y + 12, f"{name}: {run.length:g} long, {idle:.0%} idle, {max(run.peak):g} held at most",
+                         12, "start"))
+        for rank, row in enumerate(run.spans):
+            out.append(words(20, y + 34 + 20 * rank, f"rank {rank}", 10, "start"))
+            for (kind, colour), second in itertools.product(kinds.items(), (False, True)):  # of a rank's two stages
+                out += cells(colour, [(80 + unit * a, y + 20 + 20 * rank, unit * (b - a) - 1, action.micro_batch)
+                                      for action, a, b in row if (action.kind, action.stage > 3) == (kind[0], second)],
+                             18, 0.7 if second else 1)
+        y += 112
+    return y, [*legend(6, 230, kinds), *out]
+
+
+def draw_zigzag():
+    """Two ways to cut a sequence over 4 ranks: who computes which scores in which step, and who waits."""
+    out = []
+    for y, kind, title in ((44, "", "contiguous: rank r holds chunks 2r and 2r+1"),
+                           (274, "ring", "zigzag: rank r holds chunks r and 7-r")):
+        start, steps = 420, parallel.context_steps(4, kind)
+        out += [words(20, y - 8, title, 12, "start"),
+                boxes("#888", [(20 + 40 * k, y + 22 * q, 39, 21) for q in range(8) for k in range(8)], 0.12)]
+        for s, step in enumerate(steps):
+            longest = max(blocks for _, _, blocks in step)
+            out.append(words(start + 17 * longest, y - 8, f"step {s}"))
+            for rank, (queries, keys, blocks) in enumerate(step):
+                scores = [(20 + 40 * k, y + 22 * q, 39, s) for q in queries for k in keys if k <= q]
+                bar = [(start, y + 44 * rank, 35 * blocks - 2, f"rank {rank}")] if blocks else []
+                out += cells(COLOURS[rank], scores, 21) + cells(COLOURS[rank], bar, 34)
+            start += 35 * longest
+        out.append(words(420, y + 190, f"time for {(start - 420) / 35:g} blocks of scores; a rank computes "
+                         f"{sum(blocks for step in steps for _, _, blocks in step) / 4:g} in the mean", 11, "start"))
+    return 474, [*out, words(20, 14, "On the left scores, queries down, keys to the right: colours are ranks, numbers "
+                             "steps. On the right the time that they take.", 11, "start")]
+
+
+def rows_to_experts():
+    """[(rows (rank, token), how many of each expert)]: as this rank sends them, as rows come to its experts, and as its
+    own come back; of 6 tokens, which go to 2 random ones of 2N experts."""
+    n, found, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
+    group, _ = parallel.split_experts(parallel.make_mesh("cpu", dp=n), n)
+    experts, x = Experts(GPTConfig(n_embd=8, n_head=1, experts=2 * n)), torch.zeros(1, 6, 8)
+    x[0, :, 0], x[0, :, 1] = dist.get_rank(), torch.arange(6)
+
+    def seen(rows, counts):
+        found.append((rows[:, :2].int().tolist(), counts.tolist()))
+        return rows
+
+    def mlps(rows, counts):
+        return seen(parallel.visit(seen, group, seen(rows, counts), counts), counts)
+    with patch.object(experts, "mlps", mlps):
+        experts(x, torch.rand(1, 6, 2 * n, generator=generator).argsort(-1)[..., :2], torch.ones(1, 6, 2))
+    return found
+
+
+def draw_experts(found):
+    n, out = len(found), []
+    step, most = 960 / n, max(len(rows) for seen in found for rows, _ in seen)
+    for i, title in enumerate(("rows as they leave, sorted by expert", "all-to-all: rows as experts get them",
+                               "all-to-all back: rows on their tokens' rank again, in the order in which they left")):
+        out.append(words(20, y := 36 + 64 * i, title, 12, "start"))
+        for rank, seen in enumerate(found):
+            rows, counts = seen[i]
+            number = [e + (i == 1) * 2 * rank for e, count in enumerate(counts) for _ in range(count)]
+            for source in range(n):
+                out += cells(COLOURS[source % 5], [
+                    (20 + step * rank + (step - 10) / most * j, y + 8, (step - 10) / most - 1, e if i < 2 else token)
+                    for j, ((r, token), e) in enumerate(zip(rows, number)) if r == source])
+    out += [words(step * (r + 0.5) + 20, 16, f"rank {r}: experts {2 * r}, {2 * r + 1}") for r in range(n)]
+    return 220, [*out, words(500, 212, "Colours are the tokens' ranks; numbers are experts, in the last row tokens.")]
+
+
+def tiles_walked(Tq, Tk, causal, rows):
+    """For each program of attention_forward_kernel, the tiles (of queries, of keys) that it computes, in order."""
+    last = getattr(kernels.last_key, "fn", kernels.last_key)
+    with patch.object(kernels, "tl", SimpleNamespace(minimum=min)):
+        return [[(m0 // rows, n0 // rows) for n0 in range(0, last(m0 + rows - 1, Tq, Tk, causal) + 1, rows)]
+                for m0 in range(0, Tq, rows)]
+
+
+def draw_tiles():
+    rows, out = kernels.tile_rows(64), []
+    for x, Tq, causal, title in ((20, 512, True, "causal"), (350, 512, False, "not causal, as in a ring"),
+                                 (680, 256, True, "causal, the last 256 queries")):
+        walks = tiles_walked(Tq, 512, causal, rows)
+        done = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)]
+        cut = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)
+               if causal and (n + 1) * rows - 1 > 512 - Tq + m * rows]
+        every = [(x + 38 * n, 48 + 24 * m, 36, 22) for m in range(Tq // rows) for n in range(512 // rows)]
+        out += [words(x, 38, f"{title}: {len(done)} of {len(every)} tiles", 12, "start"), boxes("#888", every, 0.12),
+                *cells(COLOURS[0], sorted({*done} - {*cut}), 22), *cells(COLOURS[1], cut, 22)]
+    said = {"all queries see all keys": COLOURS[0], "the mask cuts the tile": COLOURS[1], "never loaded": "#888"}
+    return 270, [*out, *legend(254, 330, said), words(
+        20, 16, f"Tiles of {rows} queries (down) x {rows} keys (right). A row is a program: it keeps Q, sums and O, "
+        "and loads K and V in this order. No score reaches memory.", 11, "start")]
+
+
 def timeline_of(found):
     """The pipeline as it ran: what train.py's trace says of computation, as `parallel.draw_svg` takes it."""
     spans = defaultdict(list)
@@ -2037,12 +2444,19 @@ def comparisons(found):
 
 
 def pictures(a):
-    """SVG of what the files hold, and of the ring, for which no file is needed: these processes run it."""
+    """SVG of what the files hold, and of what these processes and the code itself show, for which no file is needed."""
     dist.initialize("cpu")
     states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
+    calls, buckets, outputs = calls_of_a_step(), life_of_buckets(), outputs_of_a_block()
+    rows = of_all_ranks(rows_to_experts())
     if dist.get_rank():
         return
     write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
+    for name, (height, parts) in {
+            "mesh": draw_mesh(), "calls": draw_calls(*calls), "buckets": draw_buckets(*buckets),
+            "zero-stages": draw_zero_stages(), "f-and-g": draw_f_and_g(outputs), "schedules": draw_schedules(),
+            "zigzag": draw_zigzag(), "experts": draw_experts(rows), "tiles": draw_tiles()}.items():
+        write_svg(a.into, name, height, parts)
     for path, found in a.found.items():
         if "traceEvents" in found:
             say(picture := os.path.join(a.into, "pipeline.svg"))
@@ -2104,8 +2518,10 @@ FLAGS = [
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
     number(("plan",), "--network", "from a GPU to another node, instead of the machine's", metavar="GB/S"),
+    option(("plan",), "--published", "instead, what it predicts for runs that others have published, a CSV file; without "
+           "a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
     number(("plan",), "--top", "layouts to print", default=15),
-    option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the ring alone", nargs="*",
+    option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the code alone", nargs="*",
            metavar="FILE"),
     option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
@@ -2134,6 +2550,7 @@ def check(a, world):
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine = load_machine(a)
+        a.runs = read_published(a.published) if a.published else []
     else:
         check_processes(a, world)
     if a.what in NAMES:

@@ -1241,7 +1241,7 @@ class Direct:
     round instead of N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks.
     Between nodes the ring is better, because only two ranks of a node then talk outside. Large chunks go through
     windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
-    waits for is one kernel over everybody's window, and so is an all-to-all; beside the caller it is copies, too.
+    waits for is one kernel over everybody's window, and so is an all-to-all.
     """
 
     def window(self, nbytes):

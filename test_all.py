@@ -13,6 +13,7 @@ import builtins
 import concurrent.futures
 import contextlib
 import copy
+import csv
 import dataclasses
 import errno
 import fcntl
@@ -4370,6 +4371,49 @@ def drawn(parts):
     return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
 
 
+OF_NO_FILE = "ring", "mesh", "calls", "buckets", "zero-stages", "f-and-g", "schedules", "zigzag", "experts", "tiles"
+
+
+def fits(svg):
+    """Boxes and words lie inside the picture, and no words on others. A letter is 0.6 of its size wide, or less."""
+    root, taken = xml.etree.ElementTree.fromstring(svg), []
+    _, _, right, bottom = map(float, root.get("viewBox").split())
+    for path in root.iter("{*}path"):
+        taken += [(x, y, x + w, y + h, False) for x, y, w, h in (
+            map(float, box) for box in re.findall(r"M(\S+) ([^h]+)h([^v]+)v([^h]+)h", path.get("d")))]
+    for word in root.iter("{*}text"):
+        x, y, size = (float(word.get(key)) for key in ("x", "y", "font-size"))
+        width = 0.6 * size * len(word.text)
+        x -= width * {"start": 0, "middle": 0.5, "end": 1}[word.get("text-anchor")]
+        taken.append((x, y - 0.75 * size, x + width, y + 0.2 * size, True))
+    assert all(x >= 0 and y >= 0 and x_end <= right and y_end <= bottom for x, y, x_end, y_end, _ in taken), taken
+    return not any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+                   for a, b in itertools.combinations([box for box in taken if box[4]], 2))
+
+
+def test_pictures_show_what_the_code_does(pool):
+    """Names of calls are there; groups are those of a mesh; tiles are those with a key that is seen."""
+    for Tq, causal in (512, True), (512, False), (256, True), (200, True):
+        sees = torch.ones(Tq, 512, dtype=torch.bool).tril(512 - Tq) if causal else torch.ones(Tq, 512, dtype=torch.bool)
+        walks = bench.tiles_walked(Tq, 512, causal, 64)
+        assert [(m, n) for walk in walks for m, n in walk] == [
+            (m, n) for m in range(-(-Tq // 64)) for n in range(8) if sees[64 * m:64 * m + 64, 64 * n:64 * n + 64].any()]
+    if pool.device_type == "cuda":
+        pytest.skip("the picture is of processes on the CPU")
+    title, found = pool(4).run(calls_of_a_step)[0]
+    assert "--dp 2 --tp 2" in title
+    for path, sent in found:
+        assert path[0][0] == "train.py" and path[-1] == ("torch.distributed", "isend") and sent > 0
+        assert sys.version_info < (3, 11) or all(named(name.partition(".<locals>")[0]) for _, name in path[:-1])
+    _, parts = bench.draw_mesh()
+    letters = [element.text for element in drawn(parts) if element.text in [*"abcdefgh"]]
+    assert len(letters) == 7 * 16 and Counter(letters)["a"] == 2 * 6 + 4  # dp x cp are groups of 4, all others of 2
+
+
+def calls_of_a_step():
+    return bench.calls_of_a_step()
+
+
 def test_pictures_show_what_files_hold(run_bench, tmp_path):
     GiB = 2**30
     files = {
@@ -4394,8 +4438,15 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
     paths = [str(tmp_path / f"{what}.json") for what in (*files, "trace")]
     printed = run_bench("pictures", *paths, "--into", str(tmp_path / "made"))
     made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
-    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies",
+    assert set(made) == {name + ".svg" for name in (*OF_NO_FILE, "attention", "all-reduce", "zero-memory", "strategies",
                                                     "scaling", "pipeline")}
+    for name in OF_NO_FILE:
+        text = (tmp_path / "made" / f"{name}.svg").read_text()
+        assert len(text) < 60 * 1024 and fits(text), name
+        # A method's name has its class from Python 3.11 on.
+        if name != "calls" or sys.version_info >= (3, 11):
+            with open(os.path.join(HERE, "assets", f"{name}.svg")) as file:
+                assert text == file.read(), f"assets/{name}.svg is old: python bench.py pictures"
     assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
 
     def bars(name, colour):  # heights, the legend's box first
@@ -4415,10 +4466,76 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
     assert cells == [("60.0", "#4c8dd6"), ("636.0", "#e0883a"), ("828.0", "#4ba36b")]  # sends and receives are left out
 
 
+def test_plan_predicts_what_others_have_published(tmp_path, capsys):
+    def plan(path):
+        a = bench.parse(["plan", "--published", *[str(path)] * bool(path), "--json", str(tmp_path / "rows.json")])
+        assert bench.check(a, 1) == 1
+        return a.runs, bench.plan(a).rows
+    runs, rows = plan(None)
+    printed = capsys.readouterr().out
+    assert len(rows) == 25 and len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 25
+    for gpu, count in ("h100", 9), ("a100", 16):
+        found = float(re.search(rf"{gpu}: median ratio (\S+) of {count},", printed)[1])
+        assert 0.9 < found < 1.1 and close(found, np.median([r["ratio"] for r in rows if r["gpu"] == gpu]), 0.01)
+    assert float(re.search(r"rank correlation.*: (\S+)", printed)[1]) > 0.6
+    assert "dp 48 ZeRO-1  tp 8 sp  pp 16" in printed
+    # What is published is no part of what is predicted. A run of Llama 3 8B has its weights, but for the head.
+    with open(bench.PUBLISHED) as file:
+        first = next(csv.DictReader(file))
+    llama = dict(first, mfu_pct="", tokens_per_s_per_gpu="5000", layers="32", hidden="4096", heads="32", kv_heads="8",
+                 ffn="14336", gated="yes", vocab="128256", seq="8192")
+    with open(tmp_path / "some.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, first)
+        writer.writeheader()
+        writer.writerows([dict(first, mfu_pct="12", tokens_per_s_per_gpu=""), llama])
+    (other, llama), again = plan(tmp_path / "some.csv")
+    assert again[0] == {**rows[0], "published": 12, "ratio": rows[0]["predicted"] / 12}
+    assert close(llama.config.parameters() + 128256 * 4096, 8.03e9, 0.01)
+    assert close(llama.mfu, 100 * 5000 * llama.config.flops_per_token() / 989e12)
+
+
+def test_ranks_correlate():
+    for a, b, expected in (([1, 2, 3, 4], [10, 30, 20, 40], 0.8),  # 1 - 6 sum d^2 / (n (n^2 - 1))
+                           ([3, 1, 2], [1, 3, 2], -1), ([1, 2, 2, 3], [1, 2, 3, 4], 0.9**0.5)):
+        assert close(bench.spearman(a, b), expected, 1e-6)
+
+
+def test_plan_hides_no_more_than_lasts():
+    """Traffic of --sp runs under (N-1)/N of its products at most, and what is hidden costs memory bandwidth."""
+    config, n, b = GPTConfig(256, 1024, 30, 16, 2048), 4, 32
+    s = layout(dp=2, tp=n, sp=True, zero=1, batch_size=2 * b)
+    products = 3 * 2 * 12 * 2048**2 * b * 1024 / n / H200.matmul  # a block's, forward and backward
+    every = bench.hidden_under_products(config, s, H200, math.inf)
+    assert close(every, (n - 1) / n * products * (3 * 3 + 2 * 1 + 5 * 4) / 36)  # the gradient of a row layer's weight
+    assert close(bench.hidden_under_products(config, s, H200, 1e-9), 1e-8)      # is a product that nothing is sent for
+    none, ours, all_hidden = (bench.predict(config, s, H200, overlap) for overlap in (False, None, True))
+    assert none.tp == ours.tp > 1.5 * all_hidden.tp and none.dp == none.dp_all > ours.dp > all_hidden.dp
+    assert all_hidden.tp > bench.MOVED * H200.link / H200.hbm * 0.9 * none.tp
+    slow = dataclasses.replace(H200, link=1e9)  # products hide next to nothing of traffic that lasts so long
+    assert bench.predict(config, s, slow).tp - bench.predict(config, s, slow, True).tp < 30 * every
+
+
+@pytest.mark.parametrize("column,value", [
+    ("layers", "many"), ("heads", "7"), ("heads", "0"), ("gpus", "49"), ("dp", "-48"), ("pp", "0"), ("zero", "4"),
+    ("gpu", "abacus"), ("micro_batch", "3"), ("gated", "perhaps"), ("recompute", "all"), ("mfu_pct", "120"),
+    ("mfu_pct", "")])
+def test_bad_published_run_is_named_by_its_line(column, value, tmp_path):
+    with open(bench.PUBLISHED) as file:
+        rows = list(csv.DictReader(file))[:3]
+    rows[1][column] = value
+    with open(tmp_path / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    with pytest.raises(train.BadInput, match=r"^--published \S+runs.csv, line 3: [^\n]+$"):
+        bench.check(bench.parse(["plan", "--published", str(tmp_path / "runs.csv")]), 1)
+
+
 BAD_BENCH = [
     ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"),
     ("plan --gpus 0", "--gpus"),
     ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
+    ("plan --published nope.csv", "--published nope.csv, line 0"), ("plan --published FILE", "machine.json, line 1"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"),
     ("collectives --only foo", "--only foo"),
     ("lessons --only foo", "there are timing"), ("lessons --only timing branches", "branches: it wants a GPU"),
