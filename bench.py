@@ -1704,8 +1704,17 @@ def describe_experts(rows, config):
               for row, twin in zip(ours, twins)]
     if took := ours[0].get("all_to_all_ms"):
         lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %: with them, less "
-                     "without them")
+                     f"without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
     return "\n" + "\n".join(lines)
+
+
+def warm_up(step, s, config):
+    """A step; with experts 40, in smaller and smaller steps of the routers' biases: loads get even, as training makes
+    them soon. Then the biases stay, so that every step is as long."""
+    for i in range(40 if config.experts else 1):
+        s.balance_rate = 0.03 * 0.85**i
+        step()
+    s.balance_rate = 0.0
 
 
 def measure_strategy(name, s, a, device, machines):
@@ -1716,7 +1725,7 @@ def measure_strategy(name, s, a, device, machines):
     def build():
         trainer = make_trainer(config, s, device)
         trainer.step(0, train.BirthLog())
-        trainer.step(1)
+        warm_up(lambda: trainer.step(1), s, config)
         return trainer
 
     def build_peer():
@@ -1726,7 +1735,8 @@ def measure_strategy(name, s, a, device, machines):
             kernels.use("torch")
             step()
             kernels.use("auto")
-        in_pytorch(), in_pytorch()
+        in_pytorch()
+        warm_up(in_pytorch, s, config)
         return in_pytorch, "torch " + title
 
     def ours(comm):
@@ -1765,7 +1775,8 @@ def measure_strategy(name, s, a, device, machines):
                       "gradients_ms": 1e3 * seconds["gradients"]}
     elif a.gpus > 1:
         if s.ep > 1:
-            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats)}
+            loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
+            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats), **train.how_even(loads)}
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
