@@ -1259,9 +1259,9 @@ class Direct:
             self._open_all_reduce(window, flat, chunks, op)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
-        elif flat.nbytes >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
-            for parts in _in_step(chunks, WINDOW_BYTES // (self.size + 1)):
-                window.all_reduce(parts, op)
+        elif WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= WINDOW_BYTES and (
+                window := self.window(WINDOW_BYTES)):
+            window.all_reduce(chunks, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)

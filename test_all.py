@@ -649,8 +649,8 @@ def test_all_reduce_through_windows(size, way, monkeypatch):
     monkeypatch.setattr(dist, "OPEN_FROM", 0)
     monkeypatch.setattr(dist, "OPEN_BYTES", 0 if way == "copied" else 1 << 14)
     monkeypatch.setattr(dist, "WINDOW_FROM", 0)
-    monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps
-    cases = ([(torch.float64, n, op) for n in (1, 2, 7, 1001) for op in OPS]
+    monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps for 1001 numbers, one for 70
+    cases = ([(torch.float64, n, op) for n in (1, 2, 7, 70, 1001) for op in OPS]
              + [(torch.int32, 50, "sum"), (torch.bfloat16, 50, "avg")])
     tensors = [[(_values((n,), dtype, rank), OPS[op]) for dtype, n, op in cases] for rank in range(size)]
     wants = []
