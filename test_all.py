@@ -570,21 +570,23 @@ def test_all_to_all_by_copies(rows):
     assert signals.set == {(to, rank, dist.FREE) for to in range(size) for rank in range(size) if to != rank}
 
 
-@pytest.mark.parametrize("elements,async_op,opened",
-                         [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
-                          ((3 << 21) + 1, False, False)])
-def test_waited_all_reduce_opens_the_window(elements, async_op, opened, monkeypatch):
-    """float32 from OPEN_FROM bytes to OPEN_BYTES; smaller ones, and those beside the caller, are messages or halves."""
-    link, asked = object.__new__(DirectGlooLink), []
+@pytest.mark.parametrize("elements,async_op,ways", [
+    (1023, False, ["reduce_scatter"]), (1024, False, ["open"]), (1024, True, ["reduce_scatter"]),
+    (3 << 21, False, ["open"]), ((3 << 21) + 1, False, ["copies"]), (3 << 21, True, ["copies"]),
+    (21 << 20, False, ["copies"]), (22 << 20, False, ["reduce_scatter", "all_gather"]),
+    (1 << 19, True, ["reduce_scatter", "all_gather"])])
+def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypatch):
+    """float32 from OPEN_FROM bytes to OPEN_BYTES is one kernel; smaller ones, and those beside the caller, are
+    messages; from WINDOW_FROM bytes, as long as one step does, copies; then halves."""
+    link, went = object.__new__(DirectGlooLink), []
     link.rank, link.size, link.aside = 0, 2, async_op
-    monkeypatch.setattr(link, "window", lambda nbytes: asked.append(nbytes) or nbytes, raising=False)
-    ways = []
+    window = types.SimpleNamespace(all_reduce=lambda *args: went.append("copies"))
+    monkeypatch.setattr(link, "window", lambda nbytes: window, raising=False)
     for name in ("_open_all_reduce", "reduce_scatter", "all_gather"):
-        monkeypatch.setattr(link, name, lambda *args, name=name: ways.append(name), raising=False)
+        monkeypatch.setattr(link, name, lambda *args, name="open" if "open" in name else name: went.append(name),
+                            raising=False)
     link.all_reduce(torch.empty(elements), dist.ReduceOp.SUM)
-    assert ways == ["_open_all_reduce"] * opened + (
-        [["reduce_scatter"], ["reduce_scatter", "all_gather"]][elements > 1 << 18] * (not opened))
-    assert asked == [dist.OPEN_BYTES] * opened
+    assert went == ways
 
 
 def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
