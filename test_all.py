@@ -502,6 +502,7 @@ def link_with_window(rank, windows, barrier):
     link, window = object.__new__(DirectGlooLink), object.__new__(dist.Window)
     link.rank, link.size, link.log, link.window = rank, len(windows), dist.Traffic(), lambda nbytes: window
     window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
+    link.replays = dist.Replays()
     window.others = [(rank + i) % link.size for i in range(1, link.size)]
     return link
 
@@ -705,8 +706,8 @@ def test_windows_of_some_ranks_do_not_stop_the_others(pool):
 def reduce_in_memory_that_comes_back():
     """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
     rank, size, where, results = dist.get_rank(), dist.get_world_size(), [], []
-    for elements in (1 << 22, 1 << 22, 1 << 23, 1 << 22):
-        t = torch.empty(elements)[:1 << 22]
+    for elements in (1 << 23, 1 << 23, 1 << 24, 1 << 23, 1 << 22, 1 << 22):  # the last two go by kernels
+        t = torch.empty(elements)[:1 << 23]
         for _ in range(5):  # often enough to be recorded, and replayed
             dist.all_reduce(t.fill_(1.0 + rank))
             results.append(bool((t == size * (size + 1) / 2).all()))
