@@ -6049,12 +6049,13 @@ def readme_commands():
                                                               line)]
 
 
-def readme_tables():
-    """The reading guide's tables, of what stands above the bars and of what stands below: rows (read, run, look
-    for)."""
-    tables = re.findall(r"(?m)(?:^\|.*\n)+", README.split("## Reading guide")[1].split("\n## ")[0])
-    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:] for line in table.splitlines()[2:]]
-            for table in tables]
+def readme_levels():
+    """The reading path's levels, two of what stands above the bars and one of what stands below: each one's rows (read,
+    run, look for)."""
+    levels = README.split("\n## Reading path\n")[1].split("\n## ")[0].split("\n### ")[1:]
+    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:]
+             for table in re.findall(r"(?m)(?:^\|.*\n)+", level) for line in table.splitlines()[2:]]
+            for level in levels]
 
 
 def named(token, where=None):
@@ -6067,13 +6068,13 @@ def named(token, where=None):
 
 
 def test_readme_names_what_is_there():
-    """Every file, class, function, flag and link; in the guide's "read" columns, names after a file are of that file,
-    above its bar in the first table, below it in the second."""
+    """Every file, class, function, flag and link; in the reading path's "read" columns, names after a file are of that
+    file, above its bar in the first two levels, below it in the third."""
     sources = {name: inspect.getsource(module) for name, module in MODULES.items()}
     flags = ({"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)}
              | {name for _, name, _ in bench.FLAGS})
     wrong, text = [], "".join(sources.values())
-    for half, read in [(half, read) for half, table in enumerate(readme_tables()) for read, _, _ in table]:
+    for half, read in [(level // 2, read) for level, rows in enumerate(readme_levels()) for read, _, _ in rows]:
         for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
             if name.endswith(".py"):
                 where, source = name[:-3], sources[name[:-3]]
@@ -6091,7 +6092,11 @@ def test_readme_names_what_is_there():
         elif token.startswith("--"):
             wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
     wrong += [link for link in re.findall(r"\]\(([^)]+)\)", README) if not os.path.exists(os.path.join(HERE, link))]
-    assert not wrong and len(readme_tables()[0]) > 20 and len(readme_tables()[1]) > 5
+    path = README.split("\n## How a step runs\n")[1].split("```text\n")[1].split("```")[0]
+    called = re.findall(r"[A-Z]\w+\.\w+", path)
+    wrong += [name for name in called if not named(name)]
+    lecture, further, below = map(len, readme_levels())
+    assert not wrong and lecture == 12 and further > 20 and below > 5 and len(called) > 20
 
 
 def test_readme_commands_are_understood(monkeypatch, capsys):
