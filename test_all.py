@@ -1773,8 +1773,13 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def record(self):
-        Tape.recording = self
-        with self:
+        real, Tape.recording = torch.UntypedStorage.resize_, self
+
+        def resize(storage, size):
+            real(storage, size)
+            self.born.add(storage.data_ptr())
+            self.steps.append(lambda: real(storage, size))
+        with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
             yield
         Tape.recording = None
         for storage, values in self.before.values():
@@ -1823,7 +1828,10 @@ def in_layout_on_tape(*args, **options):
     ({"dp": 2}, 4, "1f1b", {}), ({"dp": 2}, 4, "gpipe", {}),
     ({"dp": 2, "tp": 2}, 1, "zb-h1", {}), ({"pp": 4}, 4, "1f1b", {}), ({"pp": 4}, 4, "gpipe", {}),
     ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}),
-    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"})], ids=str)
+    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"}),
+    *(({"dp": 2}, m, "1f1b", {"zero": zero}) for zero in (2, 3) for m in (1, 4)), ({"dp": 1}, 2, "1f1b", {"zero": 3}),
+    ({"dp": 4}, 2, "1f1b", {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, "1f1b", {"zero": 3, "zero_within": 2}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block", "sequence": True})], ids=str)
 def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
