@@ -964,7 +964,11 @@ class RecordedGraph:
 
 def make_room():
     """Before recordings that need much memory: no kernel runs, and PyTorch's unused memory goes back to the driver,
-    because graphs have memory of their own, and while one is recorded nothing can be given back."""
+    because graphs have memory of their own, and while one is recorded nothing can be given back.
+
+    Cycles go first: recomputation leaves some, and autograd's nodes in them would bring their stream into a recording.
+    """
+    gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
