@@ -1046,7 +1046,7 @@ class NcclLink(PiecewiseLink):
         with torch.cuda.stream(self._stream):
             super().run(name, operation, arguments, False)
             done = self._stream.record_event()
-        if torch.cuda.is_current_stream_capturing():  # what knows of two streams is not reused in the same recording
+        if torch.cuda.is_current_stream_capturing():  # a recording uses no memory again that has met record_stream
             return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done), done.query)
         for t in tensors:
             t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done

@@ -2661,7 +2661,7 @@ class ShardTotals:
 
     def __init__(self, sync):
         self.sync, self.flats = sync, {}
-        self.reducers = sync.reducers if isinstance(sync, FSDP) else [sync.reducer]
+        self.reducers, self.units = (sync.reducers, sync.buckets) if isinstance(sync, FSDP) else ([sync.reducer], [])
         self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
@@ -2679,15 +2679,15 @@ class ShardTotals:
                 bucket.total = flat
 
     def settle(self, kind):
-        """A graph ends with nothing under way, and after backward with no unit whole."""
+        """No graph ends with a message under way, and none of backward with a unit whole."""
         for reducer in self.reducers:
             while reducer.under_way:
                 reducer.receive()
-        for flat in self.sync.buckets if isinstance(self.sync, FSDP) else ():
+        for flat in self.units:
             flat.wait() if kind == "F" else flat.free()
 
     def forget(self):
-        """Put everything into the state before a step. A recording has changed it, and sent nothing."""
+        """Drop what a recording has left, which sent nothing, and what an evaluation has left whole."""
         self.settle("B")
         for reducer in self.reducers:
             reducer.forget()
@@ -2699,7 +2699,7 @@ class ShardTotals:
         return [bucket.shard.grad for bucket, _ in self.buckets]
 
     def replayed(self, averages):
-        """As in Totals: to finish_grad_sync nothing is left to do."""
+        """Put the reducers into the state in which all buckets have left."""
         for (bucket, reducer), average in zip(self.buckets, averages):
             bucket.shard.grad, bucket.total = average, None
             if reducer.stage < 2:
@@ -2776,12 +2776,12 @@ class Recording(Passage):
 class HookedRecording(Recording):
     """A Recording with autograd's hooks, by which ZeRO-2 and 3 gather and free units, and send gradients.
 
-    A unit's weights are memory of the graphs, from its gather until it is freed, and then others' memory.
+    A whole unit lies in the graphs' memory, which is used again once the unit is freed: two are whole at a time.
     """
     gradients = Passage.gradients
 
     def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
-        totals.forget()  # what another recording has left; and what an evaluation has gathered this one must gather
+        totals.forget()  # or this recording would not gather what is whole
         totals.begin(overwrite)
         super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
 
@@ -2883,8 +2883,8 @@ class HookedGraphPipeline(GraphPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where ZeRO-2 or 3 has several stages: a
-    unit that a graph gathers is whole in that graph's memory alone, and several micro-batches would be in flight."""
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where ZeRO-2 or 3 has several stages:
+    while one micro-batch waits for its backward, others' graphs would gather and free the same units."""
     if net.zero > 1 and net.count > 1:
         raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
     pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
