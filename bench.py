@@ -492,8 +492,8 @@ def stage_seconds(config, s, machine, stages):
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
-    replayed = not config.experts and (
-        s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.zero < 2 and s.dp * s.cp * s.tp * s.pp > 1)
+    replayed = train.replayable(s, config) and (
+        s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.dp * s.cp * s.tp * s.pp > 1)
     issue = machine.units if s.zero == 3 and machine.units else machine.launch
     once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
     launch = once * (1 if s.recompute == "none" else 4 / 3)
@@ -2618,9 +2618,9 @@ def check_strategies(a, batch_size):
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}
+        given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate,
+                 "cuda_graphs": a.cuda_graphs}
         s = train.Settings(**given | every[name])
-        s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
         try:
             train.check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s

@@ -964,7 +964,11 @@ class RecordedGraph:
 
 def make_room():
     """Before recordings that need much memory: no kernel runs, and PyTorch's unused memory goes back to the driver,
-    because graphs have memory of their own, and while one is recorded nothing can be given back."""
+    because graphs have memory of their own, and while one is recorded nothing can be given back.
+
+    Cycles go first: recomputation leaves some, and autograd's nodes in them would bring their stream into a recording.
+    """
+    gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -1042,6 +1046,8 @@ class NcclLink(PiecewiseLink):
         with torch.cuda.stream(self._stream):
             super().run(name, operation, arguments, False)
             done = self._stream.record_event()
+        if torch.cuda.is_current_stream_capturing():  # a recording uses no memory again that has met record_stream
+            return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done), done.query)
         for t in tensors:
             t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done
         return Pending(lambda: torch.cuda.current_stream().wait_event(done), done.query)

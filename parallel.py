@@ -2599,7 +2599,8 @@ def recorded_times(pipeline):
 # A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next.
 # Replaying a recorded CUDA graph costs the CPU one launch. A graph's tensors stay where they are: inputs are copied
 # in, outputs out, and gradients are added to the buckets' flat vectors, which must not move either; autograd's hooks
-# do not run.
+# do not run. ZeRO-2 and 3 live by these hooks, so there they run while a graph is recorded: what they launch, gathers
+# of units and reduce-scatters of their gradients, is part of the graph.
 
 class Totals:
     """Where recordings add gradients up: a reducer's flat vectors, which stay where they lie from step to step."""
@@ -2635,8 +2636,11 @@ class Totals:
             for param in stepped(bucket):
                 param.grad = None
 
-    def averages(self):
-        """What the reducer has left for the optimizer."""
+    def close(self, unused):
+        """Record that the gradients leave. unused: parameters without one. Returns what is left for the optimizer."""
+        for param in unused:
+            self.of[param].zero_()
+        self.reducer.finish()
         return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
 
     def replayed(self, averages):
@@ -2646,6 +2650,60 @@ class Totals:
                 p.grad = grad
             bucket.total = None
         self.reducer.next = len(self.flats)
+
+
+class ShardTotals:
+    """Totals of ZeRO-2 and 3, whose gradients leave in every micro-batch. `sync`: FSDP or ShardedOptimizer.
+
+    The averages of several micro-batches add up in shards' .grad, 1-D gradients in `bucket.total`; both stay where they
+    lie from step to step. Of a single micro-batch both are memory of its graph.
+    """
+
+    def __init__(self, sync):
+        self.sync, self.flats = sync, {}
+        self.reducers, self.units = (sync.reducers, sync.buckets) if isinstance(sync, FSDP) else ([sync.reducer], [])
+        self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
+
+    def begin(self, overwrite):
+        """Zero what gradients are added to. overwrite: they are added to nothing."""
+        if overwrite:
+            self.flats.clear()
+            return
+        for bucket, reducer in self.buckets:
+            if bucket not in self.flats:
+                self.flats[bucket] = torch.empty_like(bucket.shard)
+            flat = self.flats[bucket].zero_()
+            if reducer.stage == 2:
+                bucket.shard.grad = flat
+            else:
+                bucket.total = flat
+
+    def settle(self, kind):
+        """No graph ends with a message under way, and none of backward with a unit whole."""
+        for reducer in self.reducers:
+            while reducer.under_way:
+                reducer.receive()
+        for flat in self.units:
+            flat.wait() if kind == "F" else flat.free()
+
+    def forget(self):
+        """Drop what a recording has left, which sent nothing, and what an evaluation has left whole."""
+        self.settle("B")
+        for reducer in self.reducers:
+            reducer.forget()
+        for bucket, _ in self.buckets:
+            bucket.shard.grad = None
+
+    def close(self, unused):
+        self.sync.finish_grad_sync()
+        return [bucket.shard.grad for bucket, _ in self.buckets]
+
+    def replayed(self, averages):
+        """Put the reducers into the state in which all buckets have left."""
+        for (bucket, reducer), average in zip(self.buckets, averages):
+            bucket.shard.grad, bucket.total = average, None
+            if reducer.stage < 2:
+                reducer.next = len(reducer.buckets)
 
 
 def stepped(bucket):
@@ -2681,10 +2739,7 @@ class Recording(Passage):
         else:
             self.dx = super().backward(kind, self.dy)
         if self.closes and kind == self.kinds[-1]:
-            for param in set(self.params) - self.touched if self.overwrite else ():
-                self.totals.of[param].zero_()  # nobody used it
-            self.totals.reducer.finish()
-            self.averages = self.totals.averages()
+            self.averages = self.totals.close(set(self.params) - self.touched if self.overwrite else ())
 
     def add(self, param, a, b=None):
         self.touched.add(param)
@@ -2718,6 +2773,23 @@ class Recording(Passage):
         return self.dx.clone() if kind != "W" and self.dx is not None else None
 
 
+class HookedRecording(Recording):
+    """A Recording with autograd's hooks, by which ZeRO-2 and 3 gather and free units, and send gradients.
+
+    A whole unit lies in the graphs' memory, which is used again once the unit is freed: two are whole at a time.
+    """
+    gradients = Passage.gradients
+
+    def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
+        totals.forget()  # or this recording would not gather what is whole
+        totals.begin(overwrite)
+        super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
+
+    def record(self, kind):
+        super().record(kind)
+        self.totals.settle(kind)
+
+
 def no_graphs():
     """What a GraphPipeline has recorded, at first nothing."""
     return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
@@ -2731,6 +2803,7 @@ class GraphPipeline(PatientPipeline):
     With several replicas the last micro-batch runs eagerly, because its hooks send the gradients; only where one
     stage holds one micro-batch at a time does its graph send them.
     """
+    recording = Recording
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -2741,13 +2814,9 @@ class GraphPipeline(PatientPipeline):
         self.replaying = syncs is not None
         if not self.replaying:
             return
-        self.split_backward()  # weight gradients are added up in the buckets
         self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
         self.closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
-        for stage, sync in syncs.items():
-            if sync.reducer not in self.totals:
-                self.totals[sync.reducer] = Totals(sync.reducer)
-            self.weight_gradients[stage].add = self.totals[sync.reducer].add  # eager runs add in the same order
+        self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # then the last one's graph can send, too
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
@@ -2758,15 +2827,24 @@ class GraphPipeline(PatientPipeline):
             graphs.recordings, graphs.closing, graphs.recorded_for = {}, {}, asked
         elif not graphs.recordings:
             for stage in self.stages:
-                self.record(stage, actions, kinds, alone, overwrite, syncs[stage].reducer)
+                self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
+            self.add_up(syncs)
             for totals in self.totals.values():
                 totals.forget()
                 totals.begin(overwrite)
 
-    def record(self, stage, actions, kinds, alone, overwrite, reducer):
+    def add_up(self, syncs):
+        """Let weight gradients be added up in the buckets; eager runs add in the same order."""
+        self.split_backward()
+        for stage, sync in syncs.items():
+            if sync not in self.totals:
+                self.totals[sync] = Totals(sync.reducer)
+            self.weight_gradients[stage].add = self.totals[sync].add
+
+    def record(self, stage, actions, kinds, alone, overwrite, totals):
         example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        recording = partial(Recording, self.stages[stage], self.loss if stage == self.count - 1 else None,
-                            self.weight_gradients[stage], self.totals[reducer], kinds, example, self.y[0])
+        recording = partial(self.recording, self.stages[stage], self.loss if stage == self.count - 1 else None,
+                            self.weight_gradients[stage], totals, kinds, example, self.y[0])
         if alone:
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
@@ -2774,7 +2852,6 @@ class GraphPipeline(PatientPipeline):
             eager = self.closing[stage] if self.replicated else None
             mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
-        self.weight_gradients[stage].add = self.totals[reducer].add
 
     def passage(self, action):
         s, closes = action.stage, self.replaying and action.micro_batch == self.closing[action.stage]
@@ -2791,12 +2868,28 @@ class GraphPipeline(PatientPipeline):
             self.graphs.recordings[action.stage].append(passage)
 
 
+class HookedGraphPipeline(GraphPipeline):
+    """A GraphPipeline of ZeRO-2 and 3: one stage, whose graphs send the gradients of every micro-batch."""
+    recording = HookedRecording
+
+    def begin(self, actions, x, y, scale, syncs):
+        if syncs is not None and (most_held(actions) > 1 or any(action.kind == "I" for action in actions)):
+            raise ValueError("CUDA graphs of ZeRO-2 and 3 take one micro-batch after the other: give schedule 1f1b")
+        super().begin(actions, x, y, scale, syncs)
+
+    def add_up(self, syncs):
+        for sync in syncs.values():
+            self.totals.setdefault(sync, ShardTotals(sync))
+
+
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where its ZeRO stage forbids it."""
-    if net.zero > 1:
-        raise ValueError(f"CUDA graphs need zero 0 or 1, not {net.zero}, where gradients leave in every backward")
-    net.pipeline = GraphPipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
-                                 torch.device(net.device), net.pipeline.channels, net.pipeline.cut)
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where ZeRO-2 or 3 has several stages:
+    while one micro-batch waits for its backward, others' graphs would gather and free the same units."""
+    if net.zero > 1 and net.count > 1:
+        raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
+    pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
+    net.pipeline = pipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
+                            torch.device(net.device), net.pipeline.channels, net.pipeline.cut)
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts

@@ -1600,6 +1600,8 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
             opt.step()
             if config.experts:
                 net.balance(RATE)
+            if cuda_graphs and step == 0:
+                net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
             torch_dist.all_reduce(total, group=net.replicas)  # the library's: this one must work under sabotage too
             losses.append(float(total) / dist.get_world_size(net.replicas))
         weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
@@ -1776,16 +1778,25 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def record(self):
-        Tape.recording = self
-        with self:
+        real, Tape.recording = torch.UntypedStorage.resize_, self
+
+        def resize(storage, size):
+            real(storage, size)
+            self.born.add(storage.data_ptr())
+            self.steps.append(lambda: real(storage, size))
+        with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
             yield
         Tape.recording = None
         for storage, values in self.before.values():
             storage.copy_(values)
 
 
-def in_layout_on_tape(*args, **options):
-    """in_layout, with CUDA graphs emulated."""
+@contextlib.contextmanager
+def graphs_on_tape():
+    """CUDA graphs, emulated on a CPU."""
+    if torch.get_default_device().type == "cuda":
+        yield
+        return
     start = dist._start
 
     def taped(name, algorithm, group, async_op, **arguments):
@@ -1818,7 +1829,15 @@ def in_layout_on_tape(*args, **options):
 
     with unittest.mock.patch.multiple(torch.cuda, graph_pool_handle=object), unittest.mock.patch.multiple(
             dist, RecordedGraph=TapedGraph, _start=taped):
-        return in_layout(*args, **options)
+        yield
+
+
+def in_layout_on_tape(*args, without=None, **options):
+    """in_layout, with CUDA graphs; without: a method of ShardTotals that does nothing."""
+    with graphs_on_tape(), contextlib.ExitStack() as broken:
+        if without:
+            broken.enter_context(unittest.mock.patch.object(parallel.ShardTotals, without, lambda *_: None))
+        return in_layout(*args, cuda_graphs=True, **options)
 
 
 @pytest.mark.parametrize("layout, m, schedule, options", [
@@ -1826,14 +1845,64 @@ def in_layout_on_tape(*args, **options):
     ({"dp": 2}, 4, "1f1b", {}), ({"dp": 2}, 4, "gpipe", {}),
     ({"dp": 2, "tp": 2}, 1, "zb-h1", {}), ({"pp": 4}, 4, "1f1b", {}), ({"pp": 4}, 4, "gpipe", {}),
     ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}),
-    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"})], ids=str)
+    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"}),
+    *(({"dp": 2}, m, "1f1b", {"zero": zero}) for zero in (2, 3) for m in (1, 4)), ({"dp": 1}, 2, "1f1b", {"zero": 3}),
+    ({"dp": 4}, 2, "1f1b", {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, "1f1b", {"zero": 3, "zero_within": 2}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block", "sequence": True})], ids=str)
 def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
-    want, run = one_process("sgd"), in_layout if pool.device_type == "cuda" else in_layout_on_tape
-    for got in pool(math.prod(layout.values())).run(run, layout, "sgd", m, {}, schedule=schedule, cuda_graphs=True,
+    want = one_process("sgd")
+    for got in pool(math.prod(layout.values())).run(in_layout_on_tape, layout, "sgd", m, {}, schedule=schedule,
                                                     **options):
         assert not differences(got, want)
+
+
+@pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2), ("settle", 1, 3)])
+def test_replayed_graphs_of_zero_are_wrong_without(pool, without, m, zero):
+    """The place where micro-batches add up; the wait for what one has sent; the end of what an evaluation has gathered,
+    so that a recording gathers it."""
+    want = one_process("sgd")
+    for got in pool(2).run(in_layout_on_tape, {"dp": 2}, "sgd", m, {}, zero=zero, without=without):
+        assert differences(got, want)
+
+
+def replayed_steps(zero, micro_batches):
+    """Of three steps, the first eager, the second recorded, the third replayed alone: [(bytes sent by collective, bytes
+    of units that were whole when a block began, in forward or backward)]; and whether each step has left nothing."""
+    device, found, whole = torch.get_default_device(), [], []
+    with graphs_on_tape():
+        net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2), device, torch.float64, zero=zero)
+        parallel.replay_micro_batches(net)
+        optimizer, buckets = net.make_optimizer(torch.optim.SGD, lr=0.1), net.reducers[0].buckets
+
+        def look(*_):
+            whole.append(sum(b.weights.untyped_storage().size() for b in buckets))
+
+        def look_in_backward(block, inputs, y):
+            if y.requires_grad:
+                y.register_hook(look)
+
+        for block in net.module(0).h.values():  # after FSDP's own hooks
+            block.register_forward_pre_hook(look)
+            block.register_forward_hook(look_in_backward)
+        x, y = (t.to(device).split(4 // micro_batches) for t in tokens_of(0))
+        for _ in range(3):
+            want = net.forward(x[:micro_batches], y[:micro_batches])  # eager
+            whole.clear(), dist.reset_traffic(), optimizer.zero_grad()
+            assert close(net.forward_backward(x[:micro_batches], y[:micro_batches]), want)
+            optimizer.step()
+            found.append(({name: t.bytes for name, t in dist.traffic().items()}, max(whole, default=0)))
+            assert all(reducer.finished for reducer in net.reducers)
+            assert zero == 2 or not any(b.handle or b.weights.untyped_storage().size() for b in buckets)
+    return found
+
+
+@pytest.mark.parametrize("zero, micro_batches", [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_replayed_graphs_send_and_keep_what_eager_steps_do(pool, zero, micro_batches):
+    for (eager, most), (recorded, same), (replayed, none) in pool(2).run(replayed_steps, zero, micro_batches):
+        assert eager == recorded == replayed and sum(eager.values()) > 0
+        assert most == same > 0 == none  # in a replay no Python runs
 
 
 def padding_after_a_nan():
@@ -2726,8 +2795,14 @@ def refused():
     device = torch.get_default_device()
     with pytest.raises(ValueError, match="at least 2 ranks"):
         parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, virtual_stages=2)
-    with pytest.raises(ValueError, match="zero 0 or 1, not 2"):
-        parallel.replay_micro_batches(parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, zero=2))
+    net = parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, zero=2)
+    parallel.replay_micro_batches(net)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="give schedule 1f1b"):
+        net.forward_backward(*(t.to(device).split(4) for t in tokens_of(0)), "gpipe")
+    net.count = 2
+    with pytest.raises(ValueError, match="ZeRO-2 need one stage, not 2"):
+        parallel.replay_micro_batches(net)
 
 
 def test_parallelize_refuses_what_cannot_be(pool):
@@ -3639,8 +3714,12 @@ def test_more_processes_than_gpus(monkeypatch):
         assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
     s, experts = train.Settings(dp=8, ep=2), dataclasses.replace(model.PRESETS["tiny"], experts=4)
     assert train.check_layout(s, experts, 8, 8) == 8 and (s.device, s.cuda_graphs) == ("cuda", "off")
-    with pytest.raises(train.BadInput, match="--cuda-graphs on is for --device cuda, --zero 0 or 1 and no --experts"):
+    with pytest.raises(train.BadInput, match="--cuda-graphs on is for --device cuda, --zero 0 or 1 .* and no --experts"):
         train.check_layout(train.Settings(dp=8, ep=2, cuda_graphs="on"), experts, 8, 8)
+    for zero, pp, schedule in itertools.product(range(4), (1, 2), ("1f1b", "gpipe")):
+        s = train.Settings(dp=8 // pp, pp=pp, zero=zero, schedule=schedule)
+        train.check_layout(s, model.PRESETS["tiny"], 8, 8)
+        assert s.cuda_graphs == ("on" if zero < 2 or (pp, schedule) == (1, "1f1b") else "off")
     gpus = 2
     with pytest.raises(train.BadInput, match="--device auto: 4 processes on this node need as many GPUs and it has 2: "
                        "give --device cpu"):

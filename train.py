@@ -428,7 +428,8 @@ class Settings(Flags):
     profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
     cuda_graphs: str = flag("auto", "replay a micro-batch's kernels, which spares the CPU; auto: on several GPUs, "
-                                    "where ZeRO is 0 or 1 and no block has experts", choices=["auto", "off", "on"])
+                                    "where no block has experts, and ZeRO is 0 or 1 or a stage has one micro-batch at "
+                                    "a time (--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
     keep: int = flag(2, "newest checkpoints to keep; 0: all")
     on_nan: str = flag("stop", "what a loss or gradient that is not finite does to all ranks", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
@@ -556,9 +557,9 @@ def check_layout(s, config, world, local_world):
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # another node may have enough
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
-    able = s.device == "cuda" and s.zero < 2 and not config.experts  # whose counts the CPU must see in each block
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 and no --experts: "
-           "leave it out")
+    able = s.device == "cuda" and replayable(s, config)
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
+           "1 --schedule 1f1b) and no --experts: leave it out")
     if s.cuda_graphs == "auto":
         s.cuda_graphs = "on" if able and processes > 1 else "off"
     try:
@@ -570,6 +571,11 @@ def check_layout(s, config, world, local_world):
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
     return processes
+
+
+def replayable(s, config):
+    """Whether CUDA graphs can replay a micro-batch. Not of experts, whose counts the CPU must see in each block."""
+    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
 
 
 def check_schedule(s, config):
