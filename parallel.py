@@ -215,7 +215,6 @@ class Reducer(Replaceable):
     one flat vector, `bucket.total`, and averages that; each .grad is then a view of the average. reduce_dtype: what
     travels, where it is another dtype.
     """
-    stage = 0  # ZeRO's
     no_sync = nullcontext  # around every backward but the step's last one: nothing is sent
 
     def __init__(self, buckets, reduce_dtype=None):
@@ -1657,7 +1656,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, cuts = {}, faster(even_pieces)(config, p * virtual_stages)
     for stage in range(dist.get_rank(groups.pp), len(cuts), p):
-        # 1. Shapes only, of this stage's layers: memory is for this rank's part of them alone.
+        # 1. Shapes only, of this stage's layers, because memory is for this rank's part of them alone.
         model = GPT(config, seed=None, pieces=cuts[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, groups, sequence, context)
@@ -1672,8 +1671,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because it holds the parameters as they are now. ZeRO-3 has been there, ZeRO-1, ZeRO-2
-        # and masters come with the optimizer.
+        # 5. Data parallel last, because it holds the parameters as they are now. ZeRO-3 did so in step 4; ZeRO-1,
+        # ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
@@ -1755,7 +1754,7 @@ class ParallelGPT(Replaceable):
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
         groups, seen = [], set()
-        for model in self.stages.values():  # each its own, so that no bucket waits for two stages
+        for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
             params = [p for p in dict.fromkeys(model.parameters()) if p not in seen]
             seen.update(params)
             groups += [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
@@ -1842,7 +1841,7 @@ class ParallelGPT(Replaceable):
 
     def kept(self, stage, name):
         """(a parameter of this rank, the tensor that the optimizer steps for it, their bucket, which knows what part of
-        it that is; None where the parameter itself is stepped)"""
+        it that is, or None where the parameter itself is stepped)"""
         param = self.module(stage).get_parameter(name)
         bucket = self.bucket_of.get(param)
         return param, bucket.shard if bucket else param, bucket
@@ -1850,14 +1849,14 @@ class ParallelGPT(Replaceable):
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. On all ranks, in the same order.
+        (zeros before its first step); or a buffer. Call it on all ranks.
 
-        From the inside out: the bucket's pieces, the cuts' parts, then from the stage that has it to all."""
-        owner, beside = self.owners[name], buffers(self.config)
-        shape, dtype = (beside[name], torch.float32) if name in beside else (shapes(self.config)[name],
-                                                                             master_dtype(self.dtype))
+        A rank gathers the bucket's pieces, then the cuts' parts. Then the stage that has them sends to all."""
+        owner, is_buffer = self.owners[name], name in buffers(self.config)
+        shape = {**shapes(self.config), **buffers(self.config)}[name]
+        dtype = torch.float32 if is_buffer else master_dtype(self.dtype)
         local = torch.empty(shape, dtype=dtype, device=self.device)
-        if owner in self.stages and name in beside:
+        if owner in self.stages and is_buffer:
             local = self.module(owner).get_buffer(name)
         elif owner in self.stages:
             param, stepped, bucket = self.kept(owner, name)
@@ -1992,6 +1991,7 @@ class Early:
 
 class HookedReducer(Reducer):
     """A Reducer that hears of gradients as they come."""
+    stage = 0  # ZeRO's
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
