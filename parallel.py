@@ -47,8 +47,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, count_of_each, initial_weight, materialize,
-                   materialize_buffers, routers, shapes)
+from model import GPT, Experts, Linear, buffers, initial_weight, materialize, materialize_buffers, routers, shapes
 
 FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
 
@@ -84,7 +83,7 @@ def ranks_of_replicas(mesh):
 
 
 def replicas_of(mesh):
-    """This rank's group of replicas, which averages gradients. It sends most, so it may cross nodes in two levels."""
+    """This rank's group of replicas, which averages gradients. It sends most, so it crosses nodes in two levels."""
     ranks, group = ranks_of_replicas(mesh).tolist(), mesh["dp"].get_group()
     if mesh["cp"].size() > 1:
         groups = [dist.new_group(some) for some in ranks]
@@ -94,8 +93,7 @@ def replicas_of(mesh):
 
 
 def split_replicas(mesh, replicas, n):
-    """[this rank's group of n neighbours among the replicas, the group of those with its place in the other groups];
-    where n is None or all of them, [replicas, None]."""
+    """[this rank's group of n neighbours among the replicas, its group across those]; without n, [replicas, None]."""
     if n in (None, dist.get_world_size(replicas)):
         return [replicas, None]
     return groups_of(ranks_of_replicas(mesh).unflatten(1, (-1, n)))
@@ -111,7 +109,7 @@ def split_experts(mesh, n):
 
 
 def groups_of(grids):
-    """[this rank's group along the rows of a grid of ranks, its group along the columns], of the grid that it is in."""
+    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
     return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
 
 
@@ -211,9 +209,8 @@ def sums(param):
 class Reducer(Replaceable):
     """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
 
-    Gradients of several micro-batches add up in .grad, by autograd. `finish` moves a bucket's gradients from there into
-    one flat vector, `bucket.total`, and averages that; each .grad is then a view of the average. reduce_dtype: what
-    travels, where it is another dtype.
+    Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
+    `bucket.total`, and averages that; each .grad is then a view of the average. reduce_dtype: what travels.
     """
     no_sync = nullcontext  # around every backward but the step's last one: nothing is sent
 
@@ -481,8 +478,7 @@ def is_matrix(param):
 def make_shard(bucket, sharded):
     """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values; all, if not `sharded`.
 
-    16-bit values become float32. Returns all values, those of the first rank; where the dtype stays, the shard is a
-    view of them.
+    16-bit values become float32. Returns all values, the first rank's; where the dtype stays, the shard is a view.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -504,8 +500,7 @@ class FlatParameter(Replaceable, Bucket):
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep this rank's shard; `params` become views of `weights`, without memory until `gather`. Returns
-        {old: new}."""
+        """Keep the shard, and make parameters that are views of `weights`. Returns {old: new}; none has memory yet."""
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # so that the other values can go
@@ -767,8 +762,7 @@ class RowParallelExperts(nn.Module):
     """A RowParallelLinear of each expert, before g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
     (E, out, in/N), bias (E, out/N).
 
-    A token's k experts, biases included, are weighed and added before g. So that each bias still counts once, each rank
-    adds its own Nth, and zeros.
+    A token's k experts, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
     """
 
     def __init__(self, layer, group):
@@ -884,10 +878,7 @@ def planned(name, plan):
 
 
 def tensor_parallel(module, group, plan=GPT2_PLAN):
-    """Replace every layer whose name ends as the plan says with this rank's slice of it, in place. Ties stay ties.
-
-    N must divide the heads, nothing else.
-    """
+    """Put this rank's slices in place of the layers that the plan names. N must divide the heads. Ties stay ties."""
     slices = {}  # weight -> its slice: a tied weight is cut once
     for name, layer in list(module.named_modules()):
         if how := planned(name, plan):
@@ -1046,8 +1037,7 @@ def shift(tensor, group):
 
 
 def going_round(tensor, group):
-    """Yields (rank, its tensor) for each rank, this one first, then those to its left. Each tensor is passed on while
-    the caller computes with it."""
+    """Yields (rank, its tensor), this rank first, then those to its left. Each travels on while the caller computes."""
     n = dist.get_world_size(group)
     for s in range(n):
         handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
@@ -1058,8 +1048,7 @@ def going_round(tensor, group):
 
 
 def seen(rank, other, half):
-    """(which of a rank's queries see keys of `other`, which of these keys they see, whether causally): two slices of
-    T/N tokens, of which the first `half` are the first chunk."""
+    """Which queries of a rank see keys of `other`: (slice of queries, slice of keys, causal). half: tokens a chunk."""
     if other == rank:
         return slice(None), slice(None), True
     return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
@@ -1166,8 +1155,7 @@ def context_parallel(module, group, kind):
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send the first sends[0] of the rows (n, C) to rank 0, the next sends[1] to rank 1, and so on. Returns the rows
-    that come: the first receives[0] from rank 0, and so on."""
+    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The first receives[0] that come are rank 0's."""
     arrived = rows.new_empty(sum(receives), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
     return arrived
@@ -1188,8 +1176,7 @@ def visit(mlps, group, rows, counts):
 
 
 def through_experts(mlps, rows, coming):
-    """Rows (R, C), sorted by the rank that they come from and then by expert, coming (N, E/N) of each -> (R, C) in the
-    same order."""
+    """Rows (R, C) by rank of origin and then by expert, coming (N, E/N) of each -> (R, C) in the same order."""
     expert = torch.arange(coming.shape[1], device=rows.device).repeat(len(coming)).repeat_interleave(
         coming.flatten(), output_size=len(rows))                                              # of each row
     order = expert.argsort(stable=True)
@@ -1409,8 +1396,8 @@ class WeightGradients:
 def split_linears(module):
     """Let every Linear of the module hand its weight gradients to the WeightGradients that this returns.
 
-    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. The gradients of norms,
-    embeddings and tied weights stay with autograd, in "I".
+    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and
+    tied weights stay with autograd, in "I".
     """
     weight_gradients = WeightGradients()
 
@@ -1435,8 +1422,7 @@ def pipeline_groups(mesh, around, tied):
     """({(from, to): group of two neighbours}, group of the first and the last rank) of this rank's pipeline.
 
     from, to: places in the pipeline. Each direction has its own group, so activations and gradients go separate ways.
-    around: the last rank sends to the first one, because ranks have several stages. tied: both of these keep the same
-    embedding; if not, their group is None.
+    around: the last rank sends to the first one, too. tied: these two keep the same embedding; else they have no group.
     """
     p, channels, ends = mesh.shape[0], {}, None
     neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
@@ -1459,8 +1445,7 @@ class Passage:
         self.module, self.loss, self.weight_gradients, self.put_off = module, loss, weight_gradients, []
 
     def forward(self, x, target=None):
-        """x: tokens (B, T), or the output of the stage before. Returns this one's, or on the last the loss, detached.
-        """
+        """x: tokens (B, T), or the output of the stage before. Returns this stage's, or the loss, detached."""
         self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
         y = self.module(self.x)
         y = self.loss(y, target) if self.loss else y
@@ -1500,8 +1485,8 @@ class Pipeline(Replaceable):
     def run(self, actions, x, y, scale=1.0, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        Backward starts from `scale` times the mean of the losses. syncs: {stage: whose no_sync() surrounds each of the
-        stage's backwards but the last}; None for forwards alone.
+        Backward starts from `scale` times their mean. syncs: {stage: what has the no_sync() for all backwards but the
+        last}; None for forwards alone.
         """
         self.begin(actions, x, y, scale, syncs)
         for action in actions:
@@ -1609,8 +1594,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
         shard of a norm's weight           dp, pp        2 (tp)    each part twice, halved
         shard of the tied embedding        dp, tp, pp    2 (sums)  stages 0 and 1 hold the same, halved
 
-    groups: all that parameters may be cut over; ValueError where one is missing. scale: what gradients are first
-    divided by (fp16's loss scale).
+    groups: all that parameters may be cut over; ValueError where one is missing. scale: fp16's, divided out first.
     """
     groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
@@ -1646,8 +1630,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value; left out, seed and name decide it. zero: the
     ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute: "block" or "attention" is run again
-    in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION, for cp. ep: how many ranks of dp
-    share out the experts. The order of the five steps matters.
+    in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION, for cp. ep: ranks of dp that share
+    out the experts. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
@@ -1753,10 +1737,9 @@ class ParallelGPT(Replaceable):
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
-        groups, seen = [], set()
+        groups = []
         for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
-            params = [p for p in dict.fromkeys(model.parameters()) if p not in seen]
-            seen.update(params)
+            params = list(model.parameters())
             groups += [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
                        {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
@@ -1840,8 +1823,7 @@ class ParallelGPT(Replaceable):
         return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, stage, name):
-        """(a parameter of this rank, the tensor that the optimizer steps for it, their bucket, which knows what part of
-        it that is, or None where the parameter itself is stepped)"""
+        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None where that is the same)"""
         param = self.module(stage).get_parameter(name)
         bucket = self.bucket_of.get(param)
         return param, bucket.shard if bucket else param, bucket
@@ -1889,6 +1871,8 @@ import argparse
 import functools
 import os
 import time
+
+from model import PRESETS, GPTConfig, count_of_each
 
 BUCKET_MB["cuda"] = 100  # a GPU's links are faster than a CPU's, their latency is not shorter
 

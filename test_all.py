@@ -1153,7 +1153,7 @@ def lost_at_once():
     pipeline = parallel.PatientPipeline({}, 2, mesh, None, torch.float32, 1, torch.device("cpu"),
                                         parallel.pipeline_groups(mesh, False, False)[0])
     pipeline.begin([], torch.zeros(1, 1, 1), None, 1.0, None)
-    pipeline.values[parallel.Action("RF", 1, 0)] = torch.zeros(1, 1, 1)
+    pipeline.values[parallel.Action("RF", 1, 0)] = dist.Handle(), torch.zeros(1, 1, 1)
     calls = [lambda: dist.all_reduce(torch.zeros(7)), lambda: dist.all_reduce(torch.zeros(7), async_op=True).wait(),
              dist.barrier]
     calls += [lambda: pipeline.send(parallel.Action("SF", 0, 0)) if dist.get_rank() == 0
