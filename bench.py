@@ -5,8 +5,10 @@
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
+    python bench.py plan --published      the prediction held against runs that others have published
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
-    python bench.py pictures FILE...      SVG of what these, and train.py --trace, have left in files
+    python bench.py pictures FILE...      SVG of what the code does, and of what these, and train.py --trace, have left
+                                          in files
 
 Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its
 rows there with hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both
@@ -21,6 +23,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import contextlib
 import copy
+import csv
 import dataclasses
 import functools
 import gc
@@ -49,15 +52,17 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+from torch.distributed.nn.functional import all_to_all_single  # its backward goes the other way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import collectives as dist
 import kernels
+import model
 import parallel
 import train
 from kernels import tl, triton
 from model import GPT, MLP, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
-from train import BadInput
+from train import BadInput, reject
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
 warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
@@ -116,21 +121,16 @@ class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
-        self.columns, self.rows, self.title = {key: text.rsplit(":", 1) for key, text in columns.items()}, [], title
+        self.title, self.rows = title, []
+        self.columns = {key: text.rsplit(":", 1) for key, text in columns.items()}
 
     def row(self, **values):
+        place = {key: re.match(r"[<>]\d+", form)[0] for key, (_, form) in self.columns.items()}  # side and width
         if not self.rows:
-            say("\n" + self.title + "\n")
-            say("  ".join(title.replace("_", " ").rjust(self._width(form)) if "<" not in form
-                          else title.ljust(self._width(form))
-                          for title, form in self.columns.values()))
+            say(f"\n{self.title}\n\n" + "  ".join(format(self.columns[key][0], where) for key, where in place.items()))
         self.rows.append(values)
-        say("  ".join("-".rjust(self._width(form)) if values.get(key) is None else format(values[key], form)
-                      for key, (_, form) in self.columns.items()))
-
-    @staticmethod
-    def _width(form):
-        return int(re.search(r"\d+", form)[0])
+        say("  ".join(format("-", where) if values.get(key) is None else format(values[key], self.columns[key][1])
+                      for key, where in place.items()))
 
 
 def say(text):
@@ -138,24 +138,21 @@ def say(text):
         print(text, flush=True)
 
 
-def environment(device):
-    """What a figure is worth nothing without."""
-    here, commit = os.path.dirname(os.path.abspath(__file__)), "unknown"
+def write_json(path, what, device, tables, **more):
+    """The tables' rows, and what a figure is worth nothing without."""
+    if not path or int(os.environ.get("RANK", "0")):
+        return
+    here, commit, cuda = os.path.dirname(os.path.abspath(__file__)), "unknown", device.type == "cuda"
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
                                          stderr=subprocess.DEVNULL).strip()
-    cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return {"hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "torch": torch.__version__,
-            "commit": commit, "command": " ".join(sys.argv), "triton": getattr(kernels.triton, "__version__", None),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None}
-
-
-def write_json(path, what, device, tables, **more):
-    if path and int(os.environ.get("RANK", "0")) == 0:
-        with open(path, "w") as file:
-            json.dump(dict(what=what, **environment(device), **more, rows=[row for t in tables for row in t.rows]),
-                      file, indent=1)
+    found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
+             "command": " ".join(sys.argv), "torch": torch.__version__,
+             "triton": getattr(kernels.triton, "__version__", None),
+             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more}
+    with open(path, "w") as file:
+        json.dump(found | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- formulas
@@ -184,8 +181,6 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
     k = elements * width
-    if op == "isend":
-        return k
     if op == "all_reduce" and (k <= small or elements < n and not switched):
         core = 1 << (n.bit_length() - 1)  # the largest power of two
         return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
@@ -197,24 +192,29 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "barrier":
         return (n - 1).bit_length()
     below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
-    return {"broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0), "gather": below * k // n * (rank > 0),
-            "scatter": (below - 1) * k // n}[op]
+    return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
+            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n}[op]
+
+
+HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+
+
+def in_two_levels(op, elements, inside, nodes, rank):
+    """What a collective is made of for rank `rank` of the `inside` ones on a node: [(times, op, elements, whether it
+    stays on the node)]."""
+    if op == "all_reduce":
+        mine = elements // inside + (rank < elements % inside)
+        return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
+    return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
 
 
 def sent_in(link, op, elements, width, waited=True):
     """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
     if not isinstance(link, dist.TwoLevels) or op not in ("all_reduce", *HALVES):
         return sent(op, elements, width, link.size, link.rank, *law_of(link.group, waited))
-    inside, between = link.inside, link.between
-    if op == "all_reduce":
-        mine = elements // inside.size + (inside.rank < elements % inside.size)
-        return (sum(sent_in(inside, half, elements, width) for half in HALVES)
-                + sent_in(between, op, mine, width, waited))
-    return (between.size * sent_in(inside, op, elements // between.size, width)
-            + sent_in(between, op, elements // inside.size, width))
-
-
-HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+    return sum(times * sent_in(link.inside if near else link.between, part, count, width, waited)
+               for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
+                                                             link.inside.rank))
 
 
 class Message(NamedTuple):
@@ -229,32 +229,37 @@ class Message(NamedTuple):
 
 
 def contents(config, stages):
-    """How many blocks, embeddings and heads a rank's stages (number, pieces) have."""
+    """How many blocks, blocks with experts, embeddings and heads a rank's stages (number, pieces) have."""
     pieces = [i for _, run in stages for i in run]
-    return sum(1 <= i <= config.n_layer for i in pieces), pieces.count(0), pieces.count(config.n_layer + 1)
+    blocks = [i for i in pieces if 1 <= i <= config.n_layer]
+    routed = sum(config.has_experts(i - 1) for i in blocks)
+    return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def with_experts(config, stages):
-    """How many blocks with experts the stages have."""
-    return sum(config.has_experts(i - 1) for _, run in stages for i in run if 1 <= i <= config.n_layer)
+def widths(s):
+    """Bytes of an element: of what layers compute in, of what gradients add up in."""
+    dtype = train.DTYPES[s.dtype]
+    return dtype.itemsize, parallel.master_dtype(dtype).itemsize
+
+
+def tokens_of(config, s):
+    """Tokens of a micro-batch on a rank."""
+    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
 
 
 def messages_of_buckets(s, axis, buckets, shards):
     """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
     buckets: as for `messages`. shards: ranks that share them out."""
-    m, dtype = s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    m, (narrow, wide) = s.micro_batches, widths(s)
+    scatter, gather = HALVES
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     yield from {
         0: [Message("gradients", "all_reduce", axis, whole, wide)],
-        1: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide),
-            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
-        2: [Message("gradients", "reduce_scatter_tensor", axis, whole, wide, m),
-            Message("weights", "all_gather_into_tensor", axis, whole, narrow)],
-        3: [Message("weights", "all_gather_into_tensor", axis, once + 2 * twice, narrow, m),
-            Message("gradients", "reduce_scatter_tensor", axis, once + twice, wide, m),
-            Message("1-D gradients", "all_reduce", axis, whole, wide)],
-    }[s.zero]
+        1: [Message("gradients", scatter, axis, whole, wide), Message("weights", gather, axis, whole, narrow)],
+        2: [Message("gradients", scatter, axis, whole, wide, m), Message("weights", gather, axis, whole, narrow)],
+        3: [Message("weights", gather, axis, once + 2 * twice, narrow, m),
+            Message("gradients", scatter, axis, once + twice, wide, m),
+            Message("1-D gradients", "all_reduce", axis, whole, wide)]}[s.zero]
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
@@ -266,10 +271,8 @@ def messages_of_experts(config, s, routed, rows):
     Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
     back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
     """
-    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens, forwards = s.batch_size // s.dp // m * config.seq_len // s.cp, 1 + (s.recompute == "block")
-    choices = config.top_k * tokens
+    c, m, (narrow, wide) = config.n_embd, s.micro_batches, widths(s)
+    choices, forwards = config.top_k * tokens_of(config, s), 1 + (s.recompute == "block")
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
             [[choices * c] * m * routed] * 2)
@@ -299,37 +302,33 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     how many of each other's come, call by call: ([(to rank 0, to rank 1, ...), ...], [(from rank 0, ...), ...]); None:
     as many for each expert.
     """
-    count, m = s.pp * s.virtual_stages, s.micro_batches
-    dtype = train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // m * config.seq_len // s.cp
+    count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
     shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
-    blocks, first, last = contents(config, stages)
-    activation, routed = [tokens * config.n_embd], with_experts(config, stages)
+    blocks, routed, first, last = contents(config, stages)
+    activation = [tokens * config.n_embd]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
-    if s.tp > 1 and not s.sp:
-        # A block: g twice forward, f twice backward. Recomputing runs g again, but not the last: nothing needs it.
-        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow,
-                      m * blocks * (4 + (s.recompute == "block")))
-        yield Message("embedding, head", "all_reduce", "tp", activation, narrow, m * (first + last))
-    elif s.sp:
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, so many run again
+    scatters = m * blocks * (4 + max(0, again - 1))  # but not the last g: nothing needs what it gives
+    if s.tp > 1:
+        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+        for op in HALVES if s.sp else ["all_reduce"]:
+            yield Message("embedding, head", op, "tp", activation, narrow, m * (first + last))
+    if s.sp:
         # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
         # theirs, sorted, so a block with experts takes 9 halves.
         scatter, gather = HALVES
-        again = {"none": 0, "attention": 1, "block": 2}[s.recompute]
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow,
-                      m * (blocks * (6 + again) - routed))
-        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow,
-                      m * blocks * (4 + (s.recompute == "block")))
-        for half in HALVES:
-            yield Message("embedding, head", half, "tp", activation, narrow, m * (first + last))
+        gathers = m * (blocks * (6 + again) - routed)
+        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, gathers)
+        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, scatters)
         c = config.n_embd
         seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
         seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+    elif s.tp > 1:  # a block: g twice forward, f twice backward
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
     if s.cp > 1:
         # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
         part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
@@ -339,12 +338,10 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         else:  # the all-to-all back carries nothing that backward needs: recomputing a block or attention leaves it out
             yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
-    if s.tp > 1:
-        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     if s.pp > 1:
         neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
-        passed = [n // (s.tp if s.sp else 1) for n in activation]
-        yield Message("activations", "isend", "pp", passed, narrow, m * neighbours)
+        passed = activation[0] // (s.tp if s.sp else 1)
+        yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
             rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
@@ -384,8 +381,8 @@ class Machine:
 
 
 # `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
+# networks, of the order that is reached. So measure your own: --machine FILE
 MACHINES = {
-    # networks, of the order that is reached. So measure your own: --machine FILE
     "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
                     long_attention=450e12),
     "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
@@ -412,8 +409,7 @@ def message_seconds(item, n, machine, here):
     collectives.py decides by DOUBLING_BYTES.
     """
     def seconds(op, elements, n, near):
-        hop, rate = ((machine.hop, machine.link) if near
-                     else (machine.network_hop, min(machine.link, machine.network)))
+        hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
         ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
                 for small in (False, True)[:1 + (op == "all_reduce")]]
         return min(count * hop + k / rate for count, k in ways)
@@ -421,11 +417,9 @@ def message_seconds(item, n, machine, here):
     def call(op, elements):
         if here in (1, n) or op not in ("all_reduce", *HALVES):
             return seconds(op, elements, n, here == n)
-        nodes = n // here
-        if op == "all_reduce":
-            return (sum(seconds(half, elements, here, True) for half in HALVES)
-                    + seconds(op, elements // here, nodes, False))
-        return nodes * seconds(op, elements // nodes, here, True) + seconds(op, elements // here, nodes, False)
+        return sum(times * seconds(part, count, here if near else n // here, near)
+                   for times, part, count, near in in_two_levels(op, elements, here, n // here, here - 1))
+
     if n == 1:
         return 0.0
     return item.times * sum(count * call(item.op, elements) for elements, count in Counter(item.elements).items())
@@ -435,7 +429,7 @@ class Costs(NamedTuple):
     """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but the last
     two."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives: nothing runs under them
+    tp: float           # tensor parallelism's collectives, less what is saved where products run under them
     cp: float           # context parallelism's traffic, less what runs under attention
     ep: float           # expert parallelism's all-to-alls: nothing runs under any of them
     bubble: float
@@ -450,38 +444,31 @@ class Costs(NamedTuple):
         return sum(self) - self.cp_all - self.dp_all
 
 
-def passes(config, tp=1, sp=False):
+def passes(config, tp=1, sp=False, ep=1, routed=False):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
     inner). Of what is cut over tp a rank has its part; sp: of the C, too.
+    routed: with experts, balanced. A token has a row of C for each expert that it goes through. To sort rows reads the
+    token and writes the rows, to weigh and add them up the other way round; the router takes C, 3C in I. Where tokens
+    travel, rows are sorted by expert and back once more.
     """
-    c, inner = config.n_embd, config.inner / tp
-    own = c / tp if sp else c
-    return 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
-
-
-def passes_of_experts(config, tp=1, sp=False, ep=1):
-    """The same of a block with experts, balanced: a token has a row for each expert that it goes through, C elements.
-    To sort rows reads the token and writes the rows, to weigh and add them up the other way round; the router takes C,
-    3C in I. Where tokens travel, rows are sorted by expert and back once more."""
-    c, rows, inner = config.n_embd, config.top_k * config.n_embd, config.top_k * config.inner / tp
-    own, travelled = c / tp if sp else c, 4 * rows * (ep > 1)
-    return (11 * own + 2 * inner + 2 * (c + rows) + travelled, 19 * own + 3 * inner + 2 * c + 3 * rows + travelled,
-            own + 3 * c / tp + inner + rows)
+    c, k = config.n_embd, config.top_k if routed else 1
+    own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
+    block = 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
+    travelled = 4 * rows * (ep > 1)
+    more = own + 2 * (c + rows) + travelled, 3 * own + 2 * c + 3 * rows + travelled, rows - own
+    return [n + routed * experts for n, experts in zip(block, more)]
 
 
 def block_seconds(config, s, machine, routed):
     """(F, I, W) of one block and micro-batch, by what the GPU computes. routed: the block has experts."""
-    c, inner, dtype = config.n_embd, config.inner, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: by a token, on this rank
-    moved = passes_of_experts(config, s.tp, s.sp, s.ep) if routed else passes(config, s.tp, s.sp)
-    attention, mlp = 4 * c * c / s.tp, 2 * c * inner / s.tp
+    attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
-    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in moved)
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
     again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
@@ -502,10 +489,7 @@ def stage_seconds(config, s, machine, stages):
     over all blocks and the head. Where it waits for counts in forward, it does not get ahead there: max for forward and
     for backward. A dense block runs 9 functions of autograd, one with experts 3 more, 7 where tokens travel.
     """
-    c, v = config.n_embd, config.vocab_size
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
-    blocks, _, head = contents(config, stages)
-    routed = with_experts(config, stages)
+    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
     replayed = not config.experts and (
@@ -514,7 +498,8 @@ def stage_seconds(config, s, machine, stages):
     once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
     launch = once * (1 if s.recompute == "none" else 4 / 3)
     if head:
-        product, loss = 2 * c * v / s.tp * tokens / machine.matmul, tokens * v / s.tp / machine.loss
+        logits = tokens * config.vocab_size / s.tp
+        product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
     if s.ep > 1 and routed:
         waits = routed * WAIT
@@ -527,9 +512,8 @@ def stage_seconds(config, s, machine, stages):
 def attention_seconds(config, s, machine):
     """Of one block and micro-batch forward: Q K^T and P V, half masked, 2 T C FLOPs a token. A ring's kernels see T/N
     tokens at once."""
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
-    return 2 * config.seq_len * config.n_embd / s.tp * tokens / rate
+    return 2 * config.seq_len * config.n_embd / s.tp * tokens_of(config, s) / rate
 
 
 def ring_hides(flops, link, dtype):
@@ -557,8 +541,7 @@ def context_seconds(config, s, machine, blocks, spent):
     runs, gradients = 1 + (s.recompute != "none"), spent["cp", "their gradients"]  # of attention's forward
     keys = spent["cp", "keys and values"] / (runs + 1)
     over = s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    return every, (runs * max(0.0, keys - over)
-                   + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over))
+    return every, runs * max(0.0, keys - over) + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over)
 
 
 @functools.cache
@@ -573,20 +556,38 @@ def splits_backward(lists):
     return any(action.kind == "W" for actions in lists for action in actions)
 
 
-def predict(config, s, machine):
-    """Costs of a training step of train.py in layout s."""
-    c, m, dtype = config.n_embd, s.micro_batches, train.DTYPES[s.dtype]
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+# Hidden traffic is not free: it takes memory bandwidth that computation then lacks. A byte that is sent is read here,
+# written there, and read there with the one that it is added to: 4 bytes moved. DDP of GPT-2 XL on four H200s saved
+# 64 % of its traffic's time; 4 x 330 / 4070 GB/s = 32 % is lost so, and the last bucket. Over a network it is less.
+MOVED = 4
+
+
+def hidden_under_products(config, s, machine, half):
+    """Seconds a block and micro-batch, of --sp's halves of `half` seconds each, that run under their own linear layer
+    where it multiplies in N chunks what comes, or leaves, in N chunks: as long as the product at most, less one chunk.
+
+    A column layer has three halves (forward; backward, its input again and its input's gradient), a row layer two.
+    Recomputing runs forward's again, but for the last.
+    """
+    c, again = config.n_embd, s.recompute == "block"
+    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
+    column = 2 * c * tokens / s.tp / machine.matmul * (s.tp - 1) / s.tp  # of a product of width 1, but for a chunk
+    return sum(halves * min(half, width * column) for width, halves in layers)
+
+
+def predict(config, s, machine, overlap=None):
+    """Costs of a training step of train.py in layout s. overlap: False, no traffic is hidden; True, all that can be:
+    --sp's under products, ZeRO-1 and 2's new weights under forward; None: as train.py does."""
+    m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, first, last = contents(config, stages)
-    routed, apart = with_experts(config, stages), s.ep > 1
-    mlp, dense, experts = 2 * c * config.inner // s.tp, blocks - routed, routed * config.experts // s.ep  # on this rank
-    matrices = (blocks * 4 * c * c + max(first, last) * c * config.vocab_size) // s.tp + routed * config.experts * c
-    matrices += (dense if apart else dense + experts) * mlp
-    vectors = blocks * 8 * c + (dense if apart else dense + experts) * (c + config.inner)
+    blocks, routed, _, _ = contents(config, stages)
+    apart = s.ep > 1  # experts have buckets of their own
+    shared, experts = parallel.local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
+    shared, experts = (shared, experts) if apart else (shared + experts, Counter())
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
@@ -594,24 +595,33 @@ def predict(config, s, machine):
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
               "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
               "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
-              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1),
-              "all": (every, 1)}
-    def buckets_of(matrices, vectors, units):
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
+
+    def buckets_of(elements, units, ranks=1):  # that share the elements out
+        matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
-    buckets = buckets_of(matrices, vectors, blocks + 1)
-    of_experts = buckets_of(experts * mlp, experts * (c + config.inner), routed) if apart and routed else []
+
+    buckets = buckets_of(shared, blocks + 1)
+    of_experts = buckets_of(experts, routed, s.ep) if apart and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
-    spent = Counter()
+    spent, touched = Counter(), Counter()
     for item in mine + ends:
         n, distance = groups[item.axis]
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
+        touched[item.axis] += MOVED / machine.hbm * item.times * sum(
+            k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
     tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
+    if overlap and s.sp and blocks:
+        halves = sum(seconds for (axis, what), seconds in spent.items() if axis == "tp" and "halves" in what)
+        hidden = m * blocks * hidden_under_products(config, s, machine, halves / m / blocks / (
+            10 + 3 * (s.recompute == "block")))
+        tp -= hidden * max(0.0, 1 - touched["tp"] / tp)
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
     f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
@@ -619,7 +629,8 @@ def predict(config, s, machine):
     # gradient at the end.
     splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
+    waits = s.pp - 1 + m * (overlap is False)
+    transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
@@ -632,14 +643,15 @@ def predict(config, s, machine):
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         sends = m if s.zero == 2 else 1
-        dp = max(reduce / count, reduce - sends * (i + w)) + gather
-    # Hidden is not free: what is sent is read, written and summed, with memory bandwidth that computation then lacks.
-    # DDP of GPT-2 XL on four H200s saved 64 % of its traffic's time.
-    dp += (gather + reduce - dp) / 3 + between  # which leaves when all else is there
+        dp = max(reduce / count, reduce - sends * (i + w))
+        dp += max(gather / count, gather - f) if overlap else gather
+    dp = gather + reduce if overlap is False else dp
+    lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
+    dp += (gather + reduce - dp) * lost + between  # which leaves when all else is there
     # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
     # does all but the first in one pass.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    stepped = matrices / (shards if s.zero else 1) + apart * experts * mlp / (replicas // s.ep if s.zero else 1)
+    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
     return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
                  cp_all, gather + reduce + between)
 
@@ -651,9 +663,7 @@ def measure_machine(device, dtype, config, comms):
     config = dataclasses.replace(config, experts=0)  # rates are a dense block's
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
-
-    def random(*shape):
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def both_ways(module, x, dy=None):
         def run():
@@ -663,14 +673,14 @@ def measure_machine(device, dtype, config, comms):
             getattr(module, "finish_grad_sync", int)()
         return run
 
-    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     block, attention = (FusedBlock(config, 0).to(device, dtype) for _ in range(2))
-    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
+    tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
+    a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
-    source, target = (torch.zeros(1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device) for _ in "st")
+    source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
     steps = {
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
@@ -681,26 +691,27 @@ def measure_machine(device, dtype, config, comms):
     if cuda:
         steps["units"] = replaced(left_out)(both_ways(parallel.FSDP(copy.deepcopy(tiny)), row, torch.randn_like(row)))
     seconds = interleaved(steps, device, 5, calls=3)
-    # Without the block's products.
-    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)
-    counted = sum(passes(config)) * b * t * dtype.itemsize
+    rest = seconds["block"] - seconds["attention"] - seconds["products"] * (2 + 4 * c / config.inner)  # no products
+    if cuda:
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     machine = Machine(
-        torch.cuda.get_device_name(device) if cuda else "CPU", train.peak_flops(device),
-        torch.cuda.get_device_properties(device).total_memory if cuda
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n, 6 * k * c * config.inner / seconds["fewer"],
-        7 * b * t * t * c / seconds["attention"], counted / max(rest, 0.05 * seconds["block"]),
-        logits.numel() / seconds["loss"], 2 * source.nbytes / seconds["copy"], seconds["launch"] / len(tiny),
-        units=seconds["units"] / len(tiny) if cuda else None, fused=kernels.on_triton(torch.empty(0, device=device)))
+        name, train.peak_flops(device), memory, matmul=6 * k * c * config.inner / seconds["fewer"],
+        attention=7 * b * t * t * c / seconds["attention"],
+        elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
+        loss=logits.numel() / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
+        launch=seconds["launch"] / len(tiny), units=seconds["units"] / len(tiny) if cuda else None,
+        fused=kernels.on_triton(torch.empty(0, device=device)))
     machines, group = {}, dist.new_group()
-    small, large = (torch.zeros(count, device=device) for count in ((1 << 11, 1 << 26) if cuda else (1 << 8, 1 << 21)))
+    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21))]  # small, large
     for comm in comms if n > 1 else ():
         dist.use(group, comm)
-        seconds = interleaved({"small": lambda: dist.all_reduce(small, group=group),
-                               "large": lambda: dist.all_reduce(large, group=group)},
+        seconds = interleaved({len(some): functools.partial(dist.all_reduce, some, group=group) for some in tensors},
                               device, 5, calls=5)
         switched = isinstance(dist.link_of(group), dist.Direct)
-        ways = [rounds("all_reduce", t.numel(), 4, n, switched, t is small) for t in (small, large)]
-        hop, link = fit(*zip(*ways), [seconds["small"], seconds["large"]])
+        ways = [rounds("all_reduce", count, 4, n, switched, count == min(seconds)) for count in seconds]
+        hop, link = fit(*zip(*ways), list(seconds.values()))
         machines[comm] = dataclasses.replace(machine, link=link, hop=hop, switched=switched)
     dist.destroy_process_group(group)
     return machines or dict.fromkeys(comms, machine)
@@ -740,8 +751,7 @@ class Operation(NamedTuple):
 
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
-    def random(*shape):
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
         who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
@@ -1219,16 +1229,15 @@ def collectives(a):
                 row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
             if "torch" in seconds:  # a collective
                 row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
-                            "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
-                            "counted": sum(log.bytes for log in logs),
-                            "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), seconds["ours"],
-                               seconds["torch"]))
+                        "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
+                        "counted": sum(log.bytes for log in logs),
+                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
+                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), *seconds.values()))
             table.row(**row)
             del calls
         if len(points) > 1:
-            m, k, *times = zip(*points)
-            fits.append((op, *fit(m, k, times[0]), *fit(m, k, times[1])))
+            m, k, ours, torchs = zip(*points)
+            fits.append((op, *fit(m, k, ours), *fit(m, k, torchs)))
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
         "torch_b": "torch b, GB/s:>13.2f"})
@@ -1292,18 +1301,17 @@ WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the
 def routes_of(net):
     """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
     one for each forward of a block with experts; not those that backward runs again."""
-    routes, experts = [], [part for stage in net.stages for part in net.module(stage).modules()
-                           if isinstance(part, Experts)]
+    routes = []
 
-    def kept(mlps):
-        def call(rows, counts):
-            if torch._C._current_graph_task_id() == -1:  # no backward is running
-                routes.append(counts)
-            return mlps(rows, counts)
-        return call
+    def kept(mlps, rows, counts):
+        if torch._C._current_graph_task_id() == -1:  # no backward is running
+            routes.append(counts)
+        return mlps(rows, counts)
+
     with contextlib.ExitStack() as stack:
-        for part in experts:
-            stack.enter_context(patch.object(part, "mlps", kept(part.mlps)))
+        for part in (part for stage in net.stages for part in net.module(stage).modules()):
+            if isinstance(part, Experts):
+                stack.enter_context(patch.object(part, "mlps", functools.partial(kept, part.mlps)))
         yield routes
 
 
@@ -1317,20 +1325,17 @@ def rows_of(routes, group):
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
-    stages = [(i, pieces) for i, pieces in enumerate(parallel.split_pieces(trainer.config, trainer.net.count))
-              if i % s.pp == pp_rank]
-    where = {"dp": net.replicas, "cp": net.cp, "tp": net.tp, "pp": net.pp, "ends": net.ends, "within": net.within,
-             "between": net.between, "ep": net.ep, "copies": net.copies, "replicas": net.replicas, "world": None,
-             "all": trainer.control}
-    kept = [flat for model in trainer.net.stages.values() for flat in getattr(model, "last", ())]
+    stages = list(enumerate(parallel.split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
+    kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
     total, buckets, of_experts = Counter(), [], []
-    for bucket in (bucket for reducer in trainer.net.reducers for bucket in reducer.buckets):
+    for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
     rows = rows_of(routes, net.ep) if net.ep else None
+    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # other axes are called as ParallelGPT does
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
-        link = dist.link_of(where[item.axis])
+        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -1348,19 +1353,17 @@ def replaced(make, names=TRAINING):
 def left_out(function):
     """A collective that does nothing. An all-to-all gives a rank what it sends: counts of rows must be some that there
     can be, and then as many rows come as leave."""
-    def call(*args, async_op=False, **kwargs):
+    def call(*args, **kwargs):
         if function.__name__ == "all_to_all_single":
             output, input = args[:2]
             output.copy_(input)
-        return dist.Handle() if async_op else None
+        return dist.Handle()  # whoever waits finds it done
     return call
 
 
 def communication_alone(trainer, device, repeats):
-    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them).
-
-    From them, hidden = 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong,
-    its time is not.
+    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them): hidden
+    is 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong, its time is not.
     """
     log, scratch = [], {}
 
@@ -1413,21 +1416,26 @@ def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
     for block in model.h.values():
-        if isinstance(block.mlp, MLP):
-            block.mlp.forward = MethodType(plain_mlp, block.mlp)
+        if isinstance(block.mlp, MLP):  # calls every layer as a module: hooks, which DTensor needs, see nothing else
+            block.mlp.forward = MethodType(MLP.forward, block.mlp)
     return model
 
 
-def plain_mlp(mlp, x):
-    """Every layer called as a module: hooks, which DTensor needs, see nothing else."""
-    return mlp.c_proj(F.gelu(mlp.c_fc(x), approximate="tanh"))
+def token_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=None):
+def adamw(kinds, device, lr=1e-4):
+    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=device.type == "cuda")
+
+
+def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
+    """kinds: lists of parameters, each clipped on its own; left out, all are one. precision: left out, autocast."""
+    kinds = kinds or [list(model.parameters())]
+    clip = clip or (lambda: [torch.nn.utils.clip_grad_norm_(kind, 1.0) for kind in kinds])
+    optimizer = optimizer or adamw(kinds, device)
+    loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
-
-    def plain_loss(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
     def step():
         total = 0.0
@@ -1435,38 +1443,30 @@ def torch_step(model, optimizer, params, s, device, x, y, precision=None, loss=N
         for i, (tokens, targets) in enumerate(zip(x, y)):
             last = i == len(x) - 1 or not hasattr(model, "no_sync")
             with contextlib.nullcontext() if last else model.no_sync(), precision():
-                part = (loss or plain_loss)(tokens, targets) / len(x)
+                part = loss(tokens, targets) / len(x)
                 part.backward()
             total += part.detach()
-        for some in params:
-            torch.nn.utils.clip_grad_norm_(some, 1.0)
+        clip()
         optimizer.step()
         return total
     return step
 
 
-def adamw(params, device, lr=1e-4):
-    return torch.optim.AdamW(params, lr=lr, fused=device.type == "cuda")
-
-
 def torch_compiled(config, s, device, x, y):
     """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
     model = plain_model(config, device)
-    params = list(model.parameters())
-    loss = torch.compile(lambda tokens, targets: F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
-    return torch_step(model, adamw(params, device), [params], s, device, x, y, loss=loss), "compile"
+    loss = torch.compile(lambda tokens, targets: token_loss(model(tokens), targets))
+    return torch_step(model, s, device, x, y, loss), "compile"
 
 
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
-    params = list(model.parameters())
-    if s.zero:
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
-    else:
-        optimizer = adamw(params, device)
-    return torch_step(model, optimizer, [params], s, device, x, y), "ZeroRedundancyOptimizer" if s.zero else "DDP"
+    if not s.zero:
+        return torch_step(model, s, device, x, y), "DDP"
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
+    return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
 def torch_fsdp(config, s, device, x, y):
@@ -1478,21 +1478,14 @@ def torch_fsdp(config, s, device, x, y):
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    step = torch_step(model, adamw(model.parameters(), device), [list(model.parameters())], s, device, x, y,
-                      contextlib.nullcontext)
-    return step, "fully_shard" + ", kept" * kept
+    return torch_step(model, s, device, x, y, precision=contextlib.nullcontext), "fully_shard" + ", kept" * kept
 
 
 def torch_tp(config, s, device, x, y):
     """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q,
     k and v, not by heads: other numbers, the same work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
     model = plain_model(config, device, train.DTYPES[s.dtype])
     parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
         "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(),
@@ -1501,49 +1494,31 @@ def torch_tp(config, s, device, x, y):
     if config.tied:
         model.lm_head.weight = model.wte.weight
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-
-    def loss(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    optimizer = adamw([{"params": kind} for kind in kinds], device)
-    return torch_step(model, optimizer, kinds, s, device, x, y, loss_parallel, loss), "DTensor"
+    return torch_step(model, s, device, x, y, lambda tokens, targets: token_loss(model(tokens), targets), kinds=kinds,
+                      precision=loss_parallel), "DTensor"
 
 
-def torch_pipeline(schedule):
-    def build(config, s, device, x, y):
-        """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
-        from torch.distributed.pipelining import PipelineStage, schedules
-        rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
-        modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
-        stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
-        runner = getattr(schedules, schedule)(
-            stages if "Interleaved" in schedule else stages[0], len(x),
-            loss_fn=lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
-        params = [p for module in modules.values() for p in module.parameters()]
-        optimizer, tokens, targets = adamw(params, device), torch.cat(x), torch.cat(y)
+def torch_pipeline(config, s, device, x, y):
+    """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+    name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
+        s.schedule]
+    rank, cuts = dist.get_rank(), parallel.split_pieces(config, s.pp * s.virtual_stages)
+    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
+    stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+    runner = getattr(schedules, "Schedule" + name)(
+        stages if "Interleaved" in name else stages[0], len(x),
+        loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
+    params = [p for module in modules.values() for p in module.parameters()]
+    optimizer, given = adamw([params], device), [torch.cat(x)] if rank == 0 else []
+    wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
 
-        def step():
-            optimizer.zero_grad()
-            runner.step(*([tokens] if rank == 0 else []),
-                        **({"target": targets, "losses": []} if rank == s.pp - 1 else {}))
-            torch.nn.utils.clip_grad_norm_(params, 1.0)
-            optimizer.step()
-        return step, schedule.removeprefix("Schedule")
-    return build
-
-
-class TorchExchange(torch.autograd.Function):
-    """Rows (n, C) to the ranks of a group, sends[r] to rank r, and receives[r] from it; backward the other way."""
-
-    @staticmethod
-    def forward(ctx, rows, sends, receives, group):
-        ctx.back = receives, sends, group
-        arrived = rows.new_empty(sum(receives), rows.shape[1])
-        torch_dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad):
-        return TorchExchange.apply(grad, *ctx.back), None, None, None
+    def step():
+        optimizer.zero_grad()
+        runner.step(*given, **wanted)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+    return step, name
 
 
 class TorchExperts(torch.nn.Module):
@@ -1566,14 +1541,18 @@ class TorchExperts(torch.nn.Module):
         y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)           # (B, T, k, C)
         return (y * gates.unsqueeze(-1).to(dtype)).sum(-2)
 
+    def exchange(self, rows, sends, receives):
+        arrived = rows.new_empty(sum(receives), rows.shape[1])
+        return all_to_all_single(arrived, rows.contiguous(), receives, sends, self.group)
+
     def travel(self, rows, counts):
         torch_dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
         sends, receives = torch.stack([counts, coming]).view(2, self.ranks, -1).sum(2).tolist()
-        rows = TorchExchange.apply(rows, sends, receives, self.group)
+        rows = self.exchange(rows, sends, receives)
         here = torch.arange(self.experts // self.ranks, device=rows.device).repeat(self.ranks)
         order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
         y = self.mlps(rows[order], coming.view(self.ranks, -1).sum(0))
-        return TorchExchange.apply(torch.empty_like(y).index_copy(0, order, y), receives, sends, self.group)
+        return self.exchange(torch.empty_like(y).index_copy(0, order, y), receives, sends)
 
     def mlps(self, rows, counts):
         group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
@@ -1620,10 +1599,9 @@ def torch_experts(config, s, device, x, y):
     kinds = [[p for name, p in named.items() if (name in apart) == kind] for kind in (False, True)]
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*apart, *dict(model.named_buffers())])
-    ddp, inner = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(
-        named.values(), device, train.learning_rate(s, 0))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def finish():
+    def clip():
         for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
             torch_dist.all_reduce(param.grad, group=copies)
             param.grad /= s.dp
@@ -1632,22 +1610,20 @@ def torch_experts(config, s, device, x, y):
         if apart:
             torch_dist.all_reduce(squares[1:], group=ep)
         torch.nn.utils.clip_grads_with_norm_(named.values(), 1.0, squares.sum().sqrt())
-        inner.step()
-        if router_of:
+        if router_of:  # their biases are no parameters, so they may move before the optimizer does
             torch_dist.all_reduce(loads := torch.stack([router.load for router in router_of.values()]))
             for router, load in zip(router_of.values(), loads):
                 router.balance(load, s.balance_rate)
                 router.load = 0
-    optimizer = SimpleNamespace(zero_grad=inner.zero_grad, step=finish)
+
     product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
     title = product * bool(router_of) + "DDP" + ", compiled" * (device.type == "cuda")
-    return torch_step(ddp, optimizer, [], s, device, x, y), title
+    optimizer = adamw([named.values()], device, train.learning_rate(s, 0))
+    return torch_step(ddp, s, device, x, y, optimizer=optimizer, clip=clip), title
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "tp": torch_tp, "gpipe": torch_pipeline("ScheduleGPipe"), "1f1b": torch_pipeline("Schedule1F1B"),
-         "interleaved": torch_pipeline("ScheduleInterleaved1F1B"),
-         "zb-h1": torch_pipeline("ScheduleInterleavedZeroBubble"), "experts": torch_experts,
+         "tp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline), "experts": torch_experts,
          "dense twin": torch_experts}
 
 
@@ -1656,9 +1632,8 @@ def forget():
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    for group in list(torch_dist.distributed_c10d._world.pg_map):
-        if group is not torch_dist.group.WORLD:
-            dist.destroy_process_group(group)
+    for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
+        dist.destroy_process_group(group)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -1722,16 +1697,24 @@ def describe_ring(name, s, config, machine):
 
 def describe_experts(rows, config):
     """How a step with experts compares with that of a dense model that takes as many FLOPs; what all-to-alls take."""
-    ours, *others = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
+    ours, twins = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
     count = sum(map(config.has_experts, range(config.n_layer)))
     lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
-    if others[0]:
-        lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
-                  for row, twin in zip(ours, others[0])]
-    if "all_to_all_ms" in ours[0]:
-        lines.append(f"all-to-alls take {ours[0]['all_to_all_ms']:.1f} ms of the step, "
-                     f"{100 * ours[0]['all_to_all_ms'] / ours[0]['ms']:.0f} %: with them, less without them")
+    lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
+              for row, twin in zip(ours, twins)]
+    if took := ours[0].get("all_to_all_ms"):
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %: with them, less "
+                     f"without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
     return "\n" + "\n".join(lines)
+
+
+def warm_up(step, s, config):
+    """A step; with experts 40, in smaller and smaller steps of the routers' biases: loads get even, as training makes
+    them soon. Then the biases stay, so that every step is as long."""
+    for i in range(40 if config.experts else 1):
+        s.balance_rate = 0.03 * 0.85**i
+        step()
+    s.balance_rate = 0.0
 
 
 def measure_strategy(name, s, a, device, machines):
@@ -1742,7 +1725,7 @@ def measure_strategy(name, s, a, device, machines):
     def build():
         trainer = make_trainer(config, s, device)
         trainer.step(0, train.BirthLog())
-        trainer.step(1)
+        warm_up(lambda: trainer.step(1), s, config)
         return trainer
 
     def build_peer():
@@ -1752,7 +1735,8 @@ def measure_strategy(name, s, a, device, machines):
             kernels.use("torch")
             step()
             kernels.use("auto")
-        in_pytorch(), in_pytorch()
+        in_pytorch()
+        warm_up(in_pytorch, s, config)
         return in_pytorch, "torch " + title
 
     def ours(comm):
@@ -1763,8 +1747,8 @@ def measure_strategy(name, s, a, device, machines):
 
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
-    memory, peaks = (of_all_ranks(mine) for mine in (
-        (train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()), peak))
+    memory = of_all_ranks((train.predicted_bytes(trainer, trainer.share), trainer.measured_bytes()))
+    peaks = of_all_ranks(peak)
     ours("ours")
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
@@ -1778,11 +1762,10 @@ def measure_strategy(name, s, a, device, machines):
     if peer:
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
     seconds = interleaved(steps, device, a.repeats)
-    first = {
-        "memory": sum(memory[0][0].values()) / 2**30, "memory_measured": sum(memory[0][1].values()) / 2**30,
-        "memory_by_rank": memory, "peak_by_rank": peaks, "traffic": sum(formula.values()) / 2**20,
-        "traffic_counted": sum(counted.values()) / 2**20, "traffic_by_collective": formula,
-        "counted_by_collective": counted}
+    first = {"memory_by_rank": memory, "peak_by_rank": peaks, "traffic_by_collective": formula,
+             "counted_by_collective": counted}
+    first["memory"], first["memory_measured"] = (sum(kinds.values()) / 2**30 for kinds in memory[0])
+    first["traffic"], first["traffic_counted"] = (sum(sent.values()) / 2**20 for sent in (formula, counted))
     ours(comms[0])
     if s.pp > 1:
         f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
@@ -1792,7 +1775,8 @@ def measure_strategy(name, s, a, device, machines):
                       "gradients_ms": 1e3 * seconds["gradients"]}
     elif a.gpus > 1:
         if s.ep > 1:
-            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats)}
+            loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
+            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats), **train.how_even(loads)}
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
@@ -1803,10 +1787,9 @@ def measure_strategy(name, s, a, device, machines):
         return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, peak=peak,
                     mfu=mfu(config, speed, machines[comms[0]]), settings=dataclasses.asdict(s), **more)
 
+    labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
     for comm in comms:
-        yield row(comm, {"ours": "ours", "ring": "ours, textbook ring",
-                         "torch": f"ours, {torch_dist.get_backend()}"}[comm], peak,
-                  plan=1e3 * predict(config, s, machines[comm]).step,
+        yield row(comm, labels[comm], peak, plan=1e3 * predict(config, s, machines[comm]).step,
                   ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
     if peer:
         yield row("peer", title, peer_peak)
@@ -1842,6 +1825,7 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
+PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "published.csv")
 WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and stages a rank; GPipe keeps more
 
 
@@ -1893,12 +1877,12 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
 
 
 def describe_layout(s):
-    within = f" within {s.zero_within}" if s.zero_within else ""
-    zero = f" (ep {s.ep})" * (s.ep > 1) + f" ZeRO-{s.zero}{within}" * (s.zero > 0)
-    return "  ".join([f"dp {s.dp}{zero}"] * (s.dp > 1 or s.zero > 0) + [f"tp {s.tp}" + " sp" * s.sp] * (s.tp > 1) + [
-        f"cp {s.cp} {s.cp_kind}"] * (s.cp > 1) + [
-        f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)] * (s.pp > 1)
-        + [f"recompute {s.recompute}"] * (s.recompute != "none")) or "one GPU"
+    shards = f" ZeRO-{s.zero}" * (s.zero > 0) + f" within {s.zero_within}" * bool(s.zero_within)
+    axes = [(s.dp > 1 or s.zero > 0, f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + shards),
+            (s.tp > 1, f"tp {s.tp}" + " sp" * s.sp), (s.cp > 1, f"cp {s.cp} {s.cp_kind}"),
+            (s.pp > 1, f"pp {s.pp} {s.schedule}" + f" x{s.virtual_stages}" * (s.virtual_stages > 1)),
+            (s.recompute != "none", f"recompute {s.recompute}")]
+    return "  ".join(text for there, text in axes if there) or "one GPU"
 
 
 def describe_parameters(config):
@@ -1914,8 +1898,98 @@ def limit(costs):
     return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
 
 
+def run_of(row):
+    """A run that others have published, of a row {column: text}, empty where nothing is printed: its config, machine,
+    layouts (Settings, all that may be meant), overlap, as for `predict`, and mfu. ValueError,
+    LookupError, ArithmeticError: no run is so.
+
+    Our GPT has neither gates nor fewer heads for keys and values. Its MLP gets the width that makes as many weights,
+    and so as many FLOPs: with a gate it has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads).
+    FlashAttention's backward computes scores again, as selective recomputing does.
+    """
+    layers, c, heads, few, inner, vocab, seq, gpus, batch, dp, tp, pp, cp, each, v = sizes = [
+        int(row[name] or 0) for name in "layers hidden heads kv_heads ffn vocab seq gpus batch dp tp pp cp micro_batch "
+                                        "interleave".split()]
+    gated, sp, flash, overlap = ({"": None, "yes": True, "no": False}[row[name]]
+                                 for name in ("gated", "sp", "flash", "overlap"))
+    again = {"": ("none", "block"), "none": ("none",), "selective": ("none",), "block": ("block",)}[row["recompute"]]
+    config = GPTConfig(vocab, seq, layers, heads, c,
+                       (2 + (gated or 0)) * (inner or 4 * c) // 2 - (c - c * few // heads if few else 0))
+    machine, d = MACHINES[row["gpu"]], config.head_dim
+    # Others' kernels: each goes over memory at a copy's rate, and the loss over float32 logits: cast (6 bytes), maximum
+    # (4), difference (8), exp (8), sum (4), quotient (8), gradient (8), cast (6).
+    machine = dataclasses.replace(machine, elementwise=machine.hbm, loss=machine.hbm / 52)
+    if flash is False:
+        # A query and a key take 4 D FLOPs, none is skipped, and 6 passes over their score of 16 bits: the product
+        # writes it, softmax and dropout each read and write it, the next product reads it. Half of the FLOPs count.
+        machine = dataclasses.replace(machine, attention=2 * d / (4 * d / machine.matmul + 6 * 2 / machine.hbm),
+                                      long_attention=None)
+    if min(sizes) < 0 or dp * tp * pp * cp != gpus or heads % tp or pp > layers:
+        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} x cp {cp} for {layers} layers, {heads} heads, {gpus} GPUs")
+    layouts = [train.Settings(dp=dp, tp=tp, pp=pp, cp=cp, sp=tp > 1 if sp is None else sp, zero=zero, batch_size=batch,
+                              recompute=recompute, micro_batches=batch // dp // some, virtual_stages=stages,
+                              schedule="interleaved" if stages > 1 else "1f1b", dtype="bf16", cuda_graphs="off")
+               for some, stages, zero, recompute in itertools.product(
+                   [each] if each else (1, 2, 4), [v] if v else divisors(layers // pp) if pp > 1 else [1],
+                   [int(row["zero"])] if row["zero"] else (0, 1), again)
+               if batch % (dp * some) == 0 and zero in range(4)
+               and (stages == 1 or few_of("interleaved", pp, batch // dp // some, stages))]
+    percent = float(row["mfu_pct"] or mfu(config, float(row["tokens_per_s_per_gpu"] or 0), machine))
+    if not layouts or not 0 < percent < 100:
+        raise ValueError(f"MFU {percent:.1f} %, or no way to cut {batch} sequences for dp {dp}, pp {pp}")
+    return SimpleNamespace(row=row, config=config, machine=machine, layouts=layouts, overlap=overlap, mfu=percent)
+
+
+def read_published(path):
+    rows = SimpleNamespace(line_num=0)
+    try:
+        with open(path, newline="") as file:
+            rows = csv.DictReader(file, restval="")
+            return [run_of(row) for row in rows] or [run_of({})]
+    except (OSError, ArithmeticError, LookupError, ValueError, csv.Error) as error:
+        raise BadInput(f"--published {path}, line {rows.line_num}: {type(error).__name__} {error}; see {PUBLISHED}"
+                       ) from None
+
+
+def predicted(run):
+    """(Costs, Settings) of a published run. What was not printed is as in the fastest layout that fits."""
+    return min(((predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts), key=lambda found: (
+        needed_bytes(run.config, found[1], run.machine.fused) > ROOM * run.machine.memory, found[0].step))
+
+
+def spearman(a, b):
+    """The correlation of ranks; equal values share the mean of theirs."""
+    ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in map(np.asarray, (a, b))]
+    return np.corrcoef(ranks)[0, 1]
+
+
+def plan_published(a):
+    """What `predict` says of runs that others have published."""
+    table = Table("published runs: MFU %", {
+        "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
+        "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
+        "ratio": "ratio:>5.2f", "limit": "beside computation:<29"})
+    for run in a.runs:
+        costs, s = predicted(run)
+        tokens = s.batch_size * run.config.seq_len / int(run.row["gpus"]) / costs.step
+        reached = mfu(run.config, tokens, run.machine)
+        table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
+                  micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", published=run.mfu,
+                  predicted=reached, ratio=reached / run.mfu, limit=limit(costs))
+    for gpu in dict.fromkeys(row["gpu"] for row in table.rows):
+        ratios = [row["ratio"] for row in table.rows if row["gpu"] == gpu]
+        say(f"{gpu}: median ratio {statistics.median(ratios):.2f} of {len(ratios)}, {min(ratios):.2f} to "
+            f"{max(ratios):.2f}")
+    pairs = zip(*((row["published"], row["predicted"]) for row in table.rows))
+    say(f"rank correlation (Spearman) of published and predicted MFU: {spearman(*pairs):.2f}")
+    write_json(a.json, "plan", torch.device("cpu"), [table])
+    return table
+
+
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
+    if a.published:
+        return plan_published(a)
     config, machine = a.config, a.machine
     say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step"
@@ -2027,28 +2101,307 @@ def chart(title, groups):
 
 
 def write_svg(folder, name, height, parts):
-    path = os.path.join(folder, name + ".svg")
+    path, box = os.path.join(folder, name + ".svg"), f'viewBox="0 0 1000 {height}"'
     with open(path, "w") as file:
-        file.write("\n".join(['<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
-                              f'viewBox="0 0 1000 {height}">',
+        file.write("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" {box}>',
                               *parts, "</svg>\n"]))
     say(path)
 
 
 def draw_ring(states):
     n, width = len(states[0]), 1000 / len(states)
-    out, cells, filled, cell = [], [], [[] for _ in range(n)], (width - 15) / n
-    for s, state in enumerate(states):
-        out.append(words(width * s + width / 2, 14,
-                         "start" if s == 0 else f"reduce-scatter {s - 1}" if s < n else f"all-gather {s - n}"))
-        for rank, row in enumerate(state):
-            for c, bits in enumerate(row):
-                x, y, w = width * s + 8 + cell * c, 22 + 30 * rank, (cell - 3) / n
-                cells.append((x, y, n * w, 26))
-                for i in range(n):
-                    filled[i] += [(x + w * i, y, w, 26)] * (bits >> i & 1)
+    names = ["start", *(f"reduce-scatter {s}" for s in range(n - 1)), *(f"all-gather {s}" for s in range(n - 1))]
+    out = [words(width * s + width / 2, 14, name) for s, name in enumerate(names)]
+    cells, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
+    for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
+        x, y, w = width * s + 8 + cell * c, 22 + 30 * r, (cell - 3) / n
+        cells.append((x, y, n * w, 26))
+        for i in range(n):
+            filled[i] += [(x + w * i, y, w, 26)] * (states[s][r][c] >> i & 1)
     text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
     return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
+
+
+# The next pictures want no file either. The code's own functions are called, and watched where they return too little.
+# What needs several ranks is called on all of them; rank 0 draws.
+
+def cells(colour, some, height=20, opacity=1):
+    """Boxes (x, y, width, text) of one colour with text in them."""
+    return [boxes(colour, [(x, y, width, height) for x, y, width, _ in some], opacity), '<g fill="#fff">',
+            *(words(x + width / 2, y + height / 2 + 4, str(text), 10) for x, y, width, text in some), "</g>"]
+
+
+def legend(y, step, some):
+    """some: {text: colour}"""
+    return [part for i, (text, colour) in enumerate(some.items())
+            for part in (boxes(colour, [(20 + step * i, y, 10, 10)]), words(35 + step * i, y + 9, text, 11, "start"))]
+
+
+def draw_mesh():
+    """Which of 16 ranks are a group, axis by axis. `make_mesh` is told that there are 16."""
+    with patch.object(dist, "get_world_size", lambda: 16), patch.object(
+            parallel, "init_device_mesh", lambda device, sizes, mesh_dim_names: SimpleNamespace(
+                mesh=torch.arange(16).view(sizes), mesh_dim_names=mesh_dim_names)):
+        mesh = parallel.make_mesh("cpu", dp=2, tp=2, pp=2, cp=2)
+    with patch.object(dist, "rows_and_columns", lambda grid: [grid]):
+        grids = parallel.split_experts(mesh, 2)
+    axis = {name: mesh.mesh.movedim(i, 3).flatten(0, 2).tolist() for i, name in enumerate(mesh.mesh_dim_names)}
+    out = [words(222 + 49 * rank, 34, f"rank {rank}", 10) for rank in range(16)]
+    for i, (name, what, groups) in enumerate((
+            ("tp 2", "activations, in each layer", axis["tp"]), ("cp 2", "keys and values, in each layer", axis["cp"]),
+            ("dp 2", "each its part of the batch", axis["dp"]),
+            ("dp x cp", "gradients, once a step", parallel.ranks_of_replicas(mesh)),
+            ("ep 2, of dp", "tokens, to their experts", [row for grid in grids for row in grid]),
+            ("copies of experts", "their gradients", [column for grid in grids for column in zip(*grid)]),
+            ("pp 2", "activations, between stages", axis["pp"]))):
+        y = 46 + 38 * i
+        out += [words(20, y + 12, name, 12, "start"), words(20, y + 26, what, 10, "start")]
+        for g, ranks in enumerate(groups):
+            out += cells(COLOURS[g % 5], [(200 + 49 * r, y, 45, "abcdefgh"[g]) for r in ranks], 28, 1 - g // 5 * 0.25)
+    return 336, [*out, words(394, 16, "node 0", 12), words(786, 16, "node 1", 12),
+                 words(590, 328, "In a row, ranks with the same letter are a group.")]
+
+
+@contextlib.contextmanager
+def upper_halves():
+    """Inside, what stands above the files' bars works alone, as under train.py --plain; links are made anew."""
+    with contextlib.ExitStack() as stack:
+        for table in (dist._links, dist.LINKS, kernels.FASTER, model.FASTER, parallel.FASTER, train.FASTER):
+            stack.enter_context(patch.dict(table, clear=True))
+        yield
+
+
+def calls_of_a_step():
+    """(a title, [(((file, function), ...) from train.py down to `isend`, bytes)] of the messages that a step sends)."""
+    found, files = [], {module.__file__ for module in (dist, kernels, model, parallel, train)}
+    tp, start = 2 - dist.get_world_size() % 2, torch_dist.batch_isend_irecv
+
+    def watched(operations):
+        frame, path = sys._getframe(1), [("torch.distributed", "isend")]
+        while frame:
+            if (code := frame.f_code).co_filename in files:  # from Python 3.11 on a method is named with its class
+                path.insert(0, (os.path.basename(code.co_filename), getattr(code, "co_qualname", code.co_name)))
+            frame = frame.f_back
+        found.extend((path, operation.tensor.nbytes) for operation in operations if operation.op is torch_dist.isend)
+        return start(operations)
+
+    with upper_halves():
+        s = train.Settings(dp=dist.get_world_size() // tp, tp=tp, batch_size=dist.get_world_size(), device="cpu")
+        trainer = train.Trainer(s, GPTConfig(), None, [np.zeros(1000, np.uint8)] * 2, torch.device("cpu"))
+        with patch.object(torch_dist, "batch_isend_irecv", watched):
+            trainer.step(0)
+    return f"one step of train.py --plain --dp {s.dp} --tp {s.tp}: what rank 0 sends", found
+
+
+def draw_calls(title, found):
+    """On the left down to the collective; on the right from there to `isend`, the same for all."""
+    def lines(calls, depth=0):
+        for first in dict.fromkeys(path[0] for path, _ in calls):
+            inner = [(path[1:], sent) for path, sent in calls if path[0] == first]
+            yield depth, *first, [sent for path, sent in inner if not path]
+            yield from lines([(path, sent) for path, sent in inner if path], depth + 1)
+
+    files, out, bottom = dict(zip(dict.fromkeys(file for path, _ in found for file, _ in path), COLOURS)), [], 0
+    cuts = [[file for file, _ in path].index("collectives.py") for path, _ in found]
+    for left, part in (20, lambda path, cut: path[:cut]), (560, lambda path, cut: path[cut:]):
+        calls = [(part(path, cut), sent) for (path, sent), cut in zip(found, cuts)]
+        for i, (depth, file, name, ends) in enumerate(lines(calls)):
+            x, y, said = left + 13 * depth, 64 + 18 * i, f": {len(ends)} messages, {sum(ends):,} bytes" if ends else ""
+            out += [boxes(files[file], [(x, y, 8, 12)]),
+                    words(x + 14, y + 10, name.rpartition("<locals>.")[2] + said, 11, "start")]
+            bottom = max(bottom, y)
+    return bottom + 24, [words(20, 16, title, 12, "start"), *legend(32, 150, files), *out]
+
+
+def life_of_buckets():
+    """([(event, number of the bucket)] in order, [a name for each bucket]). Events: EarlyReducer's methods."""
+    events = []
+
+    def watched(method):
+        def call(reducer, what, *more):
+            events.append((method.__name__, reducer.bucket_of.get(what, what)))
+            return method(reducer, what, *more)
+        return call
+
+    methods = {name: watched(getattr(parallel.EarlyReducer, name)) for name in ("came", "start", "arrive")}
+    with patch.multiple(parallel.EarlyReducer, **methods):
+        net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
+        net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        net.finish_grad_sync()
+    names = {param: name for name, param in net.module.named_parameters()}
+    return [(name, net.buckets.index(bucket)) for name, bucket in events], [
+        f"{len(bucket.params)} tensors from {names[bucket.params[0]]}" for bucket in net.buckets]
+
+
+def draw_buckets(events, names):
+    step, out = 790 / len(events), []
+    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "came"))
+    for b, name in enumerate(names):
+        y, (came, (left,), (there,)) = 62 + 40 * b, ([190 + step * i for i, event in enumerate(events)
+                                                      if event == (what, b)] for what in ("came", "start", "arrive"))
+        out += [words(20, y + 10, f"bucket {b}", 11, "start"), words(20, y + 22, name, 9, "start"),
+                *(boxes(colour, [(x, y, end - x, 22)], opacity) for colour, x, end, opacity in (
+                    (COLOURS[0], came[0], left, 0.35), (COLOURS[1], left, there, 1), (COLOURS[2], there, 980, 1))),
+                boxes(COLOURS[0], [(x + 1, y, step - 2, 22) for x in came])]
+    return 62 + 40 * len(names), [
+        *legend(8, 270, dict(zip(("a gradient comes, its bucket fills", "the bucket is under way",
+                                  "the average is in .grad"), COLOURS))),
+        *out, boxes("#888", [(backward, 34, 1, 40 * len(names) + 22)]),
+        words(backward - 6, 46, "backward: events in order, not on a clock", 11, "end"),
+        words(backward + 6, 46, "finish_grad_sync", 11, "start")]
+
+
+def draw_zero_stages():
+    return 280, [chart("GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB of a rank", {
+        f"ZeRO-{zero}": {"": {kind: n / 2**30 for kind, n in parallel.memory_bytes(
+            PRESETS["gpt2-xl"], zero, 8, dtype=torch.bfloat16, recompute="block", micro_batch=4).items()}}
+        for zero in range(4)})]
+
+
+def outputs_of_a_block():
+    """{a way to cut it: [(forward or backward, a layer or collective, whether of all T tokens, its width)]}, in order:
+    outputs of a block's layers, in backward their gradients, and the collectives of f and g."""
+    n, found, run = dist.get_world_size(), {}, dist.Link.run
+    for title, cut, tokens in (("tensor parallelism", parallel.tensor_parallel, 4 * n),
+                               ("with sequence parallelism", parallel.sequence_parallel, 4)):
+        events = found[title] = []
+
+        def watched(link, name, *more, events=events):
+            way = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            events.append((way, name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
+            return run(link, name, *more)
+
+        def seen(layer, x, y, name, events=events):
+            what = name, y.shape[1] > 4, f"{y.shape[2] // 8}C/N" if name.endswith(("c_attn", "c_fc")) else "C"
+            events.append(("forward", *what))
+            y.register_hook(lambda grad: events.append(("backward", *what)))
+
+        with upper_halves(), patch.object(dist.Link, "run", watched):
+            cut(net := GPT(GPTConfig(n_layer=1, n_head=n, n_embd=8 * n, seq_len=4 * n)), torch_dist.group.WORLD)
+            for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+                net.h["0"].get_submodule(name).register_forward_hook(functools.partial(seen, name=name))
+            net.h["0"](torch.zeros(1, tokens, 8 * n, requires_grad=True)).sum().backward()
+    return found
+
+
+def draw_f_and_g(found):
+    out, y = [], 30
+    for title, events in found.items():
+        for way in "forward", "backward":
+            some = [event[1:] for event in events if event[0] == way]
+            out.append(words(20, y + 14, f"{title}, {way}", 12, "start"))
+            for i, (name, whole, width) in enumerate(some):
+                step, height = 960 / len(some), 60 if whole else 15
+                out += [boxes(COLOURS[hasattr(dist, name)], [(20 + step * i, y + 40, step - 6, height)]),
+                        words(17 + step * (i + 0.5), y + 34, f"{'T' if whole else 'T/N'} x {width}", 10),
+                        words(17 + step * (i + 0.5), y + 113, name, 10)]
+            y += 125
+    return y, [*legend(8, 330, {"output of a layer; in backward its gradient": COLOURS[0],
+                                "traffic of f and g": COLOURS[1]}), *out]
+
+
+def draw_schedules():
+    """The four on one axis of time, of 4 ranks and 8 micro-batches; F, I and W take as long as each other."""
+    runs = {name: parallel.simulate(lists(4, 8, 1 + (name == "interleaved")))
+            for name, lists in parallel.SCHEDULES.items()}
+    unit, out, y = 880 / max(run.length for run in runs.values()), [], 24
+    kinds = {"F forward": COLOURS[0], "B backward: I and W in one": COLOURS[4], "I gradient of the input": COLOURS[1],
+             "W gradient of the weights": COLOURS[2]}
+    for name, run in runs.items():
+        idle = max(run.idle) / run.length
+        out.append(words(20, y + 12, f"{name}: {run.length:g} long, {idle:.0%} idle, {max(run.peak):g} held at most",
+                         12, "start"))
+        for rank, row in enumerate(run.spans):
+            out.append(words(20, y + 34 + 20 * rank, f"rank {rank}", 10, "start"))
+            for (kind, colour), second in itertools.product(kinds.items(), (False, True)):  # of a rank's two stages
+                out += cells(colour, [(80 + unit * a, y + 20 + 20 * rank, unit * (b - a) - 1, action.micro_batch)
+                                      for action, a, b in row if (action.kind, action.stage > 3) == (kind[0], second)],
+                             18, 0.7 if second else 1)
+        y += 112
+    return y, [*legend(6, 230, kinds), *out]
+
+
+def draw_zigzag():
+    """Two ways to cut a sequence over 4 ranks: who computes which scores in which step, and who waits."""
+    out = []
+    for y, kind, title in ((44, "", "contiguous: rank r holds chunks 2r and 2r+1"),
+                           (274, "ring", "zigzag: rank r holds chunks r and 7-r")):
+        start, steps = 420, parallel.context_steps(4, kind)
+        out += [words(20, y - 8, title, 12, "start"),
+                boxes("#888", [(20 + 40 * k, y + 22 * q, 39, 21) for q in range(8) for k in range(8)], 0.12)]
+        for s, step in enumerate(steps):
+            longest = max(blocks for _, _, blocks in step)
+            out.append(words(start + 17 * longest, y - 8, f"step {s}"))
+            for rank, (queries, keys, blocks) in enumerate(step):
+                scores = [(20 + 40 * k, y + 22 * q, 39, s) for q in queries for k in keys if k <= q]
+                bar = [(start, y + 44 * rank, 35 * blocks - 2, f"rank {rank}")] if blocks else []
+                out += cells(COLOURS[rank], scores, 21) + cells(COLOURS[rank], bar, 34)
+            start += 35 * longest
+        out.append(words(420, y + 190, f"time for {(start - 420) / 35:g} blocks of scores; a rank computes "
+                         f"{sum(blocks for step in steps for _, _, blocks in step) / 4:g} in the mean", 11, "start"))
+    return 474, [*out, words(20, 14, "On the left scores, queries down, keys to the right: colours are ranks, numbers "
+                             "steps. On the right the time that they take.", 11, "start")]
+
+
+def rows_to_experts():
+    """[(rows (rank, token), how many of each expert)]: as this rank sends them, as rows come to its experts, and as its
+    own come back; of 6 tokens, which go to 2 random ones of 2N experts."""
+    n, found, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
+    group, _ = parallel.split_experts(parallel.make_mesh("cpu", dp=n), n)
+    experts, x = Experts(GPTConfig(n_embd=8, n_head=1, experts=2 * n)), torch.zeros(1, 6, 8)
+    x[0, :, 0], x[0, :, 1] = dist.get_rank(), torch.arange(6)
+
+    def seen(rows, counts):
+        found.append((rows[:, :2].int().tolist(), counts.tolist()))
+        return rows
+
+    def mlps(rows, counts):
+        return seen(parallel.visit(seen, group, seen(rows, counts), counts), counts)
+    with patch.object(experts, "mlps", mlps):
+        experts(x, torch.rand(1, 6, 2 * n, generator=generator).argsort(-1)[..., :2], torch.ones(1, 6, 2))
+    return found
+
+
+def draw_experts(found):
+    n, out = len(found), []
+    step, most = 960 / n, max(len(rows) for seen in found for rows, _ in seen)
+    for i, title in enumerate(("rows as they leave, sorted by expert", "all-to-all: rows as experts get them",
+                               "all-to-all back: rows on their tokens' rank again, in the order in which they left")):
+        out.append(words(20, y := 36 + 64 * i, title, 12, "start"))
+        for rank, seen in enumerate(found):
+            rows, counts = seen[i]
+            number = [e + (i == 1) * 2 * rank for e, count in enumerate(counts) for _ in range(count)]
+            for source in range(n):
+                out += cells(COLOURS[source % 5], [
+                    (20 + step * rank + (step - 10) / most * j, y + 8, (step - 10) / most - 1, e if i < 2 else token)
+                    for j, ((r, token), e) in enumerate(zip(rows, number)) if r == source])
+    out += [words(step * (r + 0.5) + 20, 16, f"rank {r}: experts {2 * r}, {2 * r + 1}") for r in range(n)]
+    return 220, [*out, words(500, 212, "Colours are the tokens' ranks; numbers are experts, in the last row tokens.")]
+
+
+def tiles_walked(Tq, Tk, causal, rows):
+    """For each program of attention_forward_kernel, the tiles (of queries, of keys) that it computes, in order."""
+    last = getattr(kernels.last_key, "fn", kernels.last_key)
+    with patch.object(kernels, "tl", SimpleNamespace(minimum=min)):
+        return [[(m0 // rows, n0 // rows) for n0 in range(0, last(m0 + rows - 1, Tq, Tk, causal) + 1, rows)]
+                for m0 in range(0, Tq, rows)]
+
+
+def draw_tiles():
+    rows, out = kernels.tile_rows(64), []
+    for x, Tq, causal, title in ((20, 512, True, "causal"), (350, 512, False, "not causal, as in a ring"),
+                                 (680, 256, True, "causal, the last 256 queries")):
+        walks = tiles_walked(Tq, 512, causal, rows)
+        done = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)]
+        cut = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)
+               if causal and (n + 1) * rows - 1 > 512 - Tq + m * rows]
+        every = [(x + 38 * n, 48 + 24 * m, 36, 22) for m in range(Tq // rows) for n in range(512 // rows)]
+        out += [words(x, 38, f"{title}: {len(done)} of {len(every)} tiles", 12, "start"), boxes("#888", every, 0.12),
+                *cells(COLOURS[0], sorted({*done} - {*cut}), 22), *cells(COLOURS[1], cut, 22)]
+    said = {"all queries see all keys": COLOURS[0], "the mask cuts the tile": COLOURS[1], "never loaded": "#888"}
+    return 270, [*out, *legend(254, 330, said), words(
+        20, 16, f"Tiles of {rows} queries (down) x {rows} keys (right). A row is a program: it keeps Q, sums and O, "
+        "and loads K and V in this order. No score reaches memory.", 11, "start")]
 
 
 def timeline_of(found):
@@ -2063,54 +2416,62 @@ def timeline_of(found):
     return parallel.Timeline(rows, max(row[-1][2] for row in rows), idle=None, peak=None)
 
 
+def grouped(values):
+    """{group: {bar: {part: value}}}, as `chart` takes them, of (group, bar, value or {part: value}) that are there."""
+    groups = defaultdict(dict)
+    for group, bar, value in values:
+        if value:
+            groups[group][bar] = value if isinstance(value, dict) else {bar: value}
+    return groups
+
+
 def comparisons(found):
     """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
     # Ours first: the same colour everywhere.
     rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))
-
-    def groups(label, bars, keep=lambda row: True):  # bars(row): {bar: a value, or {part: value}}
-        made = defaultdict(dict)
-        for row in filter(keep, rows):
-            made[label(row)] |= {bar: value if isinstance(value, dict) else {bar: value} for bar,
-                                 value in bars(row).items() if value}
-        return {label: bars for label, bars in made.items() if bars}
-
     if found["what"] == "kernels":
         for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
                                        ("layer-norm", "layer norm ", "tb", "TB/s")):
             for way in ("forward", "backward"):
-                yield picture, f"{op}{way}, {unit}", groups(
-                    lambda row, op=op: row["op"].removeprefix(op), lambda row, key=key: {row["who"]: row[key]},
-                    lambda row, op=op, way=way: row["op"].startswith(op) and row["way"] == way)
+                some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
+                yield picture, f"{op}{way}, {unit}", grouped(
+                    (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
     elif found["what"] == "collectives":
-        yield "all-reduce", "all-reduce, bus GB/s by size", groups(
-            lambda row: f"{row['size']:,.0f} KiB", lambda row: {"ours": row["bus"], "torch": row["torch_bus"]},
-            lambda row: row["op"] == "all_reduce" and "bus" in row)
+        yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
+            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and "bus" in row
+            for who, key in (("ours", "bus"), ("torch", "torch_bus")))
     elif found["what"] == "strategies":
-        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", groups(
-            lambda row: row["strategy"], lambda row: {
-                **{when: {kind: n / 2**30 for kind, n in kinds.items()}
-                   for when, kinds in zip(("predicted", "measured"), row["memory_by_rank"][0])}, "peak": row["peak"]},
-            lambda row: row["strategy"] in ("ddp", "zero1", "zero2", "zero3") and "memory_by_rank" in row)
-        yield "strategies", f"{found['model']}, tokens/s a GPU", groups(lambda row: row["strategy"], lambda row: {
-            row["who"] if row["who"].startswith("ours") else "torch": row["tokens"]})
+        some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
+        for row in some:
+            row["by_kind"] = [{kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]]
+        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", grouped(
+            (row["strategy"], *bar) for row in some
+            for bar in zip(("predicted", "measured", "peak"), (*row["by_kind"], row["peak"])))
+        yield "strategies", f"{found['model']}, tokens/s a GPU", grouped(
+            (row["strategy"], row["who"] if row["who"].startswith("ours") else "torch", row["tokens"]) for row in rows)
     else:
-        yield "scaling", "tokens/s a GPU, % of one GPU's", groups(
-            lambda row: f"{row['kind']} {row['gpus']}",
-            lambda row: {f"{row['strategy']} {row['who']}": row["efficiency"]})
+        yield "scaling", "tokens/s a GPU, % of one GPU's", grouped(
+            (f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}", row["efficiency"]) for row in rows)
 
 
 def pictures(a):
-    """SVG of what the files hold, and of the ring, for which no file is needed: these processes run it."""
+    """SVG of what the files hold, and of what these processes and the code itself show, for which no file is needed."""
     dist.initialize("cpu")
     states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
+    calls, buckets, outputs = calls_of_a_step(), life_of_buckets(), outputs_of_a_block()
+    rows = of_all_ranks(rows_to_experts())
     if dist.get_rank():
         return
     write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
+    for name, (height, parts) in {
+            "mesh": draw_mesh(), "calls": draw_calls(*calls), "buckets": draw_buckets(*buckets),
+            "zero-stages": draw_zero_stages(), "f-and-g": draw_f_and_g(outputs), "schedules": draw_schedules(),
+            "zigzag": draw_zigzag(), "experts": draw_experts(rows), "tiles": draw_tiles()}.items():
+        write_svg(a.into, name, height, parts)
     for path, found in a.found.items():
         if "traceEvents" in found:
-            parallel.draw_svg(timeline_of(found), os.path.join(a.into, "pipeline.svg"))
-            say(os.path.join(a.into, "pipeline.svg"))
+            say(picture := os.path.join(a.into, "pipeline.svg"))
+            parallel.draw_svg(timeline_of(found), picture)
             continue
         charts = defaultdict(list)
         for picture, title, groups in comparisons(found):
@@ -2129,46 +2490,51 @@ WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectiv
         "plan": plan, "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
-FLAGS = [  # which of WHAT take it, its name, the rest
-    ((*MEASURED, "lessons", "plan"), "--json",
-     {"default": "", "metavar": "FILE", "help": "leave the rows there, with hardware, versions, commit"}),
-    ((*MEASURED[1:], "plan"), "--gpus",
-     {"type": parallel.positive, "help": "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"}),
-    ((*MEASURED, "lessons"), "--device", {"choices": ["auto", "cpu", "cuda"], "default": "auto"}),
-    ((*MEASURED, "lessons"), "--quick", {"action": "store_true", "help": "tiny sizes, few repeats: does it work?"}),
-    ((*MEASURED, "lessons"), "--only", {"nargs": "+", "metavar": "NAME",
-                          "help": "of the kernels, lessons, collectives, strategies; left out, all, experts and dense "
-                                  "twin where --experts is given; scaling: ddp zero3"}),
-    (OF_A_MODEL, "--model", {"choices": list(PRESETS),
-                             "help": "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl"}),
-    *((OF_A_MODEL, "--" + name.replace("_", "-"), {"type": parallel.positive, "help": "instead of the preset's"})
-      for name in train.SIZES),
-    (OF_A_MODEL, "--batch-size", {"type": parallel.positive,
-                                  "help": "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"}),
-    (OF_A_MODEL, "--dtype", {"choices": ["bf16", "fp32"],
-                             "help": "what layers compute in; left out, bf16, on the CPU fp32"}),
-    (("collectives",), "--comm", {"choices": ["ours", "ring"], "default": "ours",
-                                  "help": "what is held against torch's: ring, the textbook's"}),
-    (TRAINED, "--comm", {"choices": ["ours", "ring", "torch", "both"], "default": "ours",
-                         "help": "collectives under our strategies"}),
-    (("strategies",), "--accumulate",
-     {"type": parallel.positive, "default": 1, "help": "micro-batches without a pipeline"}),
-    (("strategies",), "--micro-batches", {"type": parallel.positive, "default": 8, "help": "of a pipeline"}),
-    (("strategies",), "--virtual-stages",
-     {"type": parallel.positive, "default": 2, "help": "of a rank in the interleaved pipeline"}),
-    (TRAINED, "--cuda-graphs", {"choices": ["auto", "off", "on"], "default": "auto", "help": "train.py's"}),
-    (TRAINED, "--repeats", {"type": parallel.positive, "help": "of each step; left out, 7, --quick 3"}),
-    (("scaling",), "--kind", {"choices": ["weak", "strong", "both"], "default": "both",
-                              "help": "whether the batch grows with the GPUs"}),
-    (("plan",), "--machine", {"default": "h200",
-                              "help": f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote"}),
-    (("plan",), "--node", {"type": parallel.positive, "help": "GPUs of a node, instead of the machine's"}),
-    (("plan",), "--network", {"type": parallel.positive, "metavar": "GB/S",
-                              "help": "from a GPU to another node, instead of the machine's"}),
-    (("plan",), "--top", {"type": parallel.positive, "default": 15, "help": "layouts to print"}),
-    (("pictures",), "files", {"nargs": "*", "metavar": "FILE",
-                              "help": "what --json, or train.py's --trace, wrote; without one, the ring alone"}),
-    (("pictures",), "--into", {"default": "assets", "metavar": "DIR", "help": "where the SVG files go"}),
+NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
+         "collectives": (*BUS, "barrier")}
+
+
+def option(takers, name, help=None, **more):
+    """An entry of FLAGS: which of WHAT take it, its name, what argparse shall know."""
+    return takers, name, dict(more, help=help)
+
+
+def number(takers, name, help, **more):
+    return option(takers, name, help, type=parallel.positive, **more)
+
+
+FLAGS = [
+    option((*MEASURED, "lessons", "plan"), "--json", "leave the rows there, with hardware, versions, commit",
+           default="", metavar="FILE"),
+    number((*MEASURED[1:], "plan"), "--gpus", "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"),
+    option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
+    option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: does it work?", action="store_true"),
+    option((*MEASURED, "lessons"), "--only", "of the kernels, lessons, collectives, strategies; left out, all, experts "
+           "and dense twin where --experts is given; scaling: ddp zero3", nargs="+", metavar="NAME"),
+    option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl", choices=list(PRESETS)),
+    *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
+    number(OF_A_MODEL, "--batch-size", "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"),
+    option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
+    option(("collectives",), "--comm", "what is held against torch's: ring, the textbook's", choices=["ours", "ring"],
+           default="ours"),
+    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch", "both"],
+           default="ours"),
+    number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
+    number(("strategies",), "--micro-batches", "of a pipeline", default=8),
+    number(("strategies",), "--virtual-stages", "of a rank in the interleaved pipeline", default=2),
+    option(TRAINED, "--cuda-graphs", "train.py's", choices=["auto", "off", "on"], default="auto"),
+    number(TRAINED, "--repeats", "of each step; left out, 7, --quick 3"),
+    option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong", "both"],
+           default="both"),
+    option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
+    number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
+    number(("plan",), "--network", "from a GPU to another node, instead of the machine's", metavar="GB/S"),
+    option(("plan",), "--published", "instead, what it predicts for runs that others have published, a CSV file; without "
+           "a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
+    number(("plan",), "--top", "layouts to print", default=15),
+    option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the code alone", nargs="*",
+           metavar="FILE"),
+    option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
 
 
@@ -2190,35 +2556,33 @@ def check(a, world):
     if a.what == "pictures":
         check_files(a)
         return world if world > 1 else 4
-    if a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))):
-        raise BadInput(f"--json {a.json}: no file can be there; give e.g. --json rows.json")
+    reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
+           f"--json {a.json}: no file can be there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine = load_machine(a)
+        a.runs = read_published(a.published) if a.published else []
     else:
         check_processes(a, world)
+    if a.what in NAMES:
+        a.only = a.only or NAMES[a.what]
+        for name in a.only:
+            reject(name not in NAMES[a.what], f"--only {name}: there are {', '.join(NAMES[a.what])}")
     if a.what == "kernels":
-        names = ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul")
-        a.only = a.only or names
-        for name in set(a.only) - set(names):
-            raise BadInput(f"--only {name}: there are {', '.join(names)}")
-        if a.device == "cpu" and not kernels.INTERPRETED:
-            raise BadInput("--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+        reject(a.device == "cpu" and not kernels.INTERPRETED,
+               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
         return 1
     if a.what == "lessons":
         able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
         names = [*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"]
         a.only = a.only or names
-        for name in set(a.only) - set(names):
-            raise BadInput(f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
+        for name in a.only:
+            reject(name not in names,
+                   f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
         return 1
     if a.what == "collectives":
-        a.only = a.only or [*BUS, "barrier"]
-        if a.gpus == 1:
-            raise BadInput("--gpus 1: one process has nobody to send to; give --gpus 2"
-                           + " --device cpu" * (a.device == "cuda"))
-        for name in set(a.only) - {*BUS, "barrier"}:
-            raise BadInput(f"--only {name}: there are {', '.join(BUS)}, barrier")
+        reject(a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+               + " --device cpu" * (a.device == "cuda"))
         return a.gpus
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
@@ -2234,14 +2598,13 @@ def check(a, world):
 def check_processes(a, world):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
-    if world > 1 and a.what == "scaling":
-        raise BadInput("scaling starts its own processes: give python bench.py scaling, without torchrun")
-    if world > 1 and a.gpus not in (None, world):
-        raise BadInput(f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
+    reject(world > 1 and a.what == "scaling",
+           "scaling starts its own processes: give python bench.py scaling, without torchrun")
+    reject(world > 1 and a.gpus not in (None, world),
+           f"--gpus {a.gpus}: torchrun has started {world} processes; leave it out")
     a.gpus = a.gpus or (world if world > 1 else max(1, gpus) if a.device == "cuda" else 2)
-    if a.device == "cuda" and world == 1 and a.gpus > gpus:
-        raise BadInput(f"--gpus {a.gpus}: this machine has {gpus}; give "
-                       + (f"--gpus {gpus}" if gpus else "--device cpu"))
+    reject(a.device == "cuda" and world == 1 and a.gpus > gpus,
+           f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
 
 
 def check_strategies(a, batch_size):
@@ -2253,8 +2616,7 @@ def check_strategies(a, batch_size):
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
-        if name not in every:
-            raise BadInput(f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
+        reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
         given = {"dtype": a.dtype, "device": a.device, "batch_size": batch_size, "micro_batches": a.accumulate}
         s = train.Settings(**given | every[name])
         s.cuda_graphs = a.cuda_graphs if s.zero < 2 else "off"
@@ -2262,11 +2624,9 @@ def check_strategies(a, batch_size):
             train.check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
         except BadInput as problem:
-            if a.only:
-                raise BadInput(f"--only {name}: {problem}") from None
+            reject(a.only, f"--only {name}: {problem}")
             a.reasons.append(f"{name}: {problem}")
-    if not a.layouts:
-        raise BadInput(f"--batch-size {a.batch_size}: no strategy can run so; {a.reasons[0]}")
+    reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run so; {''.join(a.reasons[:1])}")
 
 
 def check_files(a):
@@ -2279,12 +2639,10 @@ def check_files(a):
             kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or "
-                           f"`train.py --trace` "
-                           f"wrote") from None
-        if kind not in ("trace", *MEASURED):
-            raise BadInput(f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
-        if kind in first:
-            raise BadInput(f"{path} would overwrite the pictures of {first[kind]}; give another --into folder")
+                           f"`train.py --trace` wrote") from None
+        reject(kind not in ("trace", *MEASURED),
+               f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
+        reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")
         a.found[path], first[kind] = found, path
     if int(os.environ.get("RANK", "0")) == 0:
         train.check_folder(a.into, "--into")
@@ -2302,11 +2660,11 @@ def load_machine(a):
     given = {"node": a.node, "network": a.network and 1e9 * a.network,
              "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
-    if machine.link is None:
-        raise BadInput(f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
-    if a.gpus > machine.node and not machine.network:
-        raise BadInput(f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not "
-                       f"say how fast the network is: give e.g. --network 45")
+    reject(machine.link is None,
+           f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
+    reject(a.gpus > machine.node and not machine.network,
+           f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
+           "fast the network is: give e.g. --network 45")
     return machine
 
 

@@ -1074,13 +1074,18 @@ class Window:
         self.lent = False  # slots to the other ranks, for all_to_all_by_copies
         self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
 
+    def copy(self, to, source):
+        """By a copy engine. A recorded one is for the memory of its recording alone."""
+        self.link.replays.copies = True
+        to.copy_(source)
+
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
         self.handle.barrier(timeout_ms=1000 * (self.timeout + 60))
 
     def open(self, flat):
         """Lay `flat` where all can read and write it, until the next barrier; returns what each rank has laid there."""
-        self.mine[:flat.nbytes].copy_(flat.view(torch.uint8))
+        _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
@@ -1089,7 +1094,7 @@ class Window:
         self.barrier()  # all ranks have finished reading their window's old contents
         for r in self.others:
             start = self.link.rank * parts[r].nbytes
-            self.of[r][start:start + parts[r].nbytes].copy_(parts[r].view(torch.uint8))
+            self.copy(self.of[r][start:start + parts[r].nbytes], parts[r].view(torch.uint8))
             self.link.log.count(parts[r])
         self.barrier()
         own = parts[self.link.rank]
@@ -1101,8 +1106,21 @@ class Window:
         """Copy parts[r] out of rank r's window, for every other r."""
         self.open(parts[self.link.rank])
         for r in self.others:
-            parts[r].view(torch.uint8).copy_(self.of[r][:parts[r].nbytes])
+            self.copy(parts[r].view(torch.uint8), self.of[r][:parts[r].nbytes])
             self.link.log.count(parts[self.link.rank])
+        self.barrier()
+
+    def all_reduce(self, parts, op):
+        """`scatter`, and `gather` of sums that are written where the others fetch them, behind the N parts."""
+        def place(r):
+            return self.of[r][len(parts) * parts[r].nbytes:][:parts[r].nbytes].view(parts[r].dtype)
+
+        own = parts[self.link.rank]
+        _sum_rows(self.scatter(parts), [own, place(self.link.rank)], op)
+        self.barrier()
+        for r in self.others:
+            self.copy(parts[r], place(r))
+            self.link.log.count(own)
         self.barrier()
 
     def gather_rows(self, whole, own):
@@ -1111,7 +1129,7 @@ class Window:
         whole[self.link.rank].copy_(own)
         for r in self.others:
             for place, row in zip(whole[r], tensors[r].view(own.shape)):
-                place.copy_(row)
+                self.copy(place, row)
             self.link.log.count(own)
         self.barrier()
 
@@ -1124,14 +1142,14 @@ class Window:
         self.barrier()
         for r in self.others:
             for place, row in zip(of_rank(self.of[r], self.link.rank), parts[r]):
-                place.copy_(row)
+                self.copy(place, row)
             self.link.log.count(own)
         self.barrier()
         return [own if r == self.link.rank else of_rank(self.mine, r) for r in range(len(parts))]
 
     def shift(self, outgoing, incoming):
         """Copy what the left rank sends out of its window."""
-        incoming.copy_(self.open(outgoing)[self.link.rank - 1])
+        self.copy(incoming, self.open(outgoing)[self.link.rank - 1])
         self.link.log.count(outgoing)
         self.barrier()
 
@@ -1163,13 +1181,13 @@ class Window:
             for r in self.others:
                 if len(parts[r]):
                     self.handle.wait_signal(r, FREE, patience)
-                    self.of[r][self.link.rank * slot:][:len(parts[r])].copy_(parts[r])
+                    self.copy(self.of[r][self.link.rank * slot:][:len(parts[r])], parts[r])
                     self.handle.put_signal(r, ARRIVED, patience)
                     self.link.log.count(parts[r])
             for r in self.others:
                 if len(into[r]):
                     self.handle.wait_signal(r, ARRIVED, patience)
-                    into[r].copy_(self.mine[r * slot:][:len(into[r])])
+                    self.copy(into[r], self.mine[r * slot:][:len(into[r])])
                     self.handle.put_signal(r, FREE, patience)
 
 
@@ -1207,10 +1225,23 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
+def _by_kernel(tensor):
+    """Whether kernels.py sums tensors like this one."""
+    return tensor.is_cuda and tensor.is_floating_point() and (
+        kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # the kernel takes float64, too
+
+
+def _copy(window, to, source):
+    """Of a GPU's own memory: by a kernel, so that its recording is good for any memory at that address."""
+    if _by_kernel(source):
+        kernels.sum_rows([source], [to], False)
+    else:
+        window.copy(to, source)
+
+
 def _sum_rows(rows, results, op):
     """Combine rows, N tensors (n), into each of `results`; 16-bit sums in float32."""
-    if rows[0].is_cuda and op in (ReduceOp.SUM, ReduceOp.AVG) and rows[0].is_floating_point() and (
-            kernels.on_triton(rows[0].new_empty(0, dtype=torch.float32))):  # the kernel takes float64, too
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and _by_kernel(rows[0]):
         kernels.sum_rows(rows, results, op == ReduceOp.AVG)
         return
     half = rows[0].is_floating_point() and rows[0].itemsize == 2
@@ -1227,7 +1258,7 @@ class Direct:
     round instead of N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks.
     Between nodes the ring is better, because only two ranks of a node then talk outside. Large chunks go through
     windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
-    waits for is one kernel over everybody's window, and so is every all-to-all.
+    waits for is one kernel over everybody's window, and so is an all-to-all.
     """
 
     def window(self, nbytes):
@@ -1245,6 +1276,9 @@ class Direct:
             self._open_all_reduce(window, flat, chunks, op)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
+        elif WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= WINDOW_BYTES and (
+                window := self.window(WINDOW_BYTES)):
+            window.all_reduce(chunks, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)
@@ -1255,7 +1289,7 @@ class Direct:
         rows = [tensor.tensor_split(self.size)[self.rank] for tensor in tensors]
         _sum_rows(rows, rows, op)
         window.barrier()
-        flat.copy_(tensors[self.rank])
+        _copy(window, flat, tensors[self.rank])
         for r in window.others:  # who reads its chunk of mine, and whom I write mine
             self.log.count(chunks[r])
             self.log.count(chunks[self.rank])
@@ -1292,18 +1326,26 @@ class Direct:
             incoming[self.rank].copy_(outgoing[self.rank])
             window.all_to_all_by_copies(outgoing, incoming)
             return
-        able = kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))  # there the kernel takes any dtype
-        if able and (window := self.window(kernels.all_to_all_bytes(self.size))):
-            window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))
-            torch.autograd.graph.increment_version(incoming)
-        else:
+        if not self._by_one_kernel(outgoing, incoming, own=True):
             incoming[self.rank].copy_(outgoing[self.rank])
             self._swap(outgoing, incoming)
 
+    def _by_one_kernel(self, outgoing, incoming, own):
+        """Do an all-to-all that the caller waits for through windows, `own` block included or not; False if none can be
+        shared."""
+        able = not self.aside and kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))  # it takes any dtype
+        window = able and self.window(kernels.all_to_all_bytes(self.size))
+        if window:
+            window.all_to_all(*([(t.data_ptr(), t.nbytes * (own or r != self.rank)) for r, t in enumerate(tensors)]
+                                for tensors in (outgoing, incoming)))
+            torch.autograd.graph.increment_version(incoming)
+        return bool(window)
+
     def _swap(self, outgoing, incoming):
-        """An all-to-all between others as messages, all at once."""
-        others = [r for r in range(self.size) if r != self.rank]
-        self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
+        """An all-to-all between others: one kernel, or messages, all at once."""
+        if not self._by_one_kernel(outgoing, incoming, own=False):
+            others = [r for r in range(self.size) if r != self.rank]
+            self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
 
 
 # Rows of a tensor that lie apart in memory are copied one by one if they have as many bytes; a copy costs 2 us.
@@ -1357,9 +1399,7 @@ class NodeLink(Direct, NcclLink):
             return None
         if key not in self._windows and not torch.cuda.is_current_stream_capturing():
             self._windows[key] = make_window(self, nbytes)  # all ranks do it together, which cannot be recorded
-        window = self._windows.get(key)
-        self.replays.copies |= window is not None
-        return window
+        return self._windows.get(key)
 
     def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
         """Do an all-to-all that the caller waits for, of contiguous tensors, by the addresses of their blocks. False if

@@ -13,6 +13,7 @@ import builtins
 import concurrent.futures
 import contextlib
 import copy
+import csv
 import dataclasses
 import errno
 import fcntl
@@ -501,6 +502,7 @@ def link_with_window(rank, windows, barrier):
     link, window = object.__new__(DirectGlooLink), object.__new__(dist.Window)
     link.rank, link.size, link.log, link.window = rank, len(windows), dist.Traffic(), lambda nbytes: window
     window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
+    link.replays = dist.Replays()
     window.others = [(rank + i) % link.size for i in range(1, link.size)]
     return link
 
@@ -523,21 +525,69 @@ def rows_through_windows(rank, windows, barrier, own, terms):
     return whole.flatten(1, 2), mine, left, link.log.bytes
 
 
-@pytest.mark.parametrize("elements,async_op,opened",
-                         [(1023, False, False), (1024, False, True), (1024, True, False), (3 << 21, False, True),
-                          ((3 << 21) + 1, False, False)])
-def test_waited_all_reduce_opens_the_window(elements, async_op, opened, monkeypatch):
-    """float32 from OPEN_FROM bytes to OPEN_BYTES; smaller ones, and those beside the caller, are messages or halves."""
-    link, asked = object.__new__(DirectGlooLink), []
+class Signals:
+    """A flag for each (receiver, sender, channel): put sets one that is down, wait takes down one that is set."""
+
+    def __init__(self):
+        self.set, self.changed = set(), threading.Condition()
+
+    def of(self, rank):
+        def change(flag, before):
+            with self.changed:
+                assert self.changed.wait_for(lambda: (flag in self.set) == before, timeout=20)
+                self.set ^= {flag}
+                self.changed.notify_all()
+        return types.SimpleNamespace(put_signal=lambda to, channel, _: change((to, rank, channel), False),
+                                     wait_signal=lambda sender, channel, _: change((rank, sender, channel), True))
+
+
+def all_to_all_by_copies(rank, windows, signals, rows):
+    """rows[i][j]: numbers that i sends to j. Returns what came three times, and what was sent."""
+    link, results = link_with_window(rank, windows, threading.Barrier(1)), []
+    window, link.aside = link.window(0), True
+    window.handle, window.timeout, window.lent = signals.of(rank), 600, False
+    for turn in range(3):
+        outgoing = [torch.arange(n) + 1000 * rank + 100 * turn for n in rows[rank]]
+        incoming = [torch.full((line[rank],), -1) for line in rows]
+        link.all_to_all(outgoing, incoming)
+        for t in outgoing:
+            t.fill_(-2)  # it may be written at once
+        results.append(incoming)
+    return results, link.log
+
+
+@pytest.mark.parametrize("rows", [[[3, 5], [0, 7]], [[1, 0, 0], [9, 2, 23], [4, 0, 0]], [[0, 0], [0, 0]]], ids=str)
+def test_all_to_all_by_copies(rows):
+    """In slots of 5 or 8 numbers of 8 bytes: some blocks need several, some none."""
+    size, signals = len(rows), Signals()
+    windows = [torch.zeros(128, dtype=torch.uint8) for _ in rows]
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(lambda rank: all_to_all_by_copies(rank, windows, signals, rows), range(size)))
+    for rank, (turns, log) in enumerate(results):
+        for turn, incoming in enumerate(turns):
+            for sender, t in enumerate(incoming):
+                assert torch.equal(t, torch.arange(rows[sender][rank]) + 1000 * sender + 100 * turn)
+        assert log.bytes == 3 * 8 * (sum(rows[rank]) - rows[rank][rank])
+    assert signals.set == {(to, rank, dist.FREE) for to in range(size) for rank in range(size) if to != rank}
+
+
+@pytest.mark.parametrize("elements,async_op,ways", [
+    (1023, False, ["reduce_scatter"]), (1024, False, ["open"]), (1024, True, ["reduce_scatter"]),
+    (3 << 21, False, ["open"]), ((3 << 21) + 1, False, ["copies"]), (3 << 21, True, ["copies"]),
+    (21 << 20, False, ["copies"]), (22 << 20, False, ["reduce_scatter", "all_gather"]),
+    (1 << 19, True, ["reduce_scatter", "all_gather"])])
+def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypatch):
+    """float32 from OPEN_FROM bytes to OPEN_BYTES is one kernel; smaller ones, and those beside the caller, are
+    messages; from WINDOW_FROM bytes, as long as one step does, copies; then halves."""
+    link, went = object.__new__(DirectGlooLink), []
     link.rank, link.size, link.aside = 0, 2, async_op
-    monkeypatch.setattr(link, "window", lambda nbytes: asked.append(nbytes) or nbytes, raising=False)
-    ways = []
+    window = types.SimpleNamespace(all_reduce=lambda *args: went.append("copies"))
+    monkeypatch.setattr(link, "window", lambda nbytes: window, raising=False)
     for name in ("_open_all_reduce", "reduce_scatter", "all_gather"):
-        monkeypatch.setattr(link, name, lambda *args, name=name: ways.append(name), raising=False)
+        monkeypatch.setattr(link, name, lambda *args, name="open" if "open" in name else name: went.append(name),
+                            raising=False)
     link.all_reduce(torch.empty(elements), dist.ReduceOp.SUM)
-    assert ways == ["_open_all_reduce"] * opened + (
-        [["reduce_scatter"], ["reduce_scatter", "all_gather"]][elements > 1 << 18] * (not opened))
-    assert asked == [dist.OPEN_BYTES] * opened
+    assert went == ways
 
 
 def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
@@ -602,8 +652,8 @@ def test_all_reduce_through_windows(size, way, monkeypatch):
     monkeypatch.setattr(dist, "OPEN_FROM", 0)
     monkeypatch.setattr(dist, "OPEN_BYTES", 0 if way == "copied" else 1 << 14)
     monkeypatch.setattr(dist, "WINDOW_FROM", 0)
-    monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps
-    cases = ([(torch.float64, n, op) for n in (1, 2, 7, 1001) for op in OPS]
+    monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps for 1001 numbers, one for 70
+    cases = ([(torch.float64, n, op) for n in (1, 2, 7, 70, 1001) for op in OPS]
              + [(torch.int32, 50, "sum"), (torch.bfloat16, 50, "avg")])
     tensors = [[(_values((n,), dtype, rank), OPS[op]) for dtype, n, op in cases] for rank in range(size)]
     wants = []
@@ -656,8 +706,8 @@ def test_windows_of_some_ranks_do_not_stop_the_others(pool):
 def reduce_in_memory_that_comes_back():
     """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
     rank, size, where, results = dist.get_rank(), dist.get_world_size(), [], []
-    for elements in (1 << 22, 1 << 22, 1 << 23, 1 << 22):
-        t = torch.empty(elements)[:1 << 22]
+    for elements in (1 << 23, 1 << 23, 1 << 24, 1 << 23, 1 << 22, 1 << 22):  # the last two go by kernels
+        t = torch.empty(elements)[:1 << 23]
         for _ in range(5):  # often enough to be recorded, and replayed
             dist.all_reduce(t.fill_(1.0 + rank))
             results.append(bool((t == size * (size + 1) / 2).all()))
@@ -3779,6 +3829,25 @@ def test_bytes_of_every_strategy_are_the_formulas(pool, size):
             assert formula == counted and (counted or size == 1), (rank, case)
 
 
+def steps_without_collectives(cases):
+    found = []
+    for case in cases:
+        s = train.Settings(**{"dp": 1, "batch_size": 4, "dtype": "fp32", **case})
+        trainer = bench.make_trainer(GPTConfig(67, 16, 2, 4, 48), s, torch.get_default_device())
+        trainer.step(0)
+        found.append(bench.communication_alone(trainer, torch.get_default_device(), 1))
+        del trainer
+        bench.forget()
+    return found
+
+
+def test_a_step_runs_without_its_collectives(pool):
+    """Whichever way they are called, and waited for."""
+    cases = [{"dp": 2}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}]
+    for found in pool(2).run(steps_without_collectives, cases):
+        assert all(alone > 0 and without > 0 for alone, without in found)
+
+
 @pytest.fixture
 def run_bench(tmp_path, monkeypatch):
     """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py
@@ -4307,6 +4376,49 @@ def drawn(parts):
     return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
 
 
+OF_NO_FILE = "ring", "mesh", "calls", "buckets", "zero-stages", "f-and-g", "schedules", "zigzag", "experts", "tiles"
+
+
+def fits(svg):
+    """Boxes and words lie inside the picture, and no words on others. A letter is 0.6 of its size wide, or less."""
+    root, taken = xml.etree.ElementTree.fromstring(svg), []
+    _, _, right, bottom = map(float, root.get("viewBox").split())
+    for path in root.iter("{*}path"):
+        taken += [(x, y, x + w, y + h, False) for x, y, w, h in (
+            map(float, box) for box in re.findall(r"M(\S+) ([^h]+)h([^v]+)v([^h]+)h", path.get("d")))]
+    for word in root.iter("{*}text"):
+        x, y, size = (float(word.get(key)) for key in ("x", "y", "font-size"))
+        width = 0.6 * size * len(word.text)
+        x -= width * {"start": 0, "middle": 0.5, "end": 1}[word.get("text-anchor")]
+        taken.append((x, y - 0.75 * size, x + width, y + 0.2 * size, True))
+    assert all(x >= 0 and y >= 0 and x_end <= right and y_end <= bottom for x, y, x_end, y_end, _ in taken), taken
+    return not any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+                   for a, b in itertools.combinations([box for box in taken if box[4]], 2))
+
+
+def test_pictures_show_what_the_code_does(pool):
+    """Names of calls are there; groups are those of a mesh; tiles are those with a key that is seen."""
+    for Tq, causal in (512, True), (512, False), (256, True), (200, True):
+        sees = torch.ones(Tq, 512, dtype=torch.bool).tril(512 - Tq) if causal else torch.ones(Tq, 512, dtype=torch.bool)
+        walks = bench.tiles_walked(Tq, 512, causal, 64)
+        assert [(m, n) for walk in walks for m, n in walk] == [
+            (m, n) for m in range(-(-Tq // 64)) for n in range(8) if sees[64 * m:64 * m + 64, 64 * n:64 * n + 64].any()]
+    if pool.device_type == "cuda":
+        pytest.skip("the picture is of processes on the CPU")
+    title, found = pool(4).run(calls_of_a_step)[0]
+    assert "--dp 2 --tp 2" in title
+    for path, sent in found:
+        assert path[0][0] == "train.py" and path[-1] == ("torch.distributed", "isend") and sent > 0
+        assert sys.version_info < (3, 11) or all(named(name.partition(".<locals>")[0]) for _, name in path[:-1])
+    _, parts = bench.draw_mesh()
+    letters = [element.text for element in drawn(parts) if element.text in [*"abcdefgh"]]
+    assert len(letters) == 7 * 16 and Counter(letters)["a"] == 2 * 6 + 4  # dp x cp are groups of 4, all others of 2
+
+
+def calls_of_a_step():
+    return bench.calls_of_a_step()
+
+
 def test_pictures_show_what_files_hold(run_bench, tmp_path):
     GiB = 2**30
     files = {
@@ -4331,8 +4443,15 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
     paths = [str(tmp_path / f"{what}.json") for what in (*files, "trace")]
     printed = run_bench("pictures", *paths, "--into", str(tmp_path / "made"))
     made = {name: drawn([(tmp_path / "made" / name).read_text()]) for name in os.listdir(tmp_path / "made")}
-    assert set(made) == {name + ".svg" for name in ("ring", "attention", "all-reduce", "zero-memory", "strategies",
+    assert set(made) == {name + ".svg" for name in (*OF_NO_FILE, "attention", "all-reduce", "zero-memory", "strategies",
                                                     "scaling", "pipeline")}
+    for name in OF_NO_FILE:
+        text = (tmp_path / "made" / f"{name}.svg").read_text()
+        assert len(text) < 60 * 1024 and fits(text), name
+        # A method's name has its class from Python 3.11 on.
+        if name != "calls" or sys.version_info >= (3, 11):
+            with open(os.path.join(HERE, "assets", f"{name}.svg")) as file:
+                assert text == file.read(), f"assets/{name}.svg is old: python bench.py pictures"
     assert "no rows for 'layer norm forward, TB/s', not drawn" in printed and "layer-norm.svg" not in printed
 
     def bars(name, colour):  # heights, the legend's box first
@@ -4352,10 +4471,76 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
     assert cells == [("60.0", "#4c8dd6"), ("636.0", "#e0883a"), ("828.0", "#4ba36b")]  # sends and receives are left out
 
 
+def test_plan_predicts_what_others_have_published(tmp_path, capsys):
+    def plan(path):
+        a = bench.parse(["plan", "--published", *[str(path)] * bool(path), "--json", str(tmp_path / "rows.json")])
+        assert bench.check(a, 1) == 1
+        return a.runs, bench.plan(a).rows
+    runs, rows = plan(None)
+    printed = capsys.readouterr().out
+    assert len(rows) == 25 and len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 25
+    for gpu, count in ("h100", 9), ("a100", 16):
+        found = float(re.search(rf"{gpu}: median ratio (\S+) of {count},", printed)[1])
+        assert 0.9 < found < 1.1 and close(found, np.median([r["ratio"] for r in rows if r["gpu"] == gpu]), 0.01)
+    assert float(re.search(r"rank correlation.*: (\S+)", printed)[1]) > 0.6
+    assert "dp 48 ZeRO-1  tp 8 sp  pp 16" in printed
+    # What is published is no part of what is predicted. A run of Llama 3 8B has its weights, but for the head.
+    with open(bench.PUBLISHED) as file:
+        first = next(csv.DictReader(file))
+    llama = dict(first, mfu_pct="", tokens_per_s_per_gpu="5000", layers="32", hidden="4096", heads="32", kv_heads="8",
+                 ffn="14336", gated="yes", vocab="128256", seq="8192")
+    with open(tmp_path / "some.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, first)
+        writer.writeheader()
+        writer.writerows([dict(first, mfu_pct="12", tokens_per_s_per_gpu=""), llama])
+    (other, llama), again = plan(tmp_path / "some.csv")
+    assert again[0] == {**rows[0], "published": 12, "ratio": rows[0]["predicted"] / 12}
+    assert close(llama.config.parameters() + 128256 * 4096, 8.03e9, 0.01)
+    assert close(llama.mfu, 100 * 5000 * llama.config.flops_per_token() / 989e12)
+
+
+def test_ranks_correlate():
+    for a, b, expected in (([1, 2, 3, 4], [10, 30, 20, 40], 0.8),  # 1 - 6 sum d^2 / (n (n^2 - 1))
+                           ([3, 1, 2], [1, 3, 2], -1), ([1, 2, 2, 3], [1, 2, 3, 4], 0.9**0.5)):
+        assert close(bench.spearman(a, b), expected, 1e-6)
+
+
+def test_plan_hides_no_more_than_lasts():
+    """Traffic of --sp runs under (N-1)/N of its products at most, and what is hidden costs memory bandwidth."""
+    config, n, b = GPTConfig(256, 1024, 30, 16, 2048), 4, 32
+    s = layout(dp=2, tp=n, sp=True, zero=1, batch_size=2 * b)
+    products = 3 * 2 * 12 * 2048**2 * b * 1024 / n / H200.matmul  # a block's, forward and backward
+    every = bench.hidden_under_products(config, s, H200, math.inf)
+    assert close(every, (n - 1) / n * products * (3 * 3 + 2 * 1 + 5 * 4) / 36)  # the gradient of a row layer's weight
+    assert close(bench.hidden_under_products(config, s, H200, 1e-9), 1e-8)      # is a product that nothing is sent for
+    none, ours, all_hidden = (bench.predict(config, s, H200, overlap) for overlap in (False, None, True))
+    assert none.tp == ours.tp > 1.5 * all_hidden.tp and none.dp == none.dp_all > ours.dp > all_hidden.dp
+    assert all_hidden.tp > bench.MOVED * H200.link / H200.hbm * 0.9 * none.tp
+    slow = dataclasses.replace(H200, link=1e9)  # products hide next to nothing of traffic that lasts so long
+    assert bench.predict(config, s, slow).tp - bench.predict(config, s, slow, True).tp < 30 * every
+
+
+@pytest.mark.parametrize("column,value", [
+    ("layers", "many"), ("heads", "7"), ("heads", "0"), ("gpus", "49"), ("dp", "-48"), ("pp", "0"), ("zero", "4"),
+    ("gpu", "abacus"), ("micro_batch", "3"), ("gated", "perhaps"), ("recompute", "all"), ("mfu_pct", "120"),
+    ("mfu_pct", "")])
+def test_bad_published_run_is_named_by_its_line(column, value, tmp_path):
+    with open(bench.PUBLISHED) as file:
+        rows = list(csv.DictReader(file))[:3]
+    rows[1][column] = value
+    with open(tmp_path / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    with pytest.raises(train.BadInput, match=r"^--published \S+runs.csv, line 3: [^\n]+$"):
+        bench.check(bench.parse(["plan", "--published", str(tmp_path / "runs.csv")]), 1)
+
+
 BAD_BENCH = [
     ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"),
     ("plan --gpus 0", "--gpus"),
     ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
+    ("plan --published nope.csv", "--published nope.csv, line 0"), ("plan --published FILE", "machine.json, line 1"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"),
     ("collectives --only foo", "--only foo"),
     ("lessons --only foo", "there are timing"), ("lessons --only timing branches", "branches: it wants a GPU"),
@@ -5315,7 +5500,7 @@ def results_of_shared_experts(choice):
 
 def traveling(run, *args, **options):
     """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
-    with unittest.mock.patch.dict(parallel.ASIDE, link=dist.Link, inner=0), unittest.mock.patch.object(
+    with unittest.mock.patch.dict(parallel.ASIDE, link=dist.Link, bytes=0), unittest.mock.patch.object(
             parallel, "leave", wraps=parallel.leave) as leave:
         result = run(*args, **options)
     assert leave.call_count
@@ -5866,12 +6051,13 @@ def readme_commands():
                                                               line)]
 
 
-def readme_tables():
-    """The reading guide's tables, of what stands above the bars and of what stands below: rows (read, run, look
-    for)."""
-    tables = re.findall(r"(?m)(?:^\|.*\n)+", README.split("## Reading guide")[1].split("\n## ")[0])
-    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:] for line in table.splitlines()[2:]]
-            for table in tables]
+def readme_levels():
+    """The reading path's levels, two of what stands above the bars and one of what stands below: each one's rows (read,
+    run, look for)."""
+    levels = README.split("\n## Reading path\n")[1].split("\n## ")[0].split("\n### ")[1:]
+    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:]
+             for table in re.findall(r"(?m)(?:^\|.*\n)+", level) for line in table.splitlines()[2:]]
+            for level in levels]
 
 
 def named(token, where=None):
@@ -5884,13 +6070,13 @@ def named(token, where=None):
 
 
 def test_readme_names_what_is_there():
-    """Every file, class, function, flag and link; in the guide's "read" columns, names after a file are of that file,
-    above its bar in the first table, below it in the second."""
+    """Every file, class, function, flag and link; in the reading path's "read" columns, names after a file are of that
+    file, above its bar in the first two levels, below it in the third."""
     sources = {name: inspect.getsource(module) for name, module in MODULES.items()}
     flags = ({"--" + field.name.replace("_", "-") for field in dataclasses.fields(train.Settings)}
              | {name for _, name, _ in bench.FLAGS})
     wrong, text = [], "".join(sources.values())
-    for half, read in [(half, read) for half, table in enumerate(readme_tables()) for read, _, _ in table]:
+    for half, read in [(level // 2, read) for level, rows in enumerate(readme_levels()) for read, _, _ in rows]:
         for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
             if name.endswith(".py"):
                 where, source = name[:-3], sources[name[:-3]]
@@ -5908,7 +6094,11 @@ def test_readme_names_what_is_there():
         elif token.startswith("--"):
             wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
     wrong += [link for link in re.findall(r"\]\(([^)]+)\)", README) if not os.path.exists(os.path.join(HERE, link))]
-    assert not wrong and len(readme_tables()[0]) > 20 and len(readme_tables()[1]) > 5
+    path = README.split("\n## How a step runs\n")[1].split("```text\n")[1].split("```")[0]
+    called = re.findall(r"[A-Z]\w+\.\w+", path)
+    wrong += [name for name in called if not named(name)]
+    lecture, further, below = map(len, readme_levels())
+    assert not wrong and lecture == 12 and further > 20 and below > 5 and len(called) > 20
 
 
 def test_readme_commands_are_understood(monkeypatch, capsys):
