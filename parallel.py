@@ -1729,7 +1729,6 @@ class ParallelGPT(Replaceable):
             model = GPT(config, seed=None, pieces=pieces)
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.loss = partial(cross_entropy, vocab_size=config.vocab_size, group=self.tp)
         self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device),
                                  groups.channels, mesh["tp"].size() if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
@@ -1765,6 +1764,9 @@ class ParallelGPT(Replaceable):
                 check(lists)
             self.lists[schedule, m] = lists[self.mesh.get_coordinate()[0]]
         return self.lists[schedule, m]
+
+    def loss(self, logits, targets):
+        return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
         """One step's gradients, after zero_grad: `scale` times the mean over lists of micro-batches x, y (B, T), and
