@@ -1976,12 +1976,13 @@ def plan_published(a):
         table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
                   micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", published=run.mfu,
                   predicted=reached, ratio=reached / run.mfu, limit=limit(costs))
-    for gpu in dict.fromkeys(row["gpu"] for row in table.rows):
-        ratios = [row["ratio"] for row in table.rows if row["gpu"] == gpu]
-        say(f"{gpu}: median ratio {statistics.median(ratios):.2f} of {len(ratios)}, {min(ratios):.2f} to "
-            f"{max(ratios):.2f}")
-    pairs = zip(*((row["published"], row["predicted"]) for row in table.rows))
-    say(f"rank correlation (Spearman) of published and predicted MFU: {spearman(*pairs):.2f}")
+    kinds = dict.fromkeys(row["gpu"] for row in table.rows)
+    for some in [[kind] for kind in kinds] + [kinds] * (len(kinds) > 1):
+        rows = [row for row in table.rows if row["gpu"] in some]
+        ratios = [row["ratio"] for row in rows]
+        rank = spearman(*zip(*((row["published"], row["predicted"]) for row in rows))) if len(rows) > 1 else math.nan
+        say(f"{' and '.join(some)}: median ratio {statistics.median(ratios):.2f} of {len(rows)}, {min(ratios):.2f} to "
+            f"{max(ratios):.2f}; rank correlation (Spearman) of published and predicted MFU: {rank:.2f}")
     write_json(a.json, "plan", torch.device("cpu"), [table])
     return table
 
@@ -2529,8 +2530,8 @@ FLAGS = [
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
     number(("plan",), "--network", "from a GPU to another node, instead of the machine's", metavar="GB/S"),
-    option(("plan",), "--published", "instead, what it predicts for runs that others have published, a CSV file; without "
-           "a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
+    option(("plan",), "--published", "instead, what it predicts for runs that others have published, a CSV file; "
+           "without a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
     number(("plan",), "--top", "layouts to print", default=15),
     option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the code alone", nargs="*",
            metavar="FILE"),
