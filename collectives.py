@@ -81,7 +81,7 @@ def node_of(rank):
 
 
 class Handle:
-    """What `async_op=True` returns: `wait()` until the result may be used. Here the operation has finished already."""
+    """What `async_op=True` returns. `wait` until the result may be used; here the operation has finished already."""
 
     def wait(self):
         return None
@@ -186,7 +186,7 @@ class Library(Link):
 class TwoLevels(Link):
     """A group on M nodes with L ranks on each; rank r is number r mod L of node r // L.
 
-    In a ring only one rank of a node sends to the next node, through one network card. Here all L send, each its Lth:
+    In a ring only one rank of a node sends to the next node, through one network card. Here all L send an Lth each:
 
         all-reduce       reduce-scatter inside the node | all-reduce of my Lth between the nodes | all-gather inside
         reduce-scatter   inside, once for the chunks of each node | between
@@ -242,13 +242,12 @@ def two_levels(group, groups):
     """
     group = group or torch_dist.group.WORLD
     for ranks in groups if group not in _levels else ():  # a mesh of one axis takes the world's group, which has them
-        nodes = {}
+        nodes = defaultdict(list)
         for rank in ranks:
-            nodes.setdefault(node_of(rank), []).append(rank)
+            nodes[node_of(rank)].append(rank)
         counts = {len(node) for node in nodes.values()}
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
-            mine = rows_and_columns([*nodes.values()])
-            if mine:
+            if mine := rows_and_columns([*nodes.values()]):
                 _levels[group] = mine
 
 
@@ -295,7 +294,7 @@ def _average(op, tensor, size):
 
 
 def _flat(tensor):
-    """(K,) view of the tensor, or of a contiguous copy where its strides leave no choice: `_unflatten` copies back."""
+    """(K,) view of the tensor, or of a contiguous copy where it has gaps, which `_unflatten` copies back."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.as_strided((len(flat),), (1,))  # stride 1, which torch leaves open for tensors of fewer than 2 elements
 

@@ -11,33 +11,24 @@
     norm        one gradient norm over any combination
     recipe      `parallelize` puts them together, in the only order that works
 
-`python parallel.py data`, `memory`, `tensor`, `context`, `experts` and `pipeline` show six of them at work, in seconds
-on a laptop.
+`python parallel.py data`, `memory`, `tensor`, `context`, `experts` and `pipeline` show six of them on a laptop.
 
 Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
-nn.Module; tensor parallelism needs a table that says how each layer is cut, and ours is GPT-2's.
+nn.Module. The other sections are for the GPT of model.py. What they must tell each other stands on the parameters:
 
-What the file writes onto a parameter:
-
-    param.split_over    the groups whose ranks hold different things: other parts of the parameter, other stages' layers
+    param.split_over    the groups whose ranks hold other parts of the parameter, or the layers of other stages
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
                         that saw T/N tokens each
-    param.replicas      an expert's: the group that averages its gradient, the ranks that keep the same expert
+    param.replicas      an expert's: the ranks that keep the same expert and average its gradient
     param.fed           an expert's: from how many ranks' tokens each of these ranks has computed its gradient
     param.cuts          the `Cut`s by which expert and tensor parallelism took this rank's part of it
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
-as in model.py.
-Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook "data parallelism", "ZeRO", "tensor parallelism", "pipeline
-parallelism".
+as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
 """
 
-import argparse
-import functools
 import itertools
 import math
-import os
-import time
 import weakref
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
@@ -56,8 +47,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import (GPT, PRESETS, Experts, GPTConfig, Linear, buffers, count_of_each, initial_weight, materialize,
-                   materialize_buffers, routers, shapes)
+from model import GPT, Experts, Linear, buffers, initial_weight, materialize, materialize_buffers, routers, shapes
 
 FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
 
@@ -76,11 +66,10 @@ class Replaceable:
 # ----------------------------------------------------------------------------------------------------------------- mesh
 
 def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
-    """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's tensor-parallel
-    group.
+    """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's group along tp.
 
-    Ranks are counted with tp innermost: tensor-parallel peers, who talk in every layer, are neighbours and share a
-    node. Call it on all ranks; pp x dp x cp x tp must be the world size.
+    tp is innermost, because tensor-parallel ranks talk in every layer: neighbours share a node. Call it on all ranks,
+    as every function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
     """
     if pp * dp * cp * tp != dist.get_world_size():
         raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {pp * dp * cp * tp} processes, there are "
@@ -89,13 +78,13 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
 
 
 def ranks_of_replicas(mesh):
-    """[the ranks that keep the same parameters, of dp and cp together, in each place of pp and tp]"""
-    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()
+    """The ranks that keep the same parameters, those of dp and cp, for each place of pp and tp: (pp tp, dp cp)."""
+    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
 
 
 def replicas_of(mesh):
-    """This rank's group of replicas, which averages gradients and leaves nodes with most to send. On all ranks."""
-    ranks, group = ranks_of_replicas(mesh), mesh["dp"].get_group()
+    """This rank's group of replicas, which averages gradients. It sends most, so it crosses nodes in two levels."""
+    ranks, group = ranks_of_replicas(mesh).tolist(), mesh["dp"].get_group()
     if mesh["cp"].size() > 1:
         groups = [dist.new_group(some) for some in ranks]
         group = next(group for group, some in zip(groups, ranks) if dist.get_rank() in some)
@@ -104,22 +93,24 @@ def replicas_of(mesh):
 
 
 def split_replicas(mesh, replicas, n):
-    """[this rank's group of n neighbours among the replicas, the group of those who have its place in theirs]; where n
-    is None or all of them, [replicas, None]. On all ranks."""
+    """[this rank's group of n neighbours among the replicas, its group across those]; without n, [replicas, None]."""
     if n in (None, dist.get_world_size(replicas)):
         return [replicas, None]
-    grids = [[ranks[first:first + n] for first in range(0, len(ranks), n)] for ranks in ranks_of_replicas(mesh)]
-    return sum([dist.rows_and_columns(grid) for grid in grids], [])
+    return groups_of(ranks_of_replicas(mesh).unflatten(1, (-1, n)))
 
 
 def split_experts(mesh, n):
     """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
-    as this one]; where n is 1, [None, None]. n must divide dp. On all ranks."""
+    as this one]; where n is 1, [None, None]. n must divide dp."""
     if n == 1:
         return [None, None]
-    neighbours = mesh.mesh.permute(0, 3, 1, 2).unflatten(2, (-1, n)).transpose(3, 4)          # (pp, tp, dp/n, cp, n)
-    grids = neighbours.flatten(0, 1).flatten(1, 2).tolist()                                   # (pp tp, dp/n cp, n)
-    return sum([dist.rows_and_columns(grid) for grid in grids], [])
+    neighbours = mesh.mesh.unflatten(1, (-1, n)).permute(0, 4, 1, 3, 2)                       # (pp, tp, dp/n, cp, n)
+    return groups_of(neighbours.flatten(0, 1).flatten(1, 2))                                  # (pp tp, dp/n cp, n)
+
+
+def groups_of(grids):
+    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
+    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
 
 
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
@@ -128,9 +119,9 @@ def split_experts(mesh, n):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """The lecture's data parallelism: after backward, one all-reduce a parameter. Right, and slow twice over.
+    """The lecture's data parallelism: after backward, one all-reduce a parameter.
 
-    Nothing is sent while backward runs, and every small tensor pays the latency of a collective of its own.
+    It is slow, because every small tensor pays the latency of a collective of its own.
     """
     for param in module.parameters():
         if param.requires_grad:
@@ -139,18 +130,20 @@ def average_gradients(module, group=None):
 
 
 class Bucket:
-    """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them."""
+    """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    def __init__(self, params, group):
-        self.params, self.group = params, group_or_world(group)  # the group averages their gradients
+    group: averages their gradients. between: where `group` is not all replicas, the ranks that keep the same shard.
+    """
+
+    def __init__(self, params, group, between=None):
+        self.params, self.group, self.between = params, group_or_world(group), between
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
         self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
-        self.between = None         # the group of the ranks that keep the same shard, where `group` is not all replicas
-        self.fed = getattr(params[0], "fed", 1)  # from how many ranks' tokens a gradient was computed
+        self.fed = getattr(params[0], "fed", 1)
 
     def new(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -161,14 +154,14 @@ class Bucket:
         return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
 
     def overlap(self, param, own):
-        """What of a parameter lies in `own`, a slice of the flat vector: (slice of the parameter, slice of `own`)."""
+        """What of a parameter lies in `own`, a slice of the vector: (slice of the flat parameter, slice of `own`)."""
         start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
         low = max(start, own.start)
         high = max(low, min(start + param.numel(), own.stop))
         return slice(low - start, high - start), slice(low - own.start, high - own.start)
 
     def gather_one(self, param, local):
-        """A parameter's part of a vector that is cut as the shard is (weights, a moment), whole. All ranks must ask.
+        """One parameter's part of a vector whose shards are `local` (weights, a moment), whole. On all ranks.
 
         Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
         """
@@ -192,21 +185,17 @@ BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own cho
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
     """Parameters in buckets of about `megabytes`, last layers first, the order in which backward finishes gradients.
 
-    A bucket holds one dtype, one device, one set of groups that its parameters are cut, summed or averaged over, and
-    one `kind`.
+    All parameters of a bucket have the same dtype, device, `kind`, and groups that they are cut, summed, averaged over.
     """
-    buckets, filling = [], {}
+    filling, full = {}, []  # filling: {what parameters have in common: those of the bucket that is not yet full}
     for param in reversed(params):
         limit = (megabytes or BUCKET_MB.get(param.device.type, 25)) * 2**20
-        over = getattr(param, "replicas", group)
-        key = (param.dtype, param.device, over, split_over(param), sums(param), kind(param))
+        over = (param.replicas, None) if hasattr(param, "replicas") else (group, between)
+        key = (over, param.dtype, param.device, split_over(param), sums(param), kind(param))
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
-            buckets.append(bucket_class(filling.pop(key), over))
+            full.append((over, filling.pop(key)))
         filling.setdefault(key, []).append(param)
-    buckets += [bucket_class(some, key[2]) for key, some in filling.items()]
-    for bucket in buckets:
-        bucket.between = between if bucket.group == group_or_world(group) else None  # experts' copies are all of them
-    return buckets
+    return [bucket_class(some, *over) for over, some in full + [(key[0], some) for key, some in filling.items()]]
 
 
 def split_over(param):
@@ -220,20 +209,14 @@ def sums(param):
 class Reducer(Replaceable):
     """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
 
-    `finish` moves a bucket's gradients out of .grad into one flat vector, `bucket.total`, and averages that; each .grad
-    is then a view of the average. Until then gradients of several micro-batches add up in .grad, by autograd.
-    reduce_dtype: what travels, where it is another dtype.
+    Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
+    `bucket.total`, and averages that; each .grad is then a view of the average. reduce_dtype: what travels.
     """
-    stage = 0  # ZeRO's
+    no_sync = nullcontext  # around every backward but the step's last one: nothing is sent
 
     def __init__(self, buckets, reduce_dtype=None):
         self.buckets, self.reduce_dtype = buckets, reduce_dtype
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-
-    @contextmanager
-    def no_sync(self):
-        """Around every backward but the step's last one: nothing is sent."""
-        yield
 
     def finish(self):
         """Average all gradients. Call after the step's last backward, on every rank."""
@@ -260,14 +243,14 @@ class Reducer(Replaceable):
         self.arrive(bucket, average)
 
     def start(self, bucket):
-        """Begin to average a total: (handle, what is sent, what comes). Both must live until handle.wait()."""
+        """Begin to average a total: (handle, what is sent, what comes); both tensors must live until handle.wait()."""
         wire = self.wire(bucket)
         return dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, wire
 
     def wire(self, bucket):
         """The total as it travels. The bucket lets go of it."""
         total, bucket.total = bucket.total, None
-        if bucket.fed > 1:  # an expert's gradient is that of the sum of so many ranks' losses; wanted is their mean
+        if bucket.fed > 1:  # an expert has the gradient of the sum of so many ranks' losses, and wants that of the mean
             total /= bucket.fed
         return total.to(self.reduce_dtype or total.dtype)
 
@@ -276,24 +259,15 @@ class Reducer(Replaceable):
         for view, param in zip(bucket.views(average.to(bucket.dtype)), bucket.params):
             param.grad = view
 
-    def forget(self):
-        """Drop the gradients of a step that was never finished, because its backward raised, say. On every rank."""
-        for bucket in self.buckets:
-            bucket.total = None
-            for param in bucket.params:
-                param.grad = None
 
-
-class DDP(nn.Module):
+class DDP(Replaceable, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket.
 
         model = DDP(module, group)                  broadcasts parameters and buffers of the group's first rank
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
-    Tied parameters count once, frozen ones not at all. Ranks may use different parameters: one that a rank did not
-    use counts as zero there, so one that nobody used has a gradient of zero, not None.
-
+    A parameter that a rank did not use counts as zero there, so one that nobody used has a gradient of zero, not None.
     Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
     """
 
@@ -310,16 +284,11 @@ class DDP(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def zero_grad(self, set_to_none=True):
-        """As any module's; after a backward that raised, on every rank, before the next one."""
-        self.reducer.forget()
-        super().zero_grad(set_to_none)
-
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
 # Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same.
-# ZeRO lets each rank keep an Nth. K parameters, float32, bytes a rank (mixed precision: `memory_bytes`):
+# ZeRO lets each rank keep an Nth. K parameters, float32, bytes a rank:
 #
 #                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
@@ -327,34 +296,31 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, n ranks of a node
-# can shard among themselves, N/n such groups being replicas: the table with n for N inside a node, and between the
-# nodes one all-reduce a step of each shard's gradient, K/n elements (hybrid sharding). A gradient between two
-# micro-batches lies in .grad under DDP; in `bucket.total` at stages 0 and 1 of what follows; in the shard's .grad at
-# stages 2 and 3. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, the n ranks of a
+# node can shard among themselves. Then N/n such groups are replicas, the table holds with n for N inside a node, and
+# between the nodes goes one all-reduce a step of each shard's gradient, K/n elements (hybrid sharding).
+# Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardReducer(Reducer):
     """The reducer of parameters whose optimizer steps `bucket.shard`: averages end up in the shard's .grad.
 
-    stage 0: all-reduce, in `finish`; the shard is all of the bucket, and has masters    2(N-1)/N x K sent a step
+    stage 0: all-reduce, in `finish`; the shard is all of the bucket                     2(N-1)/N x K sent a step
     stage 1: reduce-scatter, in `finish`                                                  (N-1)/N x K
     stage 2: reduce-scatter, when a backward has brought a bucket's last gradient       m (N-1)/N x K
 
-    Whenever a backward has brought a bucket's last gradient, .grad is emptied into `bucket.total`, which has the
-    shard's dtype, float32 for 16-bit weights: so micro-batches do not add up in 16 bits, and each gradient exists once.
-    (What an incomplete bucket has goes there when `no_sync` ends.) Stage 2 sends the bucket at that moment, since to
-    keep no full gradient is what it is for. on_complete(bucket) is called first.
+    When a backward has brought a bucket's last gradient, on_complete(bucket) is called and .grad is emptied into
+    `bucket.total`. That has the shard's dtype, float32 for 16-bit weights, so micro-batches do not add up in 16 bits.
+    Stage 2 sends the bucket at that moment, so no rank keeps a full gradient.
     """
 
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
         super().__init__(buckets, reduce_dtype)
         self.stage, self.on_complete = stage, on_complete
-        self.apart = set()  # buckets that are averaged over `bucket.group` alone, not yet over all replicas
+        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
         self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient this backward lacks
         call_when_gradients_come(self.bucket_of, self.came)
 
     def came(self, param):
-        """This backward has added all it has for a parameter to param.grad."""
         bucket = self.bucket_of[param]
         self.missing[bucket].discard(param)
         if not self.missing[bucket]:
@@ -373,11 +339,11 @@ class ShardReducer(Reducer):
             yield
         finally:
             for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):
+                if self.stage < 2 and self.holds(bucket):  # not complete, because a parameter was not used
                     self.collect(bucket)
 
     def total_dtype(self, bucket):
-        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 adds nothing up: it sends at once
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
 
     def start(self, bucket):
         if bucket.between:
@@ -406,41 +372,27 @@ class ShardReducer(Reducer):
 
     @torch.no_grad()
     def average_between(self):
-        """Average what the groups that shard have averaged, once a step, however many micro-batches it has."""
-        waiting = []
+        """Average shards over `bucket.between`, once a step, however many micro-batches it has."""
         for bucket in filter(self.apart.__contains__, self.buckets):  # in one order on all ranks
             wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between, async_op=True)
-            waiting.append((bucket.shard.grad, wire, handle))
-        for grad, wire, handle in waiting:
-            handle.wait()
-            grad.copy_(wire)
+            dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between)
+            bucket.shard.grad.copy_(wire)
         self.apart.clear()
 
     def holds(self, bucket):
         """Whether gradients of this bucket have not been sent yet."""
         return bucket.total is not None or any(p.grad is not None for p in bucket.params)
 
-    @property
-    def finished(self):
-        return not (self.apart or any(map(self.holds, self.buckets)))
-
-    def forget(self):
-        super().forget()
-        self.apart.clear()
-        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
-
 
 def call_when_gradients_come(params, method):
     """Let autograd call method(param) when a backward has added all it has to param.grad."""
-    method = weakref.WeakMethod(method)  # weak, or parameters and buckets would keep each other alive
+    method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
     for param in params:
         param.register_post_accumulate_grad_hook(lambda p: (alive := method()) and alive(p))
 
 
 class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
-    """ZeRO-1, and ZeRO-2 with stage=2: each rank holds the optimizer state, and steps the weights, of its Nth of the
-    parameters.
+    """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
         with optimizer.no_sync(): loss.backward()              every micro-batch but the last
@@ -449,11 +401,10 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
-    optimizer_class: any whose update is element by element (SGD, Adam, ...), since a shard cuts through tensors.
+    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     compute_dtype: the parameters become bf16 or fp16, and the shards are their float32 masters. reduce_dtype: what
-    gradients travel in. stage=0 shards nothing: masters for plain data parallelism. A parameter that no rank used has a
-    gradient of zero, not None. stage=2: all ranks must use the same parameters in each backward. between: the group of
-    this rank's number in all groups that are replicas of `group`, where `group` is not all of them.
+    gradients travel in. stage=0 shards nothing, and has masters. stage=2: all ranks must use the same parameters in
+    each backward. between: the ranks that keep the same shard, where `group` is not all replicas.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
@@ -461,7 +412,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         groups = list(params)
         groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [{"params": groups}]
         self.group, self.stage = group_or_world(group), stage
-        which = {}  # parameter -> its parameter group; a tied one belongs where it comes first
+        which = {}  # parameter -> the number of its parameter group, of a tied one the first
         for i, g in enumerate(groups):
             for p in g["params"]:
                 if p.requires_grad:
@@ -480,26 +431,18 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
             for view, p in zip(bucket.views(bucket.weights), bucket.params):
                 p.data = view  # from here on, gathering the flat buffer is gathering the parameters
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]  # of 16-bit parameters
+        self.masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]
         for i, g in enumerate(groups):
             g["params"] = [bucket.shard for bucket in self.buckets if which[bucket.params[0]] == i]
         self.inner = optimizer_class(groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # one list: schedulers change it here
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
         self.reducer = ShardReducer(self.buckets, stage, reduce_dtype)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
-
-    def zero_grad(self, set_to_none=True):
-        """Drop all gradients: those of the shards, and what a step that was never finished has left. On every rank."""
-        self.reducer.forget()
-        for shard in self.shards:
-            shard.grad = None if set_to_none or shard.grad is None else shard.grad.zero_()
 
     @torch.no_grad()
     def step(self):
         """Step the own shard, then all-gather the parameters."""
-        if not self.reducer.finished:
-            self.finish_grad_sync()
         self.inner.step()
         self.cast()
         self.publish(self.buckets)
@@ -511,12 +454,8 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
 
     def publish(self, buckets):
         """Give this rank's Nth of the weights for those of the others."""
-        handles = []
         for bucket in buckets if self.stage else ():
-            mine = bucket.weights[bucket.own]
-            handles.append(dist.all_gather_into_tensor(bucket.weights, mine, bucket.group, async_op=True))
-        for handle in handles:
-            handle.wait()
+            dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
 
 def spread(tensor, group, between):
@@ -527,22 +466,19 @@ def spread(tensor, group, between):
 
 
 def master_dtype(dtype):
-    """What weights are kept and gradients added up in: bf16 has 8 bits, and would round an Adam step of 0.001 away."""
+    """What weights are kept and gradients added up in: bf16 has 8 bits and would round an Adam step of 0.001 away."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def is_matrix(param):
-    """Whether weight decay is for it: not for biases and norms. A flat shard remembers what it was cut from, a stack of
-    biases that it is one."""
+    """Whether it has weight decay; biases and norms have none. Flat shards and stacks of biases say so themselves."""
     return getattr(param, "matrix", param.dim() >= 2)
 
 
 def make_shard(bucket, sharded):
-    """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values, in float32 where they
-    are 16-bit.
+    """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values; all, if not `sharded`.
 
-    sharded False: all of them. Returns all values, on every rank those of the first one; the shard is a view of them
-    where the dtype is the same.
+    16-bit values become float32. Returns all values, the first rank's; where the dtype stays, the shard is a view.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -556,18 +492,18 @@ def make_shard(bucket, sharded):
     return values
 
 
-class FlatParameter(Bucket):
-    """What FSDP makes whole at a time: the parameters of one unit, of which this rank keeps an Nth, `shard`.
+class FlatParameter(Replaceable, Bucket):
+    """The parameters of one unit of FSDP, of which this rank keeps an Nth, `shard`.
 
     `weights` is the flat buffer whose views the layers compute with. Its storage grows and shrinks under tensors that
     stay the same, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep this rank's shard; `params` become new ones, views of `weights`, without memory until `gather`."""
+        """Keep the shard, and make parameters that are views of `weights`. Returns {old: new}; none has memory yet."""
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
-        self.shard.data = self.shard.data.clone()  # no longer a view of all values
+        self.shard.data = self.shard.data.clone()  # so that the other values can go
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
@@ -575,35 +511,26 @@ class FlatParameter(Bucket):
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
             new.__dict__.update(p.__dict__)
-        self.uses_left, self.handle = 0, None
+        self.uses_left = 0
         self.free()
         return dict(zip(old, self.params))
 
+    @torch.no_grad()
     def gather(self):
         """Make the parameters whole, in the compute dtype: an all-gather, (N-1)/N x K elements sent."""
-        self.start()
-        self.wait()
-
-    @torch.no_grad()
-    def start(self):
-        if self.version == self.shard._version:  # whole, and no optimizer has stepped since: a step raises the version
+        if self.version == self.shard._version:  # already whole; a step of the optimizer would have raised the version
             return
-        self.wait()
         self.version = self.shard._version
         if not self.stays_whole:
             self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
-        mine = self.weights[self.own]
-        mine.copy_(self.shard)  # the cast from the master's dtype
+        self.weights[self.own] = self.shard  # the cast from the master's dtype
         if not self.stays_whole:
-            self.handle = dist.all_gather_into_tensor(self.weights, mine, self.group, async_op=True)
+            self.all_gather()
 
-    def wait(self):
-        if self.handle:
-            self.handle.wait()
-            self.handle = None
+    def all_gather(self):
+        dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group)
 
     def free(self):
-        self.wait()  # a gather under way must not write into freed memory
         self.version = None
         if not self.stays_whole:
             self.weights.untyped_storage().resize_(0)
@@ -622,15 +549,12 @@ class FSDP(Replaceable, nn.Module):
         forward    before a unit: gather it       after it: free it, but for the last one, with which backward begins
         backward   before a unit: gather it       when its last gradient is there: free it, reduce-scatter its gradients
 
-    Matrices are sharded, one flat parameter a unit; 1-D parameters (biases, norms; a thousandth of K) stay whole, and
-    are all-reduced once a step. A tied parameter stays whole from its first use in forward to its last, and in backward
-    until both uses have added to its gradient; a frozen one, once gathered in backward, until `finish_grad_sync`.
-    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's own dtype.
-    A module on the meta device is never whole anywhere: name the device it shall live on, and give its values to
-    `load`. All ranks must use the same parameters in each backward. To drop a step, `model.zero_grad()`. between: as
-    for ShardedOptimizer.
-
-    Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
+    are all-reduced once a step. A tied parameter stays whole from its first use to its last, a frozen one, once
+    gathered in backward, until `finish_grad_sync`. compute_dtype: what layers compute in, e.g. torch.bfloat16; shards
+    and their gradients keep the module's own dtype. A module on the meta device is never whole anywhere: name its
+    device, and give its values to `load`. All ranks must use the same parameters in each backward. between: as for
+    ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
     def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None, between=None):
@@ -653,14 +577,13 @@ class FSDP(Replaceable, nn.Module):
         self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
         self.uses = Counter(flat for flats in self.units.values() for flat in flats)
         cut = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
-        self.last = cut[-1] if cut else []
-        self.in_backward = False
+        self.last, self.in_backward = cut[-1] if cut else [], False
         for unit in self.units:
             unit.register_forward_pre_hook(self.before_forward)
             unit.register_forward_hook(self.after_forward)
-        trainable = [flat for flat in self.buckets if flat.shard.requires_grad]
-        matrices, vectors = ([flat for flat in trainable if flat.stays_whole == whole] for whole in (False, True))
-        self.reducers = [ShardReducer(matrices, 2, reduce_dtype, FlatParameter.free),
+        matrices, vectors = ([flat for flat in self.buckets if flat.shard.requires_grad and flat.stays_whole == whole]
+                             for whole in (False, True))
+        self.reducers = [ShardReducer(matrices, 2, reduce_dtype, on_complete=lambda flat: flat.free()),
                          ShardReducer(vectors, 0, reduce_dtype)]
         self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
 
@@ -694,44 +617,28 @@ class FSDP(Replaceable, nn.Module):
             flat.gather()
 
     def finish_grad_sync(self):
-        """Send the gradients that have not left, such as 1-D ones; free what backward did not. On every rank."""
+        """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
         for flat in self.buckets:
             flat.free()
         self.in_backward = False
 
-    def zero_grad(self, set_to_none=True):
-        """Drop the optimizer's gradients, and those of a step that was never finished. On every rank."""
-        for reducer in self.reducers:
-            reducer.forget()
-        super().zero_grad(set_to_none)
-
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's flat shards, and the 1-D parameters of the module in one flat vector."""
+        """What an optimizer steps: this rank's flat shards; of 1-D parameters all, in flat vectors."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     @torch.no_grad()
     def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, one by one; kept is what lies in the shard."""
+        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps what lies in its shard."""
         for name, param in self.module.named_parameters():
             flat = self.bucket_of[param]
             there, here = flat.overlap(param, flat.own)
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
-    @torch.no_grad()
-    def full_parameter(self, param):
-        """One parameter of the module, whole and in the master dtype. All ranks must ask."""
-        flat = self.bucket_of[param]
-        return flat.gather_one(param, flat.shard.detach())
-
-    def full_state_dict(self):
-        """{name: whole tensor in the master dtype} on every rank. All ranks must ask."""
-        return {name: self.full_parameter(param) for name, param in self.module.named_parameters()}
-
 
 def fsdp_units(module):
-    """[(module, its parameters)]: what FSDP gathers at a time. A unit's parameters are used in its forward alone."""
+    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time."""
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
     def add_units(m, unit):
@@ -758,16 +665,16 @@ def tensors_in(value):
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g
 #
-# Y = GeLU(X A) B. A is cut by columns, so each rank computes its slice of the hidden layer alone, GeLU included; B is
+# Y = GeLU(X A) B. A is cut by columns, so each rank computes its slice of the hidden layer alone, GeLU included. B is
 # cut by rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
 #
 #          ┌─ X ─ A_0 ─ GeLU ─ B_0 ─ Y_0 ─┐
 #     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
-# Attention is the same with heads for columns. By ring, a block sends 2 x 2(N-1)/N x BTC forward and as much
-# backward. (The lecture's code all-gathers after every matrix; cutting the second one by rows takes one all-reduce
-# for the two.) Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
+# Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward.
+# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.)
+# Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so their dX add up."""
@@ -779,7 +686,7 @@ class CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may still hold the incoming one
+        grad = grad.clone(memory_format=torch.contiguous_format)  # because autograd may still need the incoming one
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
@@ -799,10 +706,9 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class Cut:
-    """How a parameter is cut over a group: along `dim`, after splitting that dim into `parts` equal parts.
+    """How a parameter is cut over a group: along `dim`, each of `parts` equal parts of it for itself.
 
-    parts=3 is the fused q, k, v matrix: every rank gets its heads of each third. Uneven sizes differ by one, nothing
-    is padded.
+    parts=3 is for the fused q, k, v matrix: every rank gets its heads of each third. Uneven sizes differ by one.
     """
 
     def __init__(self, group, dim, parts=1):
@@ -817,24 +723,22 @@ class Cut:
 
     def gather(self, local, shape):
         """The whole tensor, of `shape`, on every rank of the group."""
-        full = torch.empty(shape, device="meta")  # for the parts' shapes
-        pieces = [self.part(full, r) for r in range(self.size)]
-        rows = local.new_zeros(self.size, max(p.numel() for p in pieces))
+        pieces = [self.part(torch.empty(shape, device="meta"), r) for r in range(self.size)]  # each rank's shape
+        rows = local.new_zeros(self.size, max(p.numel() for p in pieces))  # padded, because the collective needs equals
         rows[self.rank, :local.numel()] = local.detach().reshape(-1)
         dist.all_gather_into_tensor(rows.view(-1), rows[self.rank], group=self.group)
         parts = [row[:p.numel()].view(p.shape).chunk(self.parts, self.dim) for row, p in zip(rows, pieces)]
-        return torch.cat([torch.cat([p[i] for p in parts], self.dim) for i in range(self.parts)], self.dim)
+        return torch.cat([torch.cat(ranks, self.dim) for ranks in zip(*parts)], self.dim)
 
 
 class ColumnParallelLinear(Replaceable, nn.Module):
     """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
+    linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
         super().__init__()
         self.group, self.f, cut = group, f, Cut(group, 0, parts)
         self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
-
-    linear = staticmethod(kernels.linear)
 
     def forward(self, x):
         return self.linear(self.f(x, self.group), self.weight, self.bias)
@@ -842,37 +746,23 @@ class ColumnParallelLinear(Replaceable, nn.Module):
 
 class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
+    linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, g=ReduceFromGroup.apply):
         super().__init__()
         self.group, self.g = group, g
         self.weight, self.bias = local_parameter(linear.weight, Cut(group, 1)), linear.bias
 
-    linear = staticmethod(kernels.linear)
-
     def forward(self, x):
         y = self.g(self.linear(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias  # after the sum, so that it is added once and not N times
 
 
-class ColumnParallelExperts(nn.Module):
-    """A ColumnParallelLinear of each expert: rows (n, in), counts (E) as in model.py -> (n, out/N). Weight
-    (E, out/N, in), bias (E, out/N)."""
-
-    def __init__(self, layer, group):
-        super().__init__()
-        self.weight, self.bias = (local_parameter(param, Cut(group, 1)) for param in (layer.weight, layer.bias))
-
-    def forward(self, rows, counts):
-        return kernels.grouped_linear(rows, self.weight, self.bias, counts)
-
-
 class RowParallelExperts(nn.Module):
-    """A RowParallelLinear of each expert, without its g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
-    (E, out, in/N).
+    """A RowParallelLinear of each expert, before g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
+    (E, out, in/N), bias (E, out/N).
 
-    g adds the terms up after a token's k experts have been weighed and added. Each expert's bias must be weighed with
-    its output, so it is added before g, and still once: each rank adds its own Nth, (E, out/N), and zeros.
+    A token's k experts, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
     """
 
     def __init__(self, layer, group):
@@ -887,15 +777,15 @@ class RowParallelExperts(nn.Module):
 
 
 def between_f_and_g(experts, group, f, g):
-    """Put f before and g after an `Experts`, in place. Its inputs are tokens, and the router's choices and weights for
-    them. All three go through f, because each rank has only a term of the weights' gradient, too."""
+    """Put f before and g after an `Experts`, in place. Its inputs, tokens, choices and weights, all go through f,
+    because each rank has only a term of the weights' gradient, too."""
     forward = experts.forward
     experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
     return experts
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids (...) -> embeddings (..., C), each rank looking up the rows it holds: V/N of the table."""
+    """Token ids (...) -> embeddings (..., C). Each rank looks up the V/N rows of the table that it holds."""
 
     def __init__(self, embedding, group, g=ReduceFromGroup.apply):
         super().__init__()
@@ -921,6 +811,13 @@ def local_parameter(param, cut):
     return local
 
 
+def cut_in_place(layer, cut):
+    """Put this rank's parts of a layer's parameters in their places."""
+    for leaf, param in list(layer.named_parameters()):
+        setattr(layer, leaf, local_parameter(param, cut))
+    return layer
+
+
 def cuts(param):
     return getattr(param, "cuts", ())
 
@@ -933,15 +830,14 @@ def first_row(rows, cut):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits (n, V/N), each rank holding its slice of the vocabulary, against targets (n).
 
-    loss = log(sum exp z) - z_target needs three numbers a token, not V: the maximum, the sum of exponentials and the
-    target's logit are all-reduced, 3n elements in place of nV. Backward needs nothing: softmax minus one-hot, slice
-    by slice.
+    loss = log(sum exp z) - z_target: the maximum, the sum of exponentials and the target's logit are all-reduced, 3n
+    elements in place of nV. Backward sends nothing: it is softmax minus one-hot, slice by slice.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, group, first):
         z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
-        mine, total, target = kernels.softmax_sums(z, local)  # of a target on another rank 0
+        mine, total, target = kernels.softmax_sums(z, local)  # (n) each; the target's is 0 where another rank has it
         top = mine.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
         sums = torch.stack([total * (mine - top).exp(), target])
@@ -971,7 +867,7 @@ GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer 
     "mlp.c_proj": RowParallelLinear,
     "lm_head": ColumnParallelLinear,
     "mlp.experts": partial(between_f_and_g, f=CopyToGroup.apply, g=ReduceFromGroup.apply),
-    "experts.c_fc": ColumnParallelExperts,
+    "experts.c_fc": lambda layer, group: cut_in_place(layer, Cut(group, 1)),  # weight (E, out/N, in), bias (E, out/N)
     "experts.c_proj": RowParallelExperts,
 }
 
@@ -982,11 +878,7 @@ def planned(name, plan):
 
 
 def tensor_parallel(module, group, plan=GPT2_PLAN):
-    """Replace every layer the plan names (by the end of its name) with this rank's slice of it, in place. Ties stay
-    ties.
-
-    Sizes need not divide, except heads: the qkv matrix must be cut at a head's edge.
-    """
+    """Put this rank's slices in place of the layers that the plan names. N must divide the heads. Ties stay ties."""
     slices = {}  # weight -> its slice: a tied weight is cut once
     for name, layer in list(module.named_modules()):
         if how := planned(name, plan):
@@ -1006,11 +898,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
-# That sends as many bytes as before. But A's layer would now keep the T tokens that f has gathered, because dA = dY^T X
-# needs them. So it keeps its own T/N and gathers again in backward: in place of 2 all-reduces, which are 4 halves, a
-# sublayer takes 5 halves. In return each rank keeps an Nth of what lies outside of the products. A parameter that sees
-# T/N tokens alone (of a norm, a bias added after g, positions) has only these tokens' part of its gradient:
-# `param.sums` lets the group add the parts up.
+# That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. But A's layer
+# would keep the T tokens that f has gathered, because dA = dY^T X needs them. So it keeps its own T/N and gathers again
+# in backward: a sublayer takes 5 halves of an all-reduce in place of 4. A parameter that sees T/N tokens alone (of a
+# norm, a bias added after g, positions) has these tokens' part of its gradient: the group must add the parts up
+# (`param.sums`).
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -1047,14 +939,14 @@ def gathered(x, group):
 
 
 def scattered(x, group):
-    """g: each rank's term of a sum (B, T, C) -> its tokens of the sum (B, T/N, C)."""
+    """g: each rank's term of a sum, (B, T, C) -> its tokens of the sum, (B, T/N, C)."""
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
 class GatherThenProduct(torch.autograd.Function):
     """f, then X A^T + b. Keeps this rank's tokens of X, and gathers the others again in backward.
 
-    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X for it, and X stays until the "W".
+    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
     """
 
     @staticmethod
@@ -1073,7 +965,7 @@ class GatherThenProduct(torch.autograd.Function):
 
 
 class GatheringLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear whose product is f, too: X (B, T/N, in) -> (B, T, out/N)."""
+    """A ColumnParallelLinear whose product includes f: X (B, T/N, in) -> (B, T, out/N)."""
 
     def __init__(self, linear, group, parts=1):
         super().__init__(linear, group, parts, f=lambda x, group: x)
@@ -1088,7 +980,7 @@ GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers s
     "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
     "mlp.c_proj": partial(RowParallelLinear, g=scattered),
-    "lm_head": partial(ColumnParallelLinear, f=gathered),  # keeps all of X: one layer in the model may
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # it keeps all of X, as one layer of the model may
     "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
 }
 
@@ -1099,26 +991,26 @@ def sequence_parallel(module, group):
     for param in module.parameters():
         if all(cut.group != group for cut in cuts(param)):
             param.sums = sums(param) + (group,)
-    positions = module.positions  # if context parallelism has cut the sequence before, those of this rank's tokens
+    positions = module.positions  # context parallelism may have cut the sequence before
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
 #
 # Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at other ranks' tokens. In ring
-# attention, queries stay where they are, and keys and values go round, N-1 times to the right. Step s brings the keys
-# of rank r-s. Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores.
-# They are merged into O and L, those of all keys that came before:
+# attention queries stay, and keys and values go round, N-1 times to the right. Step s brings the keys of rank r-s.
+# Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores. They are merged
+# into O and L, those of all keys that came before (at first 0 and -inf):
 #
 #     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
 #
 # Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
-# them, and each rank adds its part, until they come home. A rank sends (N-1)/N x 2BTC elements forward. Backward it
-# sends as many, and dK and dV in float32, as many again. (With tensor parallelism, C/tp stands for C.)
+# them, and each rank adds its part, until they come home. A rank sends (N-1)/N x 2BTC elements forward, as many
+# backward, and as many again of dK and dV, in float32. (With tensor parallelism, C/tp stands for C.)
 #
 # A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
-# 0, while the last rank works in every step. So a sequence is cut into 2N chunks, and rank r holds chunks r and 2N-1-r
-# ("zigzag"). Then all ranks have equal work in each step:
+# 0, while the last rank works in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks have
+# equal work in each step:
 #
 #     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
 #     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
@@ -1131,8 +1023,7 @@ def sequence_parallel(module, group):
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 def own_tokens(tokens, rank, n, kind, device="cpu"):
-    """The positions, of a sequence of `tokens`, that a rank of n holds, int64 (T/N). n must divide tokens, 2n for a
-    ring."""
+    """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). n must divide tokens, 2n for a ring."""
     chunks = torch.arange(tokens, device=device).view(2 * n if kind == "ring" else n, -1)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
 
@@ -1146,8 +1037,7 @@ def shift(tensor, group):
 
 
 def going_round(tensor, group):
-    """Yields (rank, its tensor) for each rank, this one first, then those to its left. A tensor is passed on to the
-    right while the caller computes with it."""
+    """Yields (rank, its tensor), this rank first, then those to its left. Each travels on while the caller computes."""
     n = dist.get_world_size(group)
     for s in range(n):
         handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
@@ -1158,9 +1048,7 @@ def going_round(tensor, group):
 
 
 def seen(rank, other, half):
-    """(which of a rank's queries see keys of `other`, which of these keys they see, whether causally).
-
-    Queries and keys are slices of T/N tokens, of which the first `half` are the first chunk."""
+    """Which queries of a rank see keys of `other`: (slice of queries, slice of keys, causal). half: tokens a chunk."""
     if other == rank:
         return slice(None), slice(None), True
     return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
@@ -1172,13 +1060,11 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, group):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
-        ctx.group, wide, o = group, torch.float64 if q.dtype == torch.float64 else torch.float32, None
+        ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
+        o, lse = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., 0], -math.inf, dtype=wide)   # lse (B, H, T/N)
         for other, (k, v) in going_round(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
-            if o is None:  # step 0: this rank's own keys, which all its queries see
-                o, lse = o_s.to(wide), lse_s.to(wide)                                     # (B, H, T/N, D); (B, H, T/N)
-                continue
             total = torch.logaddexp(lse[:, :, rows], lse_s)
             old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
             o[:, :, rows] = o[:, :, rows] * old + o_s * new
@@ -1192,7 +1078,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: the other ranks' part, which has come
+        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what came, summed over other ranks
         for other, (k, v) in going_round(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attention_block_backward(
@@ -1201,7 +1087,7 @@ class RingAttention(torch.autograd.Function):
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
-                own = mine  # of this rank's keys: the sum of the others' parts comes home last
+                own = mine  # the others' parts of this rank's dK and dV come home last
                 continue
             for handle in handles:
                 handle.wait()
@@ -1252,25 +1138,24 @@ def context_parallel(module, group, kind):
 # ----------------------------------------------------------------- expert parallel: tokens travel to the chosen experts
 #
 # Experts are most of a model's parameters, and each token needs k of them. So N neighbours along dp share out the
-# experts, E/N each; of all other parameters each rank keeps a replica. Each rank routes its own tokens. It sends every
-# token as k rows, to the ranks that keep its experts, and gets the experts' outputs back:
+# experts, E/N each; all other parameters lie on every rank. Each rank routes its own tokens. It sends every token as k
+# rows, to the ranks that keep its experts, and gets the experts' outputs back:
 #
 #     rank 0   tokens ─ router ─ sort ─┐ all-   ┌─ sort ─ experts 0, 1 ─ unsort ─┐ all-   ┌─ unsort ─ weigh, add up
 #     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
 #
-# Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. Before a rank
-# can receive rows, it must know how many will come: so E counts are exchanged first. Then there are four exchanges of
-# rows: there and back, in forward and in backward. In each a rank sends the rows that are for other ranks: (N-1)/N of
-# its k B T rows of C elements, if the load is balanced.
+# Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. First the
+# ranks exchange E counts, because each must know how many rows will come. Then there are four exchanges of rows: there
+# and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load is
+# balanced.
 #
-# The same expert lies on dp/N x cp ranks, its copies, and each copy's gradient comes from the tokens of N ranks. Each
-# rank's loss is the mean over its own tokens, so a copy has the gradient of a sum of N losses. The gradient of the mean
-# over all ranks is therefore the average over the copies, divided by N (`param.fed`).
+# The same expert lies on dp/N x cp ranks, its copies. Each rank's loss is the mean over its own tokens, and a copy gets
+# the tokens of N ranks, so it has the gradient of a sum of N losses. The gradient of the mean over all ranks is
+# therefore the average over the copies, divided by N (`param.fed`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send the first sends[0] of the rows (n, C) to rank 0, the next sends[1] to rank 1, and so on. Returns the rows
-    that come, in order of rank: receives[r] from rank r."""
+    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The first receives[0] that come are rank 0's."""
     arrived = rows.new_empty(sum(receives), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
     return arrived
@@ -1291,8 +1176,7 @@ def visit(mlps, group, rows, counts):
 
 
 def through_experts(mlps, rows, coming):
-    """Rows (R, C), sorted by the rank that they come from and then by expert, coming (N, E/N) of each -> (R, C) in the
-    same order."""
+    """Rows (R, C) by rank of origin and then by expert, coming (N, E/N) of each -> (R, C) in the same order."""
     expert = torch.arange(coming.shape[1], device=rows.device).repeat(len(coming)).repeat_interleave(
         coming.flatten(), output_size=len(rows))                                              # of each row
     order = expert.argsort(stable=True)
@@ -1301,22 +1185,19 @@ def through_experts(mlps, rows, coming):
 
 
 def expert_parallel(module, group, copies):
-    """Let each rank of the group keep E/N of a GPT's experts, in place. copies: the group of the ranks that keep the
-    same experts as this one."""
+    """Let each rank of the group keep E/N of a GPT's experts, in place. copies: the ranks that keep the same ones."""
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
-            for leaf, param in list(layer.named_parameters()):
-                mine = local_parameter(param, Cut(group, 0))
-                mine.replicas, mine.fed = copies, dist.get_world_size(group)
-                setattr(layer, leaf, mine)
+            for param in cut_in_place(layer, Cut(group, 0)).parameters():
+                param.replicas, param.fed = copies, dist.get_world_size(group)
         experts.mlps = partial(faster(visit), experts.mlps, group)
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
 #
 # Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule
-# is data: one list of actions a rank, in the order that rank runs them. Generators write lists, and everything else
-# reads them: `check` proves that a list can run, `simulate` times it, `draw` shows it.
+# is data: one list of actions a rank, in the order in which that rank runs them. Functions below write lists, `lower`
+# adds the transfers, `check` proves that they can run, and `Pipeline` runs them.
 #
 #     F   forward of one micro-batch through one stage
 #     B   backward = I, then W:   I gradient of the input, which the stage before waits for
@@ -1353,8 +1234,8 @@ def take_turns(forwards, ahead, backwards):
 def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
 
-    A micro-batch's B ends p-r turns (F + B) after its F began, for it goes through p-1-r ranks and back: so p-r
-    activations keep the rank busy, whatever m is, and more would only wait.
+    So it holds at most p-r activations, whatever m is. A micro-batch goes through p-1-r more ranks and back, and its B
+    ends p-r turns (F + B) after its F began. So p-r keep the rank busy.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
             for r in range(p)]
@@ -1378,7 +1259,7 @@ def interleaved(p, m, v):
 
 
 def zero_bubble_h1(p, m, v=1):
-    """1F1B with backward in two: rank r puts W off by r micro-batches, so that I reaches the stage before earlier."""
+    """1F1B with backward in two: rank r puts W off by r micro-batches, so that it sends the result of I earlier."""
     def rank(r):
         put_off = [[Action("W", r, i - r)] if i >= r else [] for i in range(m + r)]
         backwards = [[Action("I", r, i)] + put_off[i] for i in range(m)]
@@ -1391,7 +1272,7 @@ def stages_of(lists):
 
 
 def needs(action, stages):
-    """The actions whose results one computes with: those of its own stage, and what a neighbour stage hands over."""
+    """The actions whose results an action computes with: of its own stage, and of a neighbour stage."""
     kind, s, i = action
     if kind == "F":
         return [Action("F", s - 1, i)] if s else []
@@ -1416,11 +1297,10 @@ class ScheduleError(ValueError):
 
 
 def walk(lists, ready, stuck):
-    """Run through all lists at once: each turn yields [(rank, action)], the next of every rank for which
-    ready(action, done, heads) holds.
+    """Run through all lists at once: each turn yields [(rank, action)], the next of each rank, if it is
+    ready(action, done, heads).
 
-    done: the actions of earlier turns; heads: the next of each rank. ScheduleError, saying `stuck`, where no rank can
-    go on.
+    done: the actions of earlier turns; heads: the next of each rank. Raises ScheduleError(stuck) if no rank is ready.
     """
     at, done = [0] * len(lists), set()
     while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
@@ -1441,11 +1321,10 @@ def in_order(lists):
 
 
 def lower(lists):
-    """Add the transfers: an output that another rank needs is sent as soon as it is there.
+    """Add the transfers: an output that another rank needs is sent as soon as it is made.
 
-    When an output is made, its send is appended to its rank's list and its receive to the other's, so before all that
-    the other has still to run. So each pair of ranks sees its transfers in one order, from both ends, and no two of
-    them can wait for each other.
+    The send is appended to its rank's list and the receive to the other's, before all that the other has still to run.
+    So both ranks see their transfers in the same order, and no two of them wait for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1461,18 +1340,17 @@ def lower(lists):
 def check(lists):
     """Prove that lowered lists can run: raises ScheduleError where they cannot.
 
-    Each stage's F and B (or I and W) of each micro-batch once, on its rank, after what they need, their input
-    received; each receive matched with a send; and no deadlock even if a send blocks until its receive is reached,
-    the strictest reading.
+    Each stage runs F and B (or I and W) of each micro-batch once, on its rank, after what they need; each receive has
+    its send; and there is no deadlock even if each send waits for its receive.
     """
     p, stages, listed = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            wrong = "is there twice" if action in listed else None
+            at = [i if q == r else -1 for q in range(p)]
             if action.stage % p != r:
-                wrong = f"of stage {action.stage}: that stage does not live on rank {r}"
-            if wrong:
-                raise ScheduleError(lists, [i if q == r else -1 for q in range(p)], f"{action} {wrong}")
+                raise ScheduleError(lists, at, f"{action} of stage {action.stage} does not live on rank {r}")
+            if action in listed:
+                raise ScheduleError(lists, at, f"{action} is there twice")
             listed.add(action)
     for s, i in itertools.product(range(stages), {action.micro_batch for action in listed}):
         if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
@@ -1481,7 +1359,7 @@ def check(lists):
 
     def ready(action, done, heads):
         kind, s, i = action
-        if kind[0] in "SR":  # both ends at once: a rank at a transfer waits for the other to be at the same one
+        if kind[0] in "SR":  # a rank at a transfer waits until the other rank is at the same one
             send = action if kind[0] == "S" else other_end(action)
             made = any(Action(k, send.stage, i) in done for k in ("F" if kind[1] == "F" else "BI"))
             return made and send in heads and other_end(send) in heads
@@ -1495,12 +1373,8 @@ def check(lists):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 class WeightGradients:
-    """Takes the weight gradients of a stage's Linears, dA = dy^T x and db, which no other stage waits for.
-
-    While `put_off` is a list, they are appended to it as functions, for a "W" to call; while it is None they run at
-    once.
-    """
-    put_off = None
+    """Takes the weight gradients of a stage's Linears, dA = dy^T x and db, which no other stage waits for."""
+    put_off = None  # a list: they are appended to it as functions, for a "W" to call; None: they are computed at once
 
     def take(self, weight, bias, dy, x):
         @torch.no_grad()
@@ -1512,7 +1386,7 @@ class WeightGradients:
         gradients() if self.put_off is None else self.put_off.append(gradients)
 
     def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad, call the hooks."""
+        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
         grad = a if b is None else a @ b
         param.grad = grad if param.grad is None else param.grad.add_(grad)
         for hook in (param._post_accumulate_grad_hooks or {}).values():
@@ -1523,7 +1397,7 @@ def split_linears(module):
     """Let every Linear of the module hand its weight gradients to the WeightGradients that this returns.
 
     Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and
-    tied weights stay with autograd, and so in "I".
+    tied weights stay with autograd, in "I".
     """
     weight_gradients = WeightGradients()
 
@@ -1532,69 +1406,46 @@ def split_linears(module):
                        partial(weight_gradients.take, weight, bias))
 
     owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
-    for layer in module.modules():  # a weight tied to another layer's stays with autograd, which adds the two up
+    for layer in module.modules():
         if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
             layer.linear = partial(linear, layer.linear if isinstance(layer, GatheringLinear) else kernels.Linear.apply)
     return weight_gradients
 
 
-@functools.cache
-def split_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
-    not to be changed.
-
-    Costs are multiply-adds a token: a block's attention and matrices, of experts the k that a token goes through; the
-    head's C V; looking up an embedding is free.
-    """
-    c, n = config.n_embd, config.n_layer + 2
-    mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
-    cost = [0] + [4 * c * c + 2 * c * config.inner * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
-
-    @functools.cache
-    def best(end, k):
-        """(cost of the slowest, where each begins, last first) of k stages that share the pieces up to `end`."""
-        if k == 1:
-            return sum(cost[:end]), (0,)
-        return min((max(rest, sum(cost[start:end])), (start, *starts))
-                   for start in range(k - 1, end) for rest, starts in [best(start, k - 1)])
-
-    starts = best(n, stages)[1][::-1]
-    return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
+def even_pieces(config, stages):
+    """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
+    starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def pipeline_groups(mesh, around, tied):
-    """({(from, to): group of the two ranks}, group of the first and the last rank) of this rank's pipeline; from and to
-    count along the pipeline.
+    """({(from, to): group of two neighbours}, group of the first and the last rank) of this rank's pipeline.
 
-    A group for each direction between neighbours, so that activations and gradients go separate ways. around: the
-    last rank sends to the first one, too, because a rank has several stages. tied: the first and the last rank keep the
-    same embedding and need a group; else it is None. Call on all ranks.
+    from, to: places in the pipeline. Each direction has its own group, so activations and gradients go separate ways.
+    around: the last rank sends to the first one, too. tied: these two keep the same embedding; else they have no group.
     """
-    p, channels, group_of_ends = mesh.shape[0], {}, None
+    p, channels, ends = mesh.shape[0], {}, None
     neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
-    for ranks in mesh.mesh.flatten(1).T.tolist():  # the ranks of one pipeline
-        mine = dist.get_rank() in ranks
-        for a, b in sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))}):
-            group = dist.new_group([ranks[a], ranks[b]])
-            if mine:
-                channels[a, b] = group
-        group = dist.new_group([ranks[0], ranks[-1]]) if tied and p > 1 else None
-        group_of_ends = group if mine else group_of_ends
-    return channels, group_of_ends
+    pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
+    for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
+        made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
+        both = dist.new_group([ranks[0], ranks[-1]]) if tied and p > 1 else None
+        if dist.get_rank() in ranks:
+            channels, ends = made, both
+    return channels, ends
 
 
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
-    In between it holds what backward needs: the input, and the place in autograd's graph that the output came from. The
-    output itself may go.
+    In between it holds the input, and the edge of autograd's graph that the output came from. The output itself may go.
     """
 
     def __init__(self, module, loss, weight_gradients):
         self.module, self.loss, self.weight_gradients, self.put_off = module, loss, weight_gradients, []
 
     def forward(self, x, target=None):
-        """x: tokens (B, T), or what the stage before gave. Returns the output, on the last stage the loss; detached."""
+        """x: tokens (B, T), or the output of the stage before. Returns this stage's, or the loss, detached."""
         self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
         y = self.module(self.x)
         y = self.loss(y, target) if self.loss else y
@@ -1602,7 +1453,7 @@ class Passage:
         return y.detach()
 
     def backward(self, kind, dy=None):
-        """dy: the gradient of what forward returned. Returns that of x; weight gradients stay in .grad."""
+        """dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
         if kind == "W":
             for gradients in self.put_off:
                 gradients()
@@ -1621,8 +1472,7 @@ class Pipeline(Replaceable):
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
     stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the
-    activations (B, T / cut, width) that pass between stages; channels: as `pipeline_groups` gives them. `run` holds an
-    activation from F to B (or W).
+    activations (B, T / cut, width) that pass between stages; channels: of `pipeline_groups`.
     """
 
     def __init__(self, stages, count, mesh, loss, dtype, width, device, channels, cut=1):
@@ -1635,8 +1485,8 @@ class Pipeline(Replaceable):
     def run(self, actions, x, y, scale=1.0, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        Backward starts from `scale` times the mean of the losses. syncs: {stage: object whose no_sync() surrounds each
-        of the stage's backwards but the last}; None for forwards alone.
+        Backward starts from `scale` times their mean. syncs: {stage: what has the no_sync() for all backwards but the
+        last}; None for forwards alone.
         """
         self.begin(actions, x, y, scale, syncs)
         for action in actions:
@@ -1646,21 +1496,19 @@ class Pipeline(Replaceable):
         return self.losses
 
     def do(self, action):
-        kind, stage, _ = action
-        if kind in ("RF", "RB"):
-            self.expect(action)
-        elif kind in ("SF", "SB"):
-            self.send(action)
-        elif kind == "F":
+        if action.kind == "F":
             self.forward(action)
+        elif action.kind in "BIW":
+            self.backward(action)
+        elif action.kind in ("SF", "SB"):
+            self.send(action)
         else:
-            with nullcontext() if self.last[kind, stage] == action else self.syncs[stage].no_sync():
-                self.backward(action)
+            self.expect(action)
 
     def begin(self, actions, x, y, scale, syncs):
         self.x, self.y, self.scale = x, y, scale / len(x)
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.values = {}    # receive action -> (handle, buffer), or the tensor itself where it was made on this rank
+        self.values = {}    # receive action -> (handle, tensor); the tensor may have been made on this rank
         self.passages, self.losses, self.sending = {}, [], deque()
         self.syncs, self.last = syncs, {(action.kind, action.stage): action for action in actions}
         if any(action.kind == "I" for action in actions):
@@ -1679,16 +1527,13 @@ class Pipeline(Replaceable):
 
     def take(self, receive):
         """What a stage computes with: from another rank, or from another stage of this one."""
-        value = self.values.pop(receive)
-        if isinstance(value, torch.Tensor):
-            return value
-        handle, buffer = value
+        handle, tensor = self.values.pop(receive)
         handle.wait()
-        return buffer
+        return tensor
 
     def send(self, action):
         receive = other_end(action)
-        to, tensor = receive.stage % self.p, self.values.pop(receive)
+        to, (_, tensor) = receive.stage % self.p, self.values.pop(receive)
         self.sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
 
     def forward(self, action):
@@ -1698,12 +1543,11 @@ class Pipeline(Replaceable):
         if s == self.count - 1:
             self.losses.append(out)
         else:
-            self.values[Action("RF", s + 1, i)] = out
+            self.values[Action("RF", s + 1, i)] = dist.Handle(), out
         if torch.is_grad_enabled():
             self.passages[s, i] = passage
 
     def passage(self, action):
-        """What takes a micro-batch through a stage."""
         s = action.stage
         return Passage(self.stages[s], self.loss if s == self.count - 1 else None, self.weight_gradients[s])
 
@@ -1716,9 +1560,10 @@ class Pipeline(Replaceable):
             dy = torch.full((), self.scale, dtype=self.losses[0].dtype, device=self.device)
         else:
             dy = self.take(Action("RB", s, i))
-        dx = passage.backward(kind, dy)
+        with nullcontext() if self.last[kind, s] == action else self.syncs[s].no_sync():
+            dx = passage.backward(kind, dy)
         if s and kind != "W":
-            self.values[Action("RB", s - 1, i)] = dx
+            self.values[Action("RB", s - 1, i)] = dist.Handle(), dx
 
 
 # ----------------------------------------------------------------------------------------------------------------- norm
@@ -1726,7 +1571,7 @@ class Pipeline(Replaceable):
 def copies(param, groups):
     """On how many ranks of the groups the same gradient of a parameter lies."""
     size, over = dist.get_world_size, split_over(param)
-    again = [group for group in sums(param) if inside(group, over)]  # equal after the sum, on ranks that it is cut over
+    again = [group for group in sums(param) if inside(group, over)]  # the sum made their gradients equal
     return math.prod(map(size, groups)) * math.prod(map(size, again)) // math.prod(map(size, over))
 
 
@@ -1740,25 +1585,22 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64.
 
-    Call after finish_grad_sync, on all ranks. groups: all process groups that parameters may be cut over (tensor
-    parallel, ZeRO, pipeline). Every rank adds up the squares of its gradients, each divided by the number of ranks
-    that hold the same one; then one number is all-reduced over each group in turn. So each element of the model
-    counts once. With dp 2, tp 2, pp 2, ZeRO-1:
+    Call after finish_grad_sync, on all ranks. Every rank adds up the squares of its gradients, each divided by the
+    number of ranks that hold the same one. Then one number is all-reduced over each group in turn, so each element of
+    the model counts once. With dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
         shard of a matrix of stage 0       dp, tp, pp    1         8 different parts, of stage 0 and of stage 1
         shard of a norm's weight           dp, pp        2 (tp)    each part twice, halved
         shard of the tied embedding        dp, tp, pp    2 (sums)  stages 0 and 1 hold the same, halved
 
-    scale: gradients are this much too large (fp16's loss scale) and are divided by it first. ValueError where a
-    parameter is cut over a group that is not among them.
+    groups: all that parameters may be cut over; ValueError where one is missing. scale: fp16's, divided out first.
     """
     groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
     over = {group for p in parameters for group in split_over(p) if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
-        raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`: each rank would "
-                         "scale by another norm")
+        raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
     if scale != 1 and parameters:
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
@@ -1786,22 +1628,21 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
     dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
-    `reduce_dtype`. source(name) gives a parameter's whole initial value (as `model.open_hf` returns one); left out,
-    seed and name decide it. zero: the ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute:
-    "block" or "attention" is run again in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION,
-    how ranks of cp attend to each other's tokens. ep: how many ranks of dp share out the experts. The order of the five
-    steps matters.
+    `reduce_dtype`. source(name) gives a parameter's whole initial value; left out, seed and name decide it. zero: the
+    ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute: "block" or "attention" is run again
+    in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION, for cp. ep: ranks of dp that share
+    out the experts. The order of the five steps matters.
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     groups = make_groups(mesh, zero_within, ep, virtual_stages > 1, config.tied)
     p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
-    stages, cuts = {}, split_pieces(config, p * virtual_stages)
+    stages, cuts = {}, faster(even_pieces)(config, p * virtual_stages)
     for stage in range(dist.get_rank(groups.pp), len(cuts), p):
-        # 1. Shapes only, of this stage's layers. Nothing is allocated before it is known which part of it belongs here.
+        # 1. Shapes only, of this stage's layers, because memory is for this rank's part of them alone.
         model = GPT(config, seed=None, pieces=cuts[stage])
-        # 2. Cut the layers: what follows must see this rank's parameters, and see them once.
+        # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, groups, sequence, context)
         # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
         for block in model.h.values() if recompute != "none" else ():
@@ -1814,12 +1655,22 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last: it holds the parameters as they are now. Stage 0 of one dtype is DDP, stage 3 was FSDP;
-        # all else, stages 1, 2 and masters, is ShardedOptimizer's, in `make_optimizer`.
+        # 5. Data parallel last, because it holds the parameters as they are now. ZeRO-3 did so in step 4; ZeRO-1,
+        # ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
     return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence, context)
+
+
+def make_groups(mesh, zero_within, ep, around, tied):
+    """This rank's groups, by name. around, tied: as for `pipeline_groups`."""
+    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
+    groups.replicas = replicas_of(mesh)
+    groups.within, groups.between = split_replicas(mesh, groups.replicas, zero_within)
+    groups.ep, groups.copies = split_experts(mesh, ep)
+    groups.channels, groups.ends = pipeline_groups(mesh, around, tied)
+    return groups
 
 
 def cut_layers(model, groups, sequence, context):
@@ -1832,21 +1683,10 @@ def cut_layers(model, groups, sequence, context):
     if dist.get_world_size(groups.pp) > 1:
         for name, param in model.named_parameters():
             param.split_over = split_over(param) + (groups.pp,)
+            # A tied weight lies on the first stage and on the last. Both start alike and step alike, because their
+            # gradients are added up.
             if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-                # One weight, kept twice: on the first stage and on the last. Both start alike and step alike, because
-                # their gradients are added up after backward. The norm counts each half; a checkpoint takes the first.
                 param.sums = sums(param) + (groups.ends,)
-
-
-def make_groups(mesh, zero_within, ep, around, tied):
-    """This rank's groups: of each axis, the replicas', ZeRO's `within` and `between`, the experts' and their copies',
-    the pipeline's. around, tied: as for `pipeline_groups`. On all ranks."""
-    axes, replicas = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names}, replicas_of(mesh)
-    within, between = split_replicas(mesh, replicas, zero_within)
-    experts, copies = split_experts(mesh, ep)
-    channels, ends = pipeline_groups(mesh, around, tied)
-    return SimpleNamespace(**axes, replicas=replicas, within=within, between=between, ep=experts, copies=copies,
-                           channels=channels, ends=ends)
 
 
 def cut_like(param, whole):
@@ -1879,16 +1719,13 @@ class ParallelGPT(Replaceable):
     def __init__(self, config, mesh, groups, device, dtype, stages, count, zero, reduce_dtype, sequence, context):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
-        self.pp, self.dp, self.cp, self.tp, self.ends = groups.pp, groups.dp, groups.cp, groups.tp, groups.ends
-        self.ep, self.copies = groups.ep, groups.copies
-        self.replicas, self.within, self.between = groups.replicas, groups.within, groups.between
-        self.context, self.lists = context, {}
+        vars(self).update(vars(groups))  # self.pp, self.dp, self.replicas, ...
         self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all
         self.counted = [self.replicas, self.pp] + [self.tp] * sequence  # whose ranks have routed different tokens
         self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.p, self.virtual = mesh.shape[0], count // mesh.shape[0]
+        self.p, self.context, self.lists = mesh.shape[0], context, {}
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
-        for stage, pieces in enumerate(split_pieces(config, count)):
+        for stage, pieces in enumerate(faster(even_pieces)(config, count)):
             model = GPT(config, seed=None, pieces=pieces)
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
@@ -1899,10 +1736,9 @@ class ParallelGPT(Replaceable):
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
-        groups, seen = [], set()
-        for model in self.stages.values():  # apart, so that no bucket waits for two stages
-            params = [p for p in dict.fromkeys(model.parameters()) if p not in seen]
-            seen.update(params)
+        groups = []
+        for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
+            params = list(model.parameters())
             groups += [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
                        {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
@@ -1924,7 +1760,7 @@ class ParallelGPT(Replaceable):
                 lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
                                for r in range(self.p)])
             else:
-                lists = lower(SCHEDULES[schedule](self.p, m, self.virtual))
+                lists = lower(SCHEDULES[schedule](self.p, m, self.count // self.p))
                 check(lists)
             self.lists[schedule, m] = lists[self.mesh.get_coordinate()[0]]
         return self.lists[schedule, m]
@@ -1933,13 +1769,8 @@ class ParallelGPT(Replaceable):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: the mean over lists of micro-batches x, y (B, T), and over replicas
-        (dp and cp). Returns the mean loss of this rank's own tokens, not averaged over replicas, on every rank of the
-        pipeline.
-
-        Backward starts from `scale` over the number of micro-batches (`Pipeline.run`), buckets travel as averages:
-        nothing else divides.
-        """
+        """One step's gradients, after zero_grad: `scale` times the mean over lists of micro-batches x, y (B, T), and
+        over replicas (dp and cp). Returns the mean loss of this rank's own tokens, on every rank of the pipeline."""
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, schedule, scale, self.syncs)
@@ -1950,22 +1781,15 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: a tied embedding's gradients on the first stage and the last; those of T/N tokens each."""
-        over = defaultdict(list)
+        """Over `param.sums`: those of a tied embedding's two stages, and those of T/N tokens each."""
         for param in self.params:
             for group in sums(param):
-                over[group, param.grad.dtype].append(param.grad)
-        for (group, _), grads in over.items():
-            flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat, group=group)
-            if len(grads) > 1:
-                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-                    grad.copy_(part.view_as(grad))
+                dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move the routers' biases against the load of the last forward_backward. Call it after the optimizer's step,
-        on all ranks. Returns how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
+        """Move the routers' biases against the load of the last forward_backward, after the optimizer's step. Returns
+        how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
         loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
         for i, router in self.routers.items():
             loads[i] = router.load
@@ -2001,27 +1825,22 @@ class ParallelGPT(Replaceable):
         return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, stage, name):
-        """(a parameter of one of this rank's stages, the tensor that the optimizer steps for it, their bucket).
-
-        The bucket is None where the parameter itself is stepped, else it knows which part of it lies in this rank's
-        shard.
-        """
+        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None where that is the same)"""
         param = self.module(stage).get_parameter(name)
         bucket = self.bucket_of.get(param)
         return param, bucket.shard if bucket else param, bucket
 
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
-        """A parameter as one process would hold it, in the master dtype, or what the optimizer keeps of it under
-        `key` (zeros before its first step), or a buffer, on every rank. All of them must ask, in the same order.
+        """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
+        (zeros before its first step); or a buffer. Call it on all ranks.
 
-        From the inside out: the bucket's pieces over dp, the cuts' parts over tp and ep, then from the stage that has
-        it to all."""
-        owner, beside = self.owners[name], buffers(self.config)
-        shape, dtype = (beside[name], torch.float32) if name in beside else (shapes(self.config)[name],
-                                                                             master_dtype(self.dtype))
+        A rank gathers the bucket's pieces, then the cuts' parts. Then the stage that has them sends to all."""
+        owner, is_buffer = self.owners[name], name in buffers(self.config)
+        shape = {**shapes(self.config), **buffers(self.config)}[name]
+        dtype = torch.float32 if is_buffer else master_dtype(self.dtype)
         local = torch.empty(shape, dtype=dtype, device=self.device)
-        if owner in self.stages and name in beside:
+        if owner in self.stages and is_buffer:
             local = self.module(owner).get_buffer(name)
         elif owner in self.stages:
             param, stepped, bucket = self.kept(owner, name)
@@ -2037,8 +1856,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def load_state(self, name, key, whole):
-        """Let the optimizer keep `whole`, of a parameter's shape, under `key`: each rank takes its part. The way back
-        of `whole_parameter`, with no communication."""
+        """The way back: the optimizer keeps under `key` this rank's part of `whole`, of a parameter's shape."""
         names = {self.owners[name]: name}
         if self.config.tied and name == "wte.weight":
             names.setdefault(self.count - 1, "lm_head.weight")
@@ -2050,6 +1868,13 @@ class ParallelGPT(Replaceable):
 
 
 # ============================================================ machinery: the same results, faster or safer ============
+
+import argparse
+import functools
+import os
+import time
+
+from model import PRESETS, GPTConfig, count_of_each
 
 BUCKET_MB["cuda"] = 100  # a GPU's links are faster than a CPU's, their latency is not shorter
 
@@ -2140,14 +1965,19 @@ class Early:
         self.restart()
 
     def forget(self):
+        """Drop the gradients of a step that was never finished, because its backward raised, say. On every rank."""
         while self.under_way:
             self.under_way.popleft()[1].wait()
-        super().forget()
+        for bucket in self.buckets:
+            bucket.total = None
+            for param in bucket.params:
+                param.grad = None
         self.restart()
 
 
 class HookedReducer(Reducer):
     """A Reducer that hears of gradients as they come."""
+    stage = 0  # ZeRO's
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -2215,13 +2045,41 @@ class EarlyShardReducer(Early, ShardReducer):
         super().finish()
         self.average_between()
 
+    @torch.no_grad()
+    def average_between(self):
+        """All of them are under way before the first is waited for."""
+        waiting = []
+        for bucket in filter(self.apart.__contains__, self.buckets):
+            wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
+            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between, async_op=True)
+            waiting.append((bucket.shard.grad, wire, handle))
+        for grad, wire, handle in waiting:
+            handle.wait()
+            grad.copy_(wire)
+        self.apart.clear()
+
+    def forget(self):
+        super().forget()
+        self.apart.clear()
+
     @property
     def finished(self):
-        return not (self.next or self.under_way) and super().finished
+        return not (self.next or self.under_way or self.apart or any(map(self.holds, self.buckets)))
+
+
+class RestartableDDP(DDP):
+
+    def zero_grad(self, set_to_none=True):
+        """As any module's; after a backward that raised, on every rank, before the next one."""
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
 
 
 class GuardedOptimizer(ShardedOptimizer):
-    """Lets kernels.AdamW write the 16-bit weights in the pass that it makes anyway. Refuses late parameters."""
+    """Lets kernels.AdamW write the 16-bit weights in the pass that it makes anyway. Refuses late parameters.
+
+    `zero_grad` drops a step that was never finished, and `step` finishes one.
+    """
     cut = False
 
     def __init__(self, *args, **kwargs):
@@ -2229,6 +2087,25 @@ class GuardedOptimizer(ShardedOptimizer):
         self.cut = True
         if isinstance(self.inner, kernels.AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.masters}
+
+    def zero_grad(self, set_to_none=True):
+        """Drop all gradients: those of the shards, and what a step that was never finished has left. On every rank."""
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self):
+        if not self.reducer.finished:
+            self.finish_grad_sync()
+        super().step()
+
+    def publish(self, buckets):
+        handles = []
+        for bucket in buckets if self.stage else ():
+            mine = bucket.weights[bucket.own]
+            handles.append(dist.all_gather_into_tensor(bucket.weights, mine, bucket.group, async_op=True))
+        for handle in handles:
+            handle.wait()
 
     def cast(self):
         if not isinstance(self.inner, kernels.AdamW):
@@ -2256,6 +2133,32 @@ class GuardedOptimizer(ShardedOptimizer):
         super().add_param_group(group)
 
 
+class FetchedParameter(FlatParameter):
+    """A FlatParameter whose all-gather can be started before it is needed."""
+    handle = None
+
+    def start(self):
+        if self.version != self.shard._version:
+            self.wait()
+            super().gather()
+
+    def all_gather(self):
+        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+
+    def gather(self):
+        self.start()
+        self.wait()
+
+    def wait(self):
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
+
+    def free(self):
+        self.wait()  # a gather under way must not write into freed memory
+        super().free()
+
+
 class FetchingFSDP(FSDP):
     """Fetches the next unit while one computes: two are whole at a time, and communication runs under computation.
 
@@ -2277,6 +2180,18 @@ class FetchingFSDP(FSDP):
                            "them, and a module is copied, moved or cast before it is wrapped")
 
     _apply = __deepcopy__ = _refuse
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
+        named = [(name, param, self.bucket_of[param]) for name, param in self.module.named_parameters()]
+        return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the optimizer's gradients, and those of a step that was never finished. On every rank."""
+        for reducer in self.reducers:
+            reducer.forget()
+        super().zero_grad(set_to_none)
 
     def fetch(self, unit):
         for flat in self.units[unit]:
@@ -2316,6 +2231,20 @@ class FetchingFSDP(FSDP):
 
 class LeanGPT(ParallelGPT):
     """Under kernels.AdamW gradients stay as they are: the kernel scales them as it reads them."""
+
+    @torch.no_grad()
+    def add_up_gradients(self):
+        """Those of a group and a dtype in one message."""
+        over = defaultdict(list)
+        for param in self.params:
+            for group in sums(param):
+                over[group, param.grad.dtype].append(param.grad)
+        for (group, _), grads in over.items():
+            flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(flat, group=group)
+            if len(grads) > 1:
+                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+                    grad.copy_(part.view_as(grad))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         inner = getattr(self.optimizer, "inner", self.optimizer)
@@ -2479,6 +2408,32 @@ def gradients_of_part(q, o, do, lse, delta, kv):
     kernels.tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
     kernels.tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
     return dq, dkv
+
+
+# ---------------------------------------------------------------------------- pipeline: stages that take equally long
+
+@functools.cache
+def split_pieces(config, stages):
+    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
+    not to be changed.
+
+    Costs are multiply-adds a token: a block's attention and matrices, of experts the k that a token goes through; the
+    head's C V; looking up an embedding is free.
+    """
+    c, n = config.n_embd, config.n_layer + 2
+    mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
+    cost = [0] + [4 * c * c + 2 * c * config.inner * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
+
+    @functools.cache
+    def best(end, k):
+        """(cost of the slowest, where each begins, last first) of k stages that share the pieces up to `end`."""
+        if k == 1:
+            return sum(cost[:end]), (0,)
+        return min((max(rest, sum(cost[start:end])), (start, *starts))
+                   for start in range(k - 1, end) for rest, starts in [best(start, k - 1)])
+
+    starts = best(n, stages)[1][::-1]
+    return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
 
 
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
@@ -2982,7 +2937,8 @@ def visit_under_own_rows(mlps, group, rows, counts):
 
 
 FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Reducer: EarlyReducer,
-               ShardReducer: EarlyShardReducer, ShardedOptimizer: GuardedOptimizer, FSDP: FetchingFSDP,
+               ShardReducer: EarlyShardReducer, DDP: RestartableDDP, ShardedOptimizer: GuardedOptimizer,
+               FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
                scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
                ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,

@@ -11,9 +11,8 @@ With no flags it trains a 0.8M-parameter model on the source of Python's standar
 Every layout sees the same tokens and logs the same loss, because a batch is a function of (seed, step, sample), and
 initial weights are a function of (seed, name). `python train.py --help` lists the flags.
 
-The upper half of this file is a complete program: flags, data, the training loop, checkpoints. The lower half puts
-subclasses into the table FASTER. They check the input, start the processes that a layout needs, go on from the newest
-checkpoint in --out without --resume, survive crashes and report more.
+The upper half is a complete program. The lower half puts subclasses into the table FASTER, which check the input, start
+the processes that a layout needs, go on from the newest checkpoint in --out, survive crashes and report more.
 """
 
 import argparse
@@ -112,7 +111,7 @@ def parse(arguments):
 
 
 def config_of(s):
-    """The preset's GPTConfig, with the sizes that were given in place of its own."""
+    """The preset's GPTConfig, with the sizes that were given."""
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
     return dataclasses.replace(PRESETS[s.model], inner=0, **given)
 
@@ -168,7 +167,7 @@ def learning_rate(s, step):
 
 def how_even(loads):
     """Of loads (L, E), 0 in blocks without experts: {"load_max": the largest, as a multiple of the mean,
-    "load_entropy": that of a token's expert, in nats, log E at most; the mean over blocks}."""
+    "load_entropy": in nats, log E at most; the mean over blocks}."""
     shares = loads[loads.sum(1) > 0].double()
     shares /= shares.sum(1, keepdim=True)
     return {"load_max": (shares.max() * loads.shape[1]).item(),
@@ -176,10 +175,9 @@ def how_even(loads):
 
 
 class LossScale:
-    """fp16's smallest number is 6e-8: the loss is multiplied, so that gradients stay above it, and they are divided.
-
-    A step whose gradients are not finite is skipped and the scale is halved; after 200 good steps it doubles
-    (Micikevicius et al., "Mixed Precision Training", 2018)."""
+    """fp16's smallest number is 6e-8. So that gradients stay above it, the loss is multiplied by `scale`, and they are
+    divided by it later. A step whose gradients are not finite is skipped, and halves the scale; 200 good steps double
+    it. Micikevicius et al., "Mixed Precision Training" (2018)."""
 
     def __init__(self, start=2.0**16, interval=200):
         self.scale, self.interval, self.good = start, interval, 0
@@ -193,8 +191,8 @@ class LossScale:
 
 
 class Trainer:
-    """What a run holds: model, optimizer, data and its place in the mesh. source(name) gives a parameter's initial
-    value; None: the seed does. data: (training tokens, held-out tokens)."""
+    """Model, optimizer, data and this rank's place in the mesh. source(name) gives a parameter's initial value; None:
+    the seed does. data: (training tokens, held-out tokens)."""
 
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
@@ -210,7 +208,7 @@ class Trainer:
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
-        self.loads = None  # of the last step that was not: what each expert got of its tokens, int64 (L, E)
+        self.loads = None  # how many tokens each expert got in the last step that was not left out, int64 (L, E)
         n, r = s.batch_size // s.dp, dist.get_rank(self.net.dp)
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
@@ -249,8 +247,8 @@ class Trainer:
         return [t.to(self.device).chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
-        """Whether this step counts. Each rank knows its own loss, and the norm, which is the same on all ranks. If one
-        of them finds a number that is not finite, all of them skip the step: none may step alone."""
+        """Whether this step counts. If one rank finds that its loss or the norm is not finite, all ranks skip the step,
+        because none may step alone."""
         bad, = self.agree(not (loss.isfinite() and norm.isfinite()))
         self.skipped += bad
         if self.scaler:
@@ -258,7 +256,7 @@ class Trainer:
         return not bad
 
     def agree(self, *numbers):
-        """The largest of each whole number over all ranks: what one rank knows, all know, and do the same thing."""
+        """The largest of each whole number over all ranks, so that all do the same thing."""
         numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self.control)
         return numbers.tolist()
@@ -313,12 +311,12 @@ class Trainer:
             text = bytes(min(t, 255) for t in tokens).decode(errors="replace")
             print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
 
-    # checkpoints: batches, samples and initial weights are functions of (seed, step), so the number of steps is the
-    # position in the data, the place in the learning-rate schedule and the state of every random generator
+    # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
+    # the number of steps stands for the position in the data and the state of every random generator.
 
     def whole_tensors(self):
         """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a
-        time, on all ranks, for each gives its part. So a checkpoint knows no layout, and every layout can load it."""
+        time, on all ranks, because each gives its part."""
         for key in (None, *MOMENTS):
             for name in {**shapes(self.config), **({} if key else buffers(self.config))}:
                 yield f"{key}.{name}" if key else name, self.net.whole_parameter(name, key)
@@ -331,8 +329,8 @@ class Trainer:
                         "tensors": tensors}, os.path.join(self.s.out, f"step-{done:08}.pt"))
 
     def load(self, saved):
-        """Go on as if never stopped; returns how many steps are done. The weights came with the model, from `source`;
-        of whole moments each rank takes its part."""
+        """Go on as if never stopped; returns how many steps are done. Weights came with the model, from `source`; here
+        each rank takes its part of the moments."""
         if not saved:
             return 0
         self.skipped = saved["skipped"]
@@ -350,15 +348,14 @@ class Trainer:
 # ---------------------------------------------------------------------------------------------------------------- start
 
 class Run:
-    """What a command line asks for: `s` (Flags), `config`, `data`, `saved` (the checkpoint to go on from, or None) and
-    `source` (of initial weights, or None)."""
+    """What a command line asks for: `s` (Flags), `config`, `data`, `saved` (a checkpoint, or None) and `source` (of
+    initial weights, or None)."""
 
     def __init__(self, arguments):
         world, s = int(os.environ.get("WORLD_SIZE", "1")), parse(arguments)
         processes = processes_of(s, world)
         if processes != world:
-            sys.exit(f"train.py: this layout takes {processes} processes, and {world} were started: give torchrun "
-                     f"--nproc_per_node {processes} train.py and the flags")
+            sys.exit(f"train.py: this layout needs torchrun --nproc_per_node {processes}; {world} were started")
         if s.batch_size % (s.dp * s.micro_batches):
             sys.exit("train.py: --batch-size must be a multiple of --dp x --micro-batches")
         s.device = device_for(s.device, dist.processes_of_a_node(world))
@@ -383,10 +380,9 @@ class Run:
 
 def main():
     """Read the command line and train. What stands below the files' bars is reached through these tables alone."""
-    if "--plain" in sys.argv:
-        for table in (dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, parallel.FASTER, parallel.BUCKET_MB,
-                      FASTER):
-            table.clear()
+    tables = dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, parallel.FASTER, parallel.BUCKET_MB, FASTER
+    for table in tables if "--plain" in sys.argv else ():
+        table.clear()
     FASTER.get(Run, Run)(sys.argv[1:]).start()
 
 
