@@ -3336,7 +3336,7 @@ def demo_experts(arguments):
                         + "   ".join(f"{error:.0e}" for error in errors))
     say("\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
         f"Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
-        f"will come.")
+        "will come.")
     demo_balance(cut.router, generator, say)
 
 
