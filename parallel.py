@@ -3335,7 +3335,7 @@ def demo_experts(arguments):
     dist.print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
                         + "   ".join(f"{error:.0e}" for error in errors))
     say("\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
-        f"Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
+        "Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
         "will come.")
     demo_balance(cut.router, generator, say)
 

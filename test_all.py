@@ -1530,7 +1530,7 @@ def without_collective(where):
     """Take the collectives out of one function of parallel.py: calls from its code return at once, having done
     nothing."""
     name, *method = where.split(".")
-    targets = [getattr(parallel, name), parallel.faster(getattr(parallel, name))]  # what stands above the bar, and below
+    targets = [getattr(parallel, name), parallel.faster(getattr(parallel, name))]  # above the bar, and below
     codes = {inspect.unwrap(functools.reduce(getattr, method, target)).__code__ for target in targets}
 
     def without(real):
@@ -3716,7 +3716,7 @@ def test_more_processes_than_gpus(monkeypatch):
         assert train.check_layout(s, model.PRESETS["tiny"], 1, 1) == 1 and s.device == ("cuda" if gpus else "cpu")
     s, experts = train.Settings(dp=8, ep=2), dataclasses.replace(model.PRESETS["tiny"], experts=4)
     assert train.check_layout(s, experts, 8, 8) == 8 and (s.device, s.cuda_graphs) == ("cuda", "off")
-    with pytest.raises(train.BadInput, match="--cuda-graphs on is for --device cuda, --zero 0 or 1 .* and no --experts"):
+    with pytest.raises(train.BadInput, match="--cuda-graphs on is for --device cuda, --zero 0 or 1 .*no --experts"):
         train.check_layout(train.Settings(dp=8, ep=2, cuda_graphs="on"), experts, 8, 8)
     for zero, pp, schedule in itertools.product(range(4), (1, 2), ("1f1b", "gpipe")):
         s = train.Settings(dp=8 // pp, pp=pp, zero=zero, schedule=schedule)
