@@ -657,6 +657,9 @@ REPLAY_BYTES, REPLAYS = 1 << 28, 512
 # and take multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB
 # were exchanged by copies, in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
+# Where the caller waits, an all-to-all's kernel does smaller ones: up to so many bytes. (4 H200s, us: all-to-alls of
+# 16 and 64 MiB 102 and 268; by copies an all-gather of as many bytes 166 and 317, a reduce-scatter 138 and 261.)
+BY_KERNEL = {"all_gather": 1 << 26, "reduce_scatter": 1 << 24}
 # An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES one kernel that
 # reads and writes all windows beats messages and copies, which start late (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2
 # MiB 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, level at 24 MiB; NCCL's own 28, 59, 95).
@@ -1300,8 +1303,15 @@ class Direct:
             self.log.count(chunks[r])
             self.log.count(chunks[self.rank])
 
+    def window_for_copies(self, name, chunks):
+        """The window through which copies do an operation on N chunks, or None where something else is faster."""
+        nbytes = sum(chunk.nbytes for chunk in chunks)
+        by_kernel = not self.aside and nbytes <= BY_KERNEL[name] and (
+            kernels.on_triton(chunks[0].new_empty(0, dtype=torch.float32)))
+        return None if nbytes < WINDOW_FROM or by_kernel else self.window(WINDOW_BYTES)
+
     def reduce_scatter(self, chunks, result, op):
-        if sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+        if window := self.window_for_copies("reduce_scatter", chunks):
             for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
                 _sum_rows(window.scatter(parts), [into], op)
             return
@@ -1312,7 +1322,7 @@ class Direct:
         _sum_rows(rows, [result], op)
 
     def all_gather(self, chunks):
-        if sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM and (window := self.window(WINDOW_BYTES)):
+        if window := self.window_for_copies("all_gather", chunks):
             for parts in _in_step(chunks, WINDOW_BYTES):
                 window.gather(parts)
         else:
@@ -1328,7 +1338,7 @@ class Direct:
             self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
 
     def all_to_all(self, outgoing, incoming):
-        if self.aside and (window := self.window(WINDOW_BYTES)):
+        if self.aside and WINDOW_BYTES and (window := self.window(WINDOW_BYTES)):
             incoming[self.rank].copy_(outgoing[self.rank])
             window.all_to_all_by_copies(outgoing, incoming)
             return

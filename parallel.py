@@ -1061,7 +1061,7 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, qkv, group):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
         ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
-        o, lse = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., 0], -math.inf, dtype=wide)   # lse (B, H, T/N)
+        o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
         for other, (k, v) in going_round(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
