@@ -2439,7 +2439,7 @@ def comparisons(found):
                     (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
     elif found["what"] == "collectives":
         yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
-            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and "bus" in row
+            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and row.get("bus", 0) > 1
             for who, key in (("ours", "bus"), ("torch", "torch_bus")))
     elif found["what"] == "strategies":
         some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
