@@ -132,13 +132,13 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: averages their gradients. between: where `group` is not all replicas, the ranks that keep the same shard.
+    group: the N ranks that average their gradients. between: None, or the ranks of other groups with the same shard.
     """
 
     def __init__(self, params, group, between=None):
         self.params, self.group, self.between = params, group_or_world(group), between
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
+        self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks  # padded
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
@@ -153,15 +153,15 @@ class Bucket:
         sizes = [p.numel() for p in self.params]
         return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
 
-    def overlap(self, param, own):
-        """What of a parameter lies in `own`, a slice of the vector: (slice of the flat parameter, slice of `own`)."""
+    def overlap(self, param, part):
+        """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
         start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
-        low = max(start, own.start)
-        high = max(low, min(start + param.numel(), own.stop))
-        return slice(low - start, high - start), slice(low - own.start, high - own.start)
+        low = max(start, part.start)
+        high = max(low, min(start + param.numel(), part.stop))
+        return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
     def gather_one(self, param, local):
-        """One parameter's part of a vector whose shards are `local` (weights, a moment), whole. On all ranks.
+        """One whole parameter, or its moment. local: this rank's shard of the vector of all. Call it on all ranks.
 
         Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
         """
@@ -248,7 +248,7 @@ class Reducer(Replaceable):
         return dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, wire
 
     def wire(self, bucket):
-        """The total as it travels. The bucket lets go of it."""
+        """The total in the dtype that travels. The bucket forgets it, so that its memory can go."""
         total, bucket.total = bucket.total, None
         if bucket.fed > 1:  # an expert has the gradient of the sum of so many ranks' losses, and wants that of the mean
             total /= bucket.fed
@@ -263,7 +263,7 @@ class Reducer(Replaceable):
 class DDP(Replaceable, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket.
 
-        model = DDP(module, group)                  broadcasts parameters and buffers of the group's first rank
+        model = DDP(module, group)                  all take the first rank's parameters and buffers (broadcast)
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
@@ -453,7 +453,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
             bucket.weights[bucket.own].copy_(bucket.shard)
 
     def publish(self, buckets):
-        """Give this rank's Nth of the weights for those of the others."""
+        """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
         for bucket in buckets if self.stage else ():
             dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
@@ -495,8 +495,8 @@ def make_shard(bucket, sharded):
 class FlatParameter(Replaceable, Bucket):
     """The parameters of one unit of FSDP, of which this rank keeps an Nth, `shard`.
 
-    `weights` is the flat buffer whose views the layers compute with. Its storage grows and shrinks under tensors that
-    stay the same, so what autograd saved in forward is right again in backward.
+    `weights` is the flat buffer whose views the layers compute with. `free` shrinks its storage to 0 bytes, `gather`
+    refills it. The views stay the same objects, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
@@ -507,7 +507,7 @@ class FlatParameter(Replaceable, Bucket):
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
-        # .data gives each view a version counter of its own: autograd would refuse what it saved before a refill.
+        # .data gives each view a version counter of its own. Else a refill would raise it, and autograd would complain.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
             new.__dict__.update(p.__dict__)
@@ -575,9 +575,9 @@ class FSDP(Replaceable, nn.Module):
             for leaf, p in list(owner.named_parameters(recurse=False)):
                 setattr(owner, leaf, replaced[p])
         self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
-        self.uses = Counter(flat for flats in self.units.values() for flat in flats)
-        cut = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
-        self.last, self.in_backward = cut[-1] if cut else [], False
+        self.uses = Counter(flat for flats in self.units.values() for flat in flats)  # in a forward; a tied one's are 2
+        sharded = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
+        self.last, self.in_backward = sharded[-1] if sharded else [], False
         for unit in self.units:
             unit.register_forward_pre_hook(self.before_forward)
             unit.register_forward_hook(self.after_forward)
@@ -609,7 +609,7 @@ class FSDP(Replaceable, nn.Module):
                 flat.free()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.before_backward(unit))
+                tensor.register_hook(lambda grad: self.before_backward(unit))  # called first in the unit's backward
 
     def before_backward(self, unit):
         self.in_backward = True
@@ -706,9 +706,9 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class Cut:
-    """How a parameter is cut over a group: along `dim`, each of `parts` equal parts of it for itself.
+    """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=3 is for the fused q, k, v matrix: every rank gets its heads of each third. Uneven sizes differ by one.
+    parts=3 is for the fused q, k, v matrix: each third is cut by itself, so a rank gets its heads of q, of k and of v.
     """
 
     def __init__(self, group, dim, parts=1):
@@ -732,12 +732,12 @@ class Cut:
 
 
 class ColumnParallelLinear(Replaceable, nn.Module):
-    """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
+    """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), A transposed; bias (out/N)."""
     linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
         super().__init__()
-        self.group, self.f, cut = group, f, Cut(group, 0, parts)
+        self.group, self.f, cut = group, f, Cut(group, 0, parts)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
 
     def forward(self, x):
@@ -745,7 +745,7 @@ class ColumnParallelLinear(Replaceable, nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
+    """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, g=ReduceFromGroup.apply):
@@ -1297,7 +1297,7 @@ class ScheduleError(ValueError):
 
 
 def walk(lists, ready, stuck):
-    """Run through all lists at once: each turn yields [(rank, action)], the next of each rank, if it is
+    """Go through all ranks' lists together. Each turn yields [(rank, action)]: the next action of each rank that is
     ready(action, done, heads).
 
     done: the actions of earlier turns; heads: the next of each rank. Raises ScheduleError(stuck) if no rank is ready.
@@ -1638,10 +1638,10 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     groups = make_groups(mesh, zero_within, ep, virtual_stages > 1, config.tied)
     p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
-    stages, cuts = {}, faster(even_pieces)(config, p * virtual_stages)
-    for stage in range(dist.get_rank(groups.pp), len(cuts), p):
+    stages, pieces = {}, faster(even_pieces)(config, p * virtual_stages)
+    for stage in range(dist.get_rank(groups.pp), len(pieces), p):  # rank r has stages r, r + p, ...
         # 1. Shapes only, of this stage's layers, because memory is for this rank's part of them alone.
-        model = GPT(config, seed=None, pieces=cuts[stage])
+        model = GPT(config, seed=None, pieces=pieces[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, groups, sequence, context)
         # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
@@ -1660,7 +1660,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence, context)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(pieces), zero, reduce_dtype, sequence, context)
 
 
 def make_groups(mesh, zero_within, ep, around, tied):
@@ -1825,7 +1825,7 @@ class ParallelGPT(Replaceable):
         return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, stage, name):
-        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None where that is the same)"""
+        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None if both are one)"""
         param = self.module(stage).get_parameter(name)
         bucket = self.bucket_of.get(param)
         return param, bucket.shard if bucket else param, bucket
