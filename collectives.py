@@ -106,7 +106,7 @@ class Link:
 
     @torch.no_grad()
     def run(self, name, operation, arguments, async_op):
-        """Call operation(link), logged under `name`. All ranks issue operations in the same order.
+        """Call operation(link), logged under `name`. All ranks must call in one order, because messages have one TAG.
 
         `async_op`: above the bar the operation has finished on return; faster links return earlier. arguments: those of
         torch.distributed's function of this name.

@@ -140,7 +140,7 @@ def _gelu_slope(x):
 @triton.jit
 def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
     """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy. n elements each."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64, because n may pass 2^31
     v = tl.load(x + at, at < n).to(tl.float32)
     d = 1.0 if dy is None else tl.load(dy + at, at < n).to(tl.float32)
     tl.store(y + at, FUNCTION(v) * d, at < n)
@@ -151,7 +151,7 @@ class Map(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, function, slope):
-        x = x.contiguous()
+        x = x.contiguous()  # the kernel walks over memory in its order
         ctx.save_for_backward(x, bias)
         ctx.slope = slope
         return faster(map_forward)(x, bias, function)
@@ -679,7 +679,7 @@ def attention_forward(q, k, v, is_causal):
 
 
 def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
-    """Write the gradients into dq, dk, dv."""
+    """Write the gradients into dq, dk, dv. The first kernel also writes delta, which the second one reads."""
     (B, H, Tq, D), Tk, rows = q.shape, k.shape[2], tile_rows(q.shape[3])
     delta, sizes = torch.empty_like(lse), (1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows)
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
@@ -936,7 +936,7 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
 
 
 def product_tiles(a):
-    """(BM, BN, BK, GROUP) for a product with A."""
+    """(BM, BN, BK, GROUP) for a product with A: 64 x 64 of C in float32 are 16 KiB of registers."""
     return 64, 64, 32, 8
 
 

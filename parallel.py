@@ -119,13 +119,11 @@ def groups_of(grids):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """The lecture's data parallelism: after backward, one all-reduce a parameter.
-
-    It is slow, because every small tensor pays the latency of a collective of its own.
-    """
+    """The lecture's data parallelism: after backward, one all-reduce a parameter. It is slow, because every small
+    tensor pays the latency of a collective of its own."""
     for param in module.parameters():
         if param.requires_grad:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # else other ranks would hang
             dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
 
 
@@ -210,9 +208,10 @@ class Reducer(Replaceable):
     """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
 
     Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
-    `bucket.total`, and averages that; each .grad is then a view of the average. reduce_dtype: what travels.
+    `bucket.total`, and averages that. Each .grad is then a view of the average. (Below the bar `EarlyReducer` sends a
+    bucket while backward goes on.) reduce_dtype: what travels.
     """
-    no_sync = nullcontext  # around every backward but the step's last one: nothing is sent
+    no_sync = nullcontext  # goes around every backward but the step's last one; here no backward sends anything
 
     def __init__(self, buckets, reduce_dtype=None):
         self.buckets, self.reduce_dtype = buckets, reduce_dtype
@@ -226,7 +225,7 @@ class Reducer(Replaceable):
 
     @torch.no_grad()
     def collect(self, bucket):
-        """Add what is in .grad to the total, and free it. A missing gradient counts as zero."""
+        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing .grad is zero."""
         if bucket.total is None:
             bucket.total = bucket.new(self.total_dtype(bucket))
         for view, param in zip(bucket.views(bucket.total), bucket.params):
@@ -339,7 +338,7 @@ class ShardReducer(Reducer):
             yield
         finally:
             for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):  # not complete, because a parameter was not used
+                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
                     self.collect(bucket)
 
     def total_dtype(self, bucket):
@@ -364,7 +363,7 @@ class ShardReducer(Reducer):
 
     def finish(self):
         for bucket in self.buckets:
-            if self.stage < 2 or self.holds(bucket):
+            if self.stage < 2 or self.holds(bucket):  # stage 2 has sent what was complete
                 self.collect(bucket)
                 self.send(bucket)
             self.missing[bucket] = set(bucket.params)
@@ -510,7 +509,7 @@ class FlatParameter(Replaceable, Bucket):
         # .data gives each view a version counter of its own. Else a refill would raise it, and autograd would complain.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
-            new.__dict__.update(p.__dict__)
+            new.__dict__.update(p.__dict__)  # split_over, sums, cuts, ...
         self.uses_left = 0
         self.free()
         return dict(zip(old, self.params))
@@ -673,8 +672,8 @@ def tensors_in(value):
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
 # Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward.
-# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.)
-# Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
+# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.) Until
+# backward a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so their dX add up."""
@@ -682,7 +681,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # autograd needs a new tensor
 
     @staticmethod
     def backward(ctx, grad):
@@ -692,7 +691,7 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """g: forward all-reduce, backward identity."""
+    """g: forward all-reduce, backward identity: Y is a plain sum, so each term's gradient is dY."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1205,7 +1204,7 @@ def expert_parallel(module, group, copies):
 #
 # Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
 #
-#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m activations, 1F1B p - rank
+#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m micro-batches' activations, 1F1B p - rank
 #     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long: the pipe fills in steps of 1/v
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 
@@ -1244,7 +1243,8 @@ def one_f_one_b(p, m, v=1):
 def interleaved(p, m, v):
     """1F1B with v stages a rank: stage c p + r is rank r's c-th. Narayanan et al., "Megatron-LM" (2021).
 
-    Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m.
+    Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m. Rank r
+    runs ahead by (v-1) p forwards, until its last stage begins, and by a turn for each of p-1-r ranks there and back.
     """
     if v == 1:
         return one_f_one_b(p, m)
@@ -1640,11 +1640,11 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, pieces = {}, faster(even_pieces)(config, p * virtual_stages)
     for stage in range(dist.get_rank(groups.pp), len(pieces), p):  # rank r has stages r, r + p, ...
-        # 1. Shapes only, of this stage's layers, because memory is for this rank's part of them alone.
+        # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, groups, sequence, context)
-        # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
+        # 3. What to run again in backward. ZeRO-3's hooks go around it, so that its weights are whole then.
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -1655,8 +1655,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because it holds the parameters as they are now. ZeRO-3 did so in step 4; ZeRO-1,
-        # ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
+        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. ZeRO-3 came in step 4;
+        # ZeRO-1, ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
@@ -1781,7 +1781,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: those of a tied embedding's two stages, and those of T/N tokens each."""
+        """Over `param.sums`: a tied embedding's two stages, ranks with T/N tokens. Last, because shards are small."""
         for param in self.params:
             for group in sums(param):
                 dist.all_reduce(param.grad, group=group)

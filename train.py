@@ -248,7 +248,7 @@ class Trainer:
 
     def all_finite(self, loss, norm):
         """Whether this step counts. If one rank finds that its loss or the norm is not finite, all ranks skip the step,
-        because none may step alone."""
+        because replicas must stay equal."""
         bad, = self.agree(not (loss.isfinite() and norm.isfinite()))
         self.skipped += bad
         if self.scaler:
@@ -287,7 +287,7 @@ class Trainer:
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.replicas)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.replicas)  # ranks of tp and pp have the same loss
         return loss.item()
 
     @torch.no_grad()
