@@ -109,7 +109,7 @@ class Link:
         """Call operation(link), logged under `name`. All ranks must call in one order, because messages have one TAG.
 
         `async_op`: above the bar the operation has finished on return; faster links return earlier. arguments: those of
-        torch.distributed's function of this name.
+        torch.distributed's function of this name, for `Library`.
         """
         self.log = _traffic[name]
         self.log.calls += 1
@@ -264,7 +264,7 @@ _links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use":
 
 
 def use(group, comm):
-    """Let a group be served by "ours", what LINKS names, by "ring", the textbook's ways, or by "torch", the library."""
+    """Choose a group's Link: "ours", what LINKS names, if anything; "ring", the textbook's; "torch", the library's."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
@@ -329,7 +329,7 @@ def _blocks(tensor, sizes, n):
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Rank r sends to its right, rank r+1, alone. The tensor is cut into N chunks. In step s, 0 to N-2, each rank sends one:
+# Ranks stand in a ring, and each sends only to its right, rank r+1. The tensor is cut into N chunks. In step s, 0 to N-2:
 #
 #     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is

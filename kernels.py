@@ -147,7 +147,7 @@ def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class Map(torch.autograd.Function):
-    """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x."""
+    """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x, not y."""
 
     @staticmethod
     def forward(ctx, x, bias, function, slope):
@@ -565,8 +565,8 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
 
 
-# The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile, and an engine of its own
-# brings it to shared memory, from any strides, with zeros past the last row. Nothing is stored past it.
+# The kernels. Tensors arrive as descriptors for TMA, Hopper's copy engine: one thread asks for a (1, 1, rows, D) tile,
+# and TMA brings it to shared memory, from any strides, with zeros past the last row. It stores nothing past that row.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):

@@ -295,9 +295,9 @@ class DDP(Replaceable, nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, the n ranks of a
-# node can shard among themselves. Then N/n such groups are replicas, the table holds with n for N inside a node, and
-# between the nodes goes one all-reduce a step of each shard's gradient, K/n elements (hybrid sharding).
+# Besides, stage 2 has one bucket's whole gradient, stage 3 also one unit's parameters. (The last unit is gathered once,
+# because backward begins with it.) Where nodes are far apart, the n ranks of a node can shard among themselves (hybrid
+# sharding). The table then holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardReducer(Reducer):
@@ -470,14 +470,14 @@ def master_dtype(dtype):
 
 
 def is_matrix(param):
-    """Whether it has weight decay; biases and norms have none. Flat shards and stacks of biases say so themselves."""
+    """Whether a parameter has weight decay; biases and norms have none. Shards and stacks say it by `.matrix`."""
     return getattr(param, "matrix", param.dim() >= 2)
 
 
 def make_shard(bucket, sharded):
     """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values; all, if not `sharded`.
 
-    16-bit values become float32. Returns all values, the first rank's; where the dtype stays, the shard is a view.
+    16-bit values become float32. Returns all values, as the first rank has them; the shard is a view or a float32 copy.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -676,7 +676,7 @@ def tensors_in(value):
 # backward a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so their dX add up."""
+    """f: forward identity, backward all-reduce, BTC elements: X went into every rank's columns of A, so dX adds up."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1205,7 +1205,7 @@ def expert_parallel(module, group, copies):
 # Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
 #
 #     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m micro-batches' activations, 1F1B p - rank
-#     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long: the pipe fills in steps of 1/v
+#     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2 rank) / v
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 
 class Action(NamedTuple):
@@ -1223,7 +1223,7 @@ def gpipe(p, m, v=1):
 
 
 def take_turns(forwards, ahead, backwards):
-    """`ahead` forwards first; then in turn one forward, while there are any, and one backward, a list of actions."""
+    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward, a list of actions."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
         actions += forwards[ahead + k:ahead + k + 1] + backward
@@ -1234,7 +1234,7 @@ def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
 
     So it holds at most p-r activations, whatever m is. A micro-batch goes through p-1-r more ranks and back, and its B
-    ends p-r turns (F + B) after its F began. So p-r keep the rank busy.
+    ends p-r turns (F + B) after its F began. So p-r micro-batches keep the rank busy.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
             for r in range(p)]
