@@ -106,7 +106,7 @@ class Link:
 
     @torch.no_grad()
     def run(self, name, operation, arguments, async_op):
-        """Call operation(link), logged under `name`. All ranks must call in one order, because messages have one TAG.
+        """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
 
         `async_op`: above the bar the operation has finished on return; faster links return earlier. arguments: those of
         torch.distributed's function of this name, for `Library`.
@@ -241,7 +241,7 @@ def two_levels(group, groups):
     ranks of the world, before the group is used, because every rank must take part in making every sub-group.
     """
     group = group or torch_dist.group.WORLD
-    for ranks in groups if group not in _levels else ():  # not a second time, for a mesh of one axis
+    for ranks in groups if group not in _levels else ():  # a mesh of one axis takes the world's group: already done
         nodes = defaultdict(list)
         for rank in ranks:
             nodes[node_of(rank)].append(rank)
@@ -264,7 +264,7 @@ _links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use":
 
 
 def use(group, comm):
-    """Choose a group's Link: "ours", what LINKS names, if anything; "ring", the textbook's; "torch", the library's."""
+    """Choose a group's Link: "ours": LINKS', or else this half's; "ring": the textbook's; "torch": the library's."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
@@ -329,7 +329,7 @@ def _blocks(tensor, sizes, n):
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring, and each sends only to its right, rank r+1. The tensor is cut into N chunks. In step s, 0 to N-2:
+# Ranks stand in a ring, and each sends only to its right, rank r+1. The tensor is cut into N chunks. Step s, 0 to N-2:
 #
 #     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is

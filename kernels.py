@@ -93,7 +93,7 @@ def programs_at_once(device):
 #            dx = dy (s + x s (1 - s) du/dx),  du/dx = 2 sqrt(2/pi) (1 + 0.134145 x^2)
 #
 # (GELU's tanh form is 0.5 x (1 + tanh(u/2)), and (1 + tanh(u/2)) / 2 is the sigmoid of u: one exp, no tanh.)
-# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx); above the bar a bias adds 2 n, 3 n. Inside in float32.
+# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). A bias adds 2 n, 3 n above the bar. Float32 inside.
 
 def elu_reference(x):
     return torch.where(x > 0, x, x.exp() - 1)

@@ -225,7 +225,7 @@ class Reducer(Replaceable):
 
     @torch.no_grad()
     def collect(self, bucket):
-        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing .grad is zero."""
+        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one counts as zero."""
         if bucket.total is None:
             bucket.total = bucket.new(self.total_dtype(bucket))
         for view, param in zip(bucket.views(bucket.total), bucket.params):
@@ -506,7 +506,7 @@ class FlatParameter(Replaceable, Bucket):
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
-        # .data gives each view a version counter of its own. Else a refill would raise it, and autograd would complain.
+        # .data gives each view a version counter of its own. Else a refill raises it, and autograd refuses what it saved.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
             new.__dict__.update(p.__dict__)  # split_over, sums, cuts, ...
