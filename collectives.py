@@ -106,10 +106,10 @@ class Link:
 
     @torch.no_grad()
     def run(self, name, operation, arguments, async_op):
-        """Call operation(link), logged under `name`. All ranks issue operations in the same order.
+        """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
 
         `async_op`: above the bar the operation has finished on return; faster links return earlier. arguments: those of
-        torch.distributed's function of this name.
+        torch.distributed's function of this name, for `Library`.
         """
         self.log = _traffic[name]
         self.log.calls += 1
@@ -117,7 +117,7 @@ class Link:
         return Handle() if async_op else None
 
     def exchange(self, sends=(), receives=()):
-        """Start all these messages at once, then wait for all. `sends` and `receives` list (flat tensor, peer rank)."""
+        """Start all these messages at once, or a ring would hang; then wait for all. Lists of (flat tensor, peer)."""
         for handle in self.post(sends, receives):
             handle.wait()
 
@@ -145,7 +145,7 @@ class Link:
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
-        chunks = [chunk.clone() for chunk in chunks]  # partial sums go through them
+        chunks = [chunk.clone() for chunk in chunks]  # K elements more, because the ring overwrites all chunks
         ring_reduce_scatter(self, chunks, op)
         result.copy_(chunks[self.rank])
 
@@ -235,13 +235,13 @@ _levels = {}  # group -> (this rank's group inside its node, its group between t
 
 
 def two_levels(group, groups):
-    """Let a group work in two levels, if it has as many ranks, more than one, on each of several nodes.
+    """Let a group work in two levels, if it spans several nodes, with equally many ranks, at least 2, on each.
 
     groups: [the ranks, ascending, of each group of a mesh's axis], of which `group` is this rank's. Call it on all
     ranks of the world, before the group is used, because every rank must take part in making every sub-group.
     """
     group = group or torch_dist.group.WORLD
-    for ranks in groups if group not in _levels else ():  # a mesh of one axis takes the world's group, which has them
+    for ranks in groups if group not in _levels else ():  # a mesh of one axis takes the world's group: already done
         nodes = defaultdict(list)
         for rank in ranks:
             nodes[node_of(rank)].append(rank)
@@ -252,7 +252,7 @@ def two_levels(group, groups):
 
 
 def rows_and_columns(grid):
-    """[the group of this rank's row, that of its column] in a grid of global ranks, [] outside of it. On all ranks."""
+    """[group of this rank's row, group of its column] in a grid of global ranks; [] outside. Call it on all ranks."""
     lines = [*grid, *zip(*grid)]
     groups = [new_group(list(ranks)) for ranks in lines]
     return [group for group, ranks in zip(groups, lines) if get_rank() in ranks]
@@ -264,7 +264,7 @@ _links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use":
 
 
 def use(group, comm):
-    """Let a group be served by "ours", what LINKS names, by "ring", the textbook's ways, or by "torch", the library."""
+    """Choose a group's Link: "ours": LINKS', or else this half's; "ring": the textbook's; "torch": the library's."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
@@ -305,7 +305,7 @@ def _unflatten(flat, tensor):
 
 
 def _into(flats, tensors):
-    """The lists' `_unflatten`."""
+    """`_unflatten` for each flat tensor and its tensor."""
     for flat, tensor in zip(flats, tensors):
         _unflatten(flat, tensor)
 
@@ -318,7 +318,7 @@ def _nths(whole, part, n):
 
 
 def _blocks(tensor, sizes, n):
-    """Elements of each rank's block of the tensor: `sizes` rows of it, or equally many."""
+    """How many elements each of n ranks' blocks has: `sizes` rows of the tensor, or equally many."""
     rows = tensor.size(0)
     sizes = sizes or [rows // n] * n
     if len(sizes) != n or sum(sizes) != rows:
@@ -329,7 +329,7 @@ def _blocks(tensor, sizes, n):
 
 # ------------------------------------------------------------------------------------------------------ ring algorithms
 #
-# Ranks stand in a ring and send only to the right. The tensor is cut into N chunks. Step s, 0 to N-2, moves one each:
+# Ranks stand in a ring, and each sends only to its right, rank r+1. The tensor is cut into N chunks. Step s, 0 to N-2:
 #
 #     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is
@@ -337,9 +337,9 @@ def _blocks(tensor, sizes, n):
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either half, 2(N-1)/N x K for the two in a row.
 
 def ring_reduce_scatter(link, chunks, op):
-    """Combine chunk c of all ranks into chunk c of rank c, in place; the other chunks are left with partial sums."""
+    """Combine chunk c of all ranks into chunk c of rank c, in place. The other chunks are left with partial sums."""
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
-    received = link.scratch(chunks[0], max(map(len, chunks)))
+    received = link.scratch(chunks[0], max(map(len, chunks)))  # K/N elements, the only extra memory
     for s in range(link.size - 1):
         outgoing, mine = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
         theirs = received[:len(mine)]
@@ -458,7 +458,7 @@ def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
     def operation(link):
         parent, children, _ = _tree(link, dst, group_dst)
-        flat = _flat(tensor) if parent is None or not children else _flat(tensor).clone()  # only the root's changes
+        flat = _flat(tensor) if parent is None or not children else _flat(tensor).clone()  # only the root's may change
         theirs = link.scratch(flat, len(flat)) if children else None
         for child, _ in children:
             link.exchange(receives=[(theirs, child)])

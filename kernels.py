@@ -93,7 +93,7 @@ def programs_at_once(device):
 #            dx = dy (s + x s (1 - s) du/dx),  du/dx = 2 sqrt(2/pi) (1 + 0.134145 x^2)
 #
 # (GELU's tanh form is 0.5 x (1 + tanh(u/2)), and (1 + tanh(u/2)) / 2 is the sigmoid of u: one exp, no tanh.)
-# Bytes: forward 2 n, backward 3 n, times the element size. In float32 inside, whatever comes in.
+# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). A bias adds 2 n, 3 n above the bar. Float32 inside.
 
 def elu_reference(x):
     return torch.where(x > 0, x, x.exp() - 1)
@@ -125,7 +125,7 @@ def _elu_slope(x):
 
 
 @triton.jit
-def _gelu(x):
+def _gelu(x):  # 1.5957... is 2 sqrt(2/pi)
     return x / (1 + tl.exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
 
 
@@ -139,19 +139,19 @@ def _gelu_slope(x):
 
 @triton.jit
 def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy. n elements each."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64, because n may pass 2^31
     v = tl.load(x + at, at < n).to(tl.float32)
     d = 1.0 if dy is None else tl.load(dy + at, at < n).to(tl.float32)
     tl.store(y + at, FUNCTION(v) * d, at < n)
 
 
 class Map(torch.autograd.Function):
-    """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x."""
+    """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x, not y."""
 
     @staticmethod
     def forward(ctx, x, bias, function, slope):
-        x = x.contiguous()
+        x = x.contiguous()  # the kernel walks over memory in its order
         ctx.save_for_backward(x, bias)
         ctx.slope = slope
         return faster(map_forward)(x, bias, function)
@@ -565,8 +565,8 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
 
 
-# The kernels. Tensors arrive as TMA descriptors: one thread asks for a (1, 1, rows, D) tile, and an engine of its own
-# brings it to shared memory, from any strides, with zeros past the last row. Nothing is stored past it.
+# The kernels. Tensors arrive as descriptors for TMA, Hopper's copy engine: one thread asks for a (1, 1, rows, D) tile,
+# and TMA brings it to shared memory, from any strides, with zeros past the last row. It stores nothing past that row.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
@@ -577,7 +577,7 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 @triton.jit
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
-    """O and LSE of BM rows of one head. 2 matmuls a block of BN keys."""
+    """O, and LSE, the L above, of BM queries of one head. 2 matmuls a block of BN keys. Q, K, V, O: TMA descriptors."""
     bh, m0 = tl.program_id(1), tl.program_id(0) * BM
     b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -622,7 +622,7 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
         v = V.load([b, h, n0, 0]).reshape(BN, D)
         s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN)
         p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], tl.exp(s - lse[:, None]), 0.0)
-        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])       # without 1/sqrt(D), which comes last
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     DQ.store([b, h, m0, 0], (dq * scale).to(q.dtype).reshape(1, 1, BM, D))
 
@@ -657,13 +657,13 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def tiled(x, rows):
-    """The TMA descriptor of x (B, H, T, D), cut into tiles of `rows`. Of a dimension of 1 the stride means nothing."""
+    """The TMA descriptor of x (B, H, T, D), for tiles (1, 1, rows, D). Dimensions of 1 get a stride that TMA takes."""
     strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride())] + [1]
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, x.shape[3]])
 
 
 def tile_rows(D):
-    """As many rows for every D as keep a tile at 4096 elements: four float32 tiles are 64 KiB of shared memory."""
+    """Rows of a tile: 64, or fewer, for at most 4096 elements. Four float32 tiles are 64 KiB of shared memory."""
     return min(64, 4096 // D)
 
 
@@ -679,7 +679,7 @@ def attention_forward(q, k, v, is_causal):
 
 
 def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
-    """Write the gradients into dq, dk, dv."""
+    """Write the gradients into dq, dk, dv. The first kernel also writes delta, which the second one reads."""
     (B, H, Tq, D), Tk, rows = q.shape, k.shape[2], tile_rows(q.shape[3])
     delta, sizes = torch.empty_like(lse), (1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows)
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
@@ -761,12 +761,12 @@ def at_least_float32(x):
 
 
 def natural(lse, q):
-    """The kernels' log-sum-exps as (B, H, Tq)."""
+    """The kernel's LSE (B*H, Tq) as (B, H, Tq). (The kernel below the bar has it in base 2.)"""
     return lse.view(q.shape[:3])
 
 
 def kept(lse):
-    """(B, H, Tq) as the kernels keep them."""
+    """The way back: L (B, H, Tq) as the kernel's LSE (B*H, Tq)."""
     return lse.flatten(0, 1).float().contiguous()
 
 
@@ -900,16 +900,16 @@ def cross_entropy(logits, targets):
 # program keeps a BM x BN tile of C in registers and walks once over K: A is then read N / BN times, B M / BM times.
 # The activation runs on the tile while it is in registers, which saves writing C and reading it again.
 #
-# About 132 programs run at a time, in the order of their numbers, and what they read meets in L2. Row after row of C,
-# they need two or three rows of A and all of B. In groups of GROUP rows, walked column by column, they need GROUP rows
-# of A and 132 / GROUP columns of B: `tiles_read` counts them.
+# About 132 programs run at a time (H100), in the order of their numbers, and what they read meets in L2. Row by row of
+# C, they need a few rows of A's tiles and all of B. In groups of GROUP rows of tiles, walked column by column, they
+# need GROUP rows of A's tiles and 132 / GROUP columns of B's: `tiles_read` counts them.
 #
 # This is the page to learn tiling from. The model multiplies with cuBLAS, which the page does not reach (H200, bf16,
 # 32768 x 768 x 3072 with GELU: 386 us here, 340 us for cuBLAS and the GELU kernel after it).
 
 def tile_of(program, tall, wide, group):
-    """(row, column) of the tile that a program computes, of tall x wide tiles."""
-    first = program // (group * wide) * group
+    """(row, column) of the tile that a program computes. C has `tall` rows and `wide` columns of tiles."""
+    first = program // (group * wide) * group  # the first row of tiles of this program's group
     height = min(tall - first, group)  # the last group may be lower
     return first + program % (group * wide) % height, program % (group * wide) // height
 
@@ -928,7 +928,7 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
     tile = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         tile = tl.dot(tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0), tile,
-                      input_precision="tf32x3")
+                      input_precision="tf32x3")  # float32 as three TF32 products, on tensor cores; 16 bits: one
         a += BK * a_column
         b += BK * b_row
     inside = (rows[:, None] < M) & (columns[None] < N)
@@ -936,7 +936,7 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
 
 
 def product_tiles(a):
-    """(BM, BN, BK, GROUP) for a product with A."""
+    """(BM, BN, BK, GROUP) for a product with A: 64 x 64 of C in float32 are 16 KiB of registers."""
     return 64, 64, 32, 8
 
 

@@ -119,26 +119,24 @@ def groups_of(grids):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """The lecture's data parallelism: after backward, one all-reduce a parameter.
-
-    It is slow, because every small tensor pays the latency of a collective of its own.
-    """
+    """The lecture's data parallelism: after backward, one all-reduce a parameter. It is slow, because every small
+    tensor pays the latency of a collective of its own."""
     for param in module.parameters():
         if param.requires_grad:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # else other ranks would hang
             dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
 
 
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: averages their gradients. between: where `group` is not all replicas, the ranks that keep the same shard.
+    group: the N ranks that average their gradients. between: None, or the ranks of other groups with the same shard.
     """
 
     def __init__(self, params, group, between=None):
         self.params, self.group, self.between = params, group_or_world(group), between
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks
+        self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks  # padded
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total = None           # the gradients added up, one flat vector; None until the first is moved here
@@ -153,15 +151,15 @@ class Bucket:
         sizes = [p.numel() for p in self.params]
         return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
 
-    def overlap(self, param, own):
-        """What of a parameter lies in `own`, a slice of the vector: (slice of the flat parameter, slice of `own`)."""
+    def overlap(self, param, part):
+        """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
         start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
-        low = max(start, own.start)
-        high = max(low, min(start + param.numel(), own.stop))
-        return slice(low - start, high - start), slice(low - own.start, high - own.start)
+        low = max(start, part.start)
+        high = max(low, min(start + param.numel(), part.stop))
+        return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
     def gather_one(self, param, local):
-        """One parameter's part of a vector whose shards are `local` (weights, a moment), whole. On all ranks.
+        """One whole parameter, or its moment. local: this rank's shard of the vector of all. Call it on all ranks.
 
         Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
         """
@@ -210,9 +208,10 @@ class Reducer(Replaceable):
     """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
 
     Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
-    `bucket.total`, and averages that; each .grad is then a view of the average. reduce_dtype: what travels.
+    `bucket.total`, and averages that. Each .grad is then a view of the average. (Below the bar `EarlyReducer` sends a
+    bucket while backward goes on.) reduce_dtype: what travels.
     """
-    no_sync = nullcontext  # around every backward but the step's last one: nothing is sent
+    no_sync = nullcontext  # goes around every backward but the step's last one; here no backward sends anything
 
     def __init__(self, buckets, reduce_dtype=None):
         self.buckets, self.reduce_dtype = buckets, reduce_dtype
@@ -226,7 +225,7 @@ class Reducer(Replaceable):
 
     @torch.no_grad()
     def collect(self, bucket):
-        """Add what is in .grad to the total, and free it. A missing gradient counts as zero."""
+        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one counts as zero."""
         if bucket.total is None:
             bucket.total = bucket.new(self.total_dtype(bucket))
         for view, param in zip(bucket.views(bucket.total), bucket.params):
@@ -248,7 +247,7 @@ class Reducer(Replaceable):
         return dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, wire
 
     def wire(self, bucket):
-        """The total as it travels. The bucket lets go of it."""
+        """The total in the dtype that travels. The bucket forgets it, so that its memory can go."""
         total, bucket.total = bucket.total, None
         if bucket.fed > 1:  # an expert has the gradient of the sum of so many ranks' losses, and wants that of the mean
             total /= bucket.fed
@@ -263,7 +262,7 @@ class Reducer(Replaceable):
 class DDP(Replaceable, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket.
 
-        model = DDP(module, group)                  broadcasts parameters and buffers of the group's first rank
+        model = DDP(module, group)                  all take the first rank's parameters and buffers (broadcast)
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
@@ -296,9 +295,9 @@ class DDP(Replaceable, nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# (Stage 3 gathers the last unit once, because backward begins with it.) Where nodes are far apart, the n ranks of a
-# node can shard among themselves. Then N/n such groups are replicas, the table holds with n for N inside a node, and
-# between the nodes goes one all-reduce a step of each shard's gradient, K/n elements (hybrid sharding).
+# Besides, stage 2 has one bucket's whole gradient, stage 3 also one unit's parameters. (The last unit is gathered once,
+# because backward begins with it.) Where nodes are far apart, the n ranks of a node can shard among themselves (hybrid
+# sharding). The table then holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardReducer(Reducer):
@@ -339,7 +338,7 @@ class ShardReducer(Reducer):
             yield
         finally:
             for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):  # not complete, because a parameter was not used
+                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
                     self.collect(bucket)
 
     def total_dtype(self, bucket):
@@ -364,7 +363,7 @@ class ShardReducer(Reducer):
 
     def finish(self):
         for bucket in self.buckets:
-            if self.stage < 2 or self.holds(bucket):
+            if self.stage < 2 or self.holds(bucket):  # stage 2 has sent what was complete
                 self.collect(bucket)
                 self.send(bucket)
             self.missing[bucket] = set(bucket.params)
@@ -453,7 +452,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
             bucket.weights[bucket.own].copy_(bucket.shard)
 
     def publish(self, buckets):
-        """Give this rank's Nth of the weights for those of the others."""
+        """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
         for bucket in buckets if self.stage else ():
             dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
@@ -471,14 +470,14 @@ def master_dtype(dtype):
 
 
 def is_matrix(param):
-    """Whether it has weight decay; biases and norms have none. Flat shards and stacks of biases say so themselves."""
+    """Whether a parameter has weight decay; biases and norms have none. Shards and stacks say it by `.matrix`."""
     return getattr(param, "matrix", param.dim() >= 2)
 
 
 def make_shard(bucket, sharded):
     """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values; all, if not `sharded`.
 
-    16-bit values become float32. Returns all values, the first rank's; where the dtype stays, the shard is a view.
+    16-bit values become float32. Returns all values, as the first rank has them; the shard is a view or a float32 copy.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -495,8 +494,8 @@ def make_shard(bucket, sharded):
 class FlatParameter(Replaceable, Bucket):
     """The parameters of one unit of FSDP, of which this rank keeps an Nth, `shard`.
 
-    `weights` is the flat buffer whose views the layers compute with. Its storage grows and shrinks under tensors that
-    stay the same, so what autograd saved in forward is right again in backward.
+    `weights` is the flat buffer whose views the layers compute with. `free` shrinks its storage to 0 bytes, `gather`
+    refills it. The views stay the same objects, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
@@ -507,10 +506,10 @@ class FlatParameter(Replaceable, Bucket):
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
-        # .data gives each view a version counter of its own: autograd would refuse what it saved before a refill.
+        # .data gives each view a version counter of its own. Else a refill raises it, and autograd refuses what it saved.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
-            new.__dict__.update(p.__dict__)
+            new.__dict__.update(p.__dict__)  # split_over, sums, cuts, ...
         self.uses_left = 0
         self.free()
         return dict(zip(old, self.params))
@@ -575,9 +574,9 @@ class FSDP(Replaceable, nn.Module):
             for leaf, p in list(owner.named_parameters(recurse=False)):
                 setattr(owner, leaf, replaced[p])
         self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
-        self.uses = Counter(flat for flats in self.units.values() for flat in flats)
-        cut = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
-        self.last, self.in_backward = cut[-1] if cut else [], False
+        self.uses = Counter(flat for flats in self.units.values() for flat in flats)  # in a forward; a tied one's are 2
+        sharded = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
+        self.last, self.in_backward = sharded[-1] if sharded else [], False
         for unit in self.units:
             unit.register_forward_pre_hook(self.before_forward)
             unit.register_forward_hook(self.after_forward)
@@ -609,7 +608,7 @@ class FSDP(Replaceable, nn.Module):
                 flat.free()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.before_backward(unit))
+                tensor.register_hook(lambda grad: self.before_backward(unit))  # called first in the unit's backward
 
     def before_backward(self, unit):
         self.in_backward = True
@@ -673,16 +672,16 @@ def tensors_in(value):
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
 # Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward.
-# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.)
-# Shoeybi et al., "Megatron-LM" (2019), section 3. CS336 lecture 8, tensor parallelism.
+# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.) Until
+# backward a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so their dX add up."""
+    """f: forward identity, backward all-reduce, BTC elements: X went into every rank's columns of A, so dX adds up."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # autograd needs a new tensor
 
     @staticmethod
     def backward(ctx, grad):
@@ -692,7 +691,7 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """g: forward all-reduce, backward identity."""
+    """g: forward all-reduce, backward identity: Y is a plain sum, so each term's gradient is dY."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -706,9 +705,9 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class Cut:
-    """How a parameter is cut over a group: along `dim`, each of `parts` equal parts of it for itself.
+    """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=3 is for the fused q, k, v matrix: every rank gets its heads of each third. Uneven sizes differ by one.
+    parts=3 is for the fused q, k, v matrix: each third is cut by itself, so a rank gets its heads of q, of k and of v.
     """
 
     def __init__(self, group, dim, parts=1):
@@ -732,12 +731,12 @@ class Cut:
 
 
 class ColumnParallelLinear(Replaceable, nn.Module):
-    """X (..., in) -> this rank's columns of X A^T + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
+    """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), A transposed; bias (out/N)."""
     linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
         super().__init__()
-        self.group, self.f, cut = group, f, Cut(group, 0, parts)
+        self.group, self.f, cut = group, f, Cut(group, 0, parts)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
 
     def forward(self, x):
@@ -745,7 +744,7 @@ class ColumnParallelLinear(Replaceable, nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's slice of X (..., in/N) -> the whole X A^T + b (..., out). Weight (out, in/N), bias (out), not cut."""
+    """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, g=ReduceFromGroup.apply):
@@ -1205,8 +1204,8 @@ def expert_parallel(module, group, copies):
 #
 # Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
 #
-#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m activations, 1F1B p - rank
-#     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long: the pipe fills in steps of 1/v
+#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m micro-batches' activations, 1F1B p - rank
+#     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2 rank) / v
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 
 class Action(NamedTuple):
@@ -1224,7 +1223,7 @@ def gpipe(p, m, v=1):
 
 
 def take_turns(forwards, ahead, backwards):
-    """`ahead` forwards first; then in turn one forward, while there are any, and one backward, a list of actions."""
+    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward, a list of actions."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
         actions += forwards[ahead + k:ahead + k + 1] + backward
@@ -1235,7 +1234,7 @@ def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
 
     So it holds at most p-r activations, whatever m is. A micro-batch goes through p-1-r more ranks and back, and its B
-    ends p-r turns (F + B) after its F began. So p-r keep the rank busy.
+    ends p-r turns (F + B) after its F began. So p-r micro-batches keep the rank busy.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
             for r in range(p)]
@@ -1244,7 +1243,8 @@ def one_f_one_b(p, m, v=1):
 def interleaved(p, m, v):
     """1F1B with v stages a rank: stage c p + r is rank r's c-th. Narayanan et al., "Megatron-LM" (2021).
 
-    Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m.
+    Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m. Rank r
+    runs ahead by (v-1) p forwards, until its last stage begins, and by a turn for each of p-1-r ranks there and back.
     """
     if v == 1:
         return one_f_one_b(p, m)
@@ -1297,7 +1297,7 @@ class ScheduleError(ValueError):
 
 
 def walk(lists, ready, stuck):
-    """Run through all lists at once: each turn yields [(rank, action)], the next of each rank, if it is
+    """Go through all ranks' lists together. Each turn yields [(rank, action)]: the next action of each rank that is
     ready(action, done, heads).
 
     done: the actions of earlier turns; heads: the next of each rank. Raises ScheduleError(stuck) if no rank is ready.
@@ -1638,13 +1638,13 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     groups = make_groups(mesh, zero_within, ep, virtual_stages > 1, config.tied)
     p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
-    stages, cuts = {}, faster(even_pieces)(config, p * virtual_stages)
-    for stage in range(dist.get_rank(groups.pp), len(cuts), p):
-        # 1. Shapes only, of this stage's layers, because memory is for this rank's part of them alone.
-        model = GPT(config, seed=None, pieces=cuts[stage])
+    stages, pieces = {}, faster(even_pieces)(config, p * virtual_stages)
+    for stage in range(dist.get_rank(groups.pp), len(pieces), p):  # rank r has stages r, r + p, ...
+        # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
+        model = GPT(config, seed=None, pieces=pieces[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, groups, sequence, context)
-        # 3. What to run again in backward: inside the hooks that ZeRO-3 is about to put around the layers.
+        # 3. What to run again in backward. ZeRO-3's hooks go around it, so that its weights are whole then.
         for block in model.h.values() if recompute != "none" else ():
             layer = block if recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -1655,12 +1655,12 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because it holds the parameters as they are now. ZeRO-3 did so in step 4; ZeRO-1,
-        # ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
+        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. ZeRO-3 came in step 4;
+        # ZeRO-1, ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(cuts), zero, reduce_dtype, sequence, context)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(pieces), zero, reduce_dtype, sequence, context)
 
 
 def make_groups(mesh, zero_within, ep, around, tied):
@@ -1781,7 +1781,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: those of a tied embedding's two stages, and those of T/N tokens each."""
+        """Over `param.sums`: a tied embedding's two stages, ranks with T/N tokens. Last, because shards are small."""
         for param in self.params:
             for group in sums(param):
                 dist.all_reduce(param.grad, group=group)
@@ -1825,7 +1825,7 @@ class ParallelGPT(Replaceable):
         return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, stage, name):
-        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None where that is the same)"""
+        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None if both are one)"""
         param = self.module(stage).get_parameter(name)
         bucket = self.bucket_of.get(param)
         return param, bucket.shard if bucket else param, bucket

@@ -111,7 +111,7 @@ def parse(arguments):
 
 
 def config_of(s):
-    """The preset's GPTConfig, with the sizes that were given."""
+    """The preset's GPTConfig, with the sizes that were given. inner=0: the MLP is 4 times as wide as n_embd."""
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
     return dataclasses.replace(PRESETS[s.model], inner=0, **given)
 
@@ -175,9 +175,9 @@ def how_even(loads):
 
 
 class LossScale:
-    """fp16's smallest number is 6e-8. So that gradients stay above it, the loss is multiplied by `scale`, and they are
-    divided by it later. A step whose gradients are not finite is skipped, and halves the scale; 200 good steps double
-    it. Micikevicius et al., "Mixed Precision Training" (2018)."""
+    """fp16's smallest number is 6e-8. So that gradients stay above it, the loss is multiplied by `scale`, and
+    `clip_grad_norm_` divides them by it. A step whose gradients are not finite is skipped, and halves the scale. 200
+    good steps double it. Micikevicius et al., "Mixed Precision Training" (2018)."""
 
     def __init__(self, start=2.0**16, interval=200):
         self.scale, self.interval, self.good = start, interval, 0
@@ -191,14 +191,14 @@ class LossScale:
 
 
 class Trainer:
-    """Model, optimizer, data and this rank's place in the mesh. source(name) gives a parameter's initial value; None:
-    the seed does. data: (training tokens, held-out tokens)."""
+    """Model, optimizer, data and this rank's place in the mesh. s: the Flags. source(name) gives a parameter's initial
+    value; None: the seed does. data: (training tokens, held-out tokens)."""
 
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out = data
         self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp, s.cp)
-        self.control = dist.new_group(backend="gloo")  # all ranks, on the CPU: for `agree`
+        self.control = dist.new_group(backend="gloo")  # all ranks, for `agree`; on the CPU, where Python reads it
         reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
         self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
                                         reduce_dtype, s.recompute, s.virtual_stages, s.zero_within,
@@ -216,7 +216,7 @@ class Trainer:
         return self.net.make_optimizer(adamw, self.s.weight_decay, lr=self.s.lr, betas=(0.9, 0.95))
 
     def train(self, saved):
-        """Take the steps that a checkpoint leaves, all if `saved` is None; then show a sample. Steps count from 0."""
+        """Run the steps after checkpoint `saved`, all if it is None; then show a sample. Steps count from 0."""
         for step in range(self.load(saved), self.s.steps):
             dist.reset_traffic()
             loss, norm = self.step(step)
@@ -242,13 +242,13 @@ class Trainer:
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):
-        """This rank's samples of a step: (inputs, targets), a tuple of micro-batches each."""
+        """This rank's samples of a step: [inputs, targets], each a tuple of micro-batches, int64 (B, T)."""
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
         return [t.to(self.device).chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
         """Whether this step counts. If one rank finds that its loss or the norm is not finite, all ranks skip the step,
-        because none may step alone."""
+        because replicas must stay equal."""
         bad, = self.agree(not (loss.isfinite() and norm.isfinite()))
         self.skipped += bad
         if self.scaler:
@@ -287,7 +287,7 @@ class Trainer:
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.replicas)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.replicas)  # ranks of tp and pp have the same loss
         return loss.item()
 
     @torch.no_grad()
