@@ -225,7 +225,7 @@ class Reducer(Replaceable):
 
     @torch.no_grad()
     def collect(self, bucket):
-        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one counts as zero."""
+        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one is zero."""
         if bucket.total is None:
             bucket.total = bucket.new(self.total_dtype(bucket))
         for view, param in zip(bucket.views(bucket.total), bucket.params):
@@ -506,7 +506,7 @@ class FlatParameter(Replaceable, Bucket):
         self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
         self.weights = self.new(self.dtype)
-        # .data gives each view a version counter of its own. Else a refill raises it, and autograd refuses what it saved.
+        # .data gives each view its own version counter. A refill does not raise it; else autograd would refuse to run.
         self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
         for new, p in zip(self.params, old):
             new.__dict__.update(p.__dict__)  # split_over, sums, cuts, ...
@@ -575,8 +575,8 @@ class FSDP(Replaceable, nn.Module):
                 setattr(owner, leaf, replaced[p])
         self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
         self.uses = Counter(flat for flats in self.units.values() for flat in flats)  # in a forward; a tied one's are 2
-        sharded = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
-        self.last, self.in_backward = sharded[-1] if sharded else [], False
+        with_shards = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
+        self.last, self.in_backward = with_shards[-1] if with_shards else [], False
         for unit in self.units:
             unit.register_forward_pre_hook(self.before_forward)
             unit.register_forward_hook(self.after_forward)
@@ -1638,10 +1638,10 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     groups = make_groups(mesh, zero_within, ep, virtual_stages > 1, config.tied)
     p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
-    stages, pieces = {}, faster(even_pieces)(config, p * virtual_stages)
-    for stage in range(dist.get_rank(groups.pp), len(pieces), p):  # rank r has stages r, r + p, ...
+    stages, runs = {}, faster(even_pieces)(config, p * virtual_stages)
+    for stage in range(dist.get_rank(groups.pp), len(runs), p):  # rank r has stages r, r + p, ...
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
-        model = GPT(config, seed=None, pieces=pieces[stage])
+        model = GPT(config, seed=None, pieces=runs[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, groups, sequence, context)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that its weights are whole then.
@@ -1660,7 +1660,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(pieces), zero, reduce_dtype, sequence, context)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(runs), zero, reduce_dtype, sequence, context)
 
 
 def make_groups(mesh, zero_within, ep, around, tied):
