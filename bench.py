@@ -1384,7 +1384,9 @@ def communication_alone(trainer, device, repeats):
     log.clear(), scratch.clear()
     trainer.net.pipeline.graphs = parallel.no_graphs()
     with replaced(left_out):
-        return alone, interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
+        without = interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
+    trainer.net.pipeline.graphs = parallel.no_graphs()  # these send nothing
+    return alone, without
 
 
 def all_to_all_alone(trainer, device, repeats):

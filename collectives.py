@@ -1080,7 +1080,6 @@ class Window:
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # for kernels.on_triton
-        self.lent = False  # slots to the other ranks, for all_to_all_by_copies
         self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
 
     def copy(self, to, source):
@@ -1181,15 +1180,13 @@ class Window:
         of the window for each sender, that its owner lends anew once it has copied it out."""
         slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (self.timeout + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
-        if not self.lent:
-            for r in self.others:
-                self.handle.put_signal(r, FREE, patience)
-            self.lent = True
+        self.barrier()  # all ranks have finished reading their window's old contents
         for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):
             parts, into = ([t[start:start + slot] for t in tensors] for tensors in (outgoing, incoming))
             for r in self.others:
                 if len(parts[r]):
-                    self.handle.wait_signal(r, FREE, patience)
+                    if start:
+                        self.handle.wait_signal(r, FREE, patience)
                     self.copy(self.of[r][self.link.rank * slot:][:len(parts[r])], parts[r])
                     self.handle.put_signal(r, ARRIVED, patience)
                     self.link.log.count(parts[r])
@@ -1197,7 +1194,8 @@ class Window:
                 if len(into[r]):
                     self.handle.wait_signal(r, ARRIVED, patience)
                     self.copy(into[r], self.mine[r * slot:][:len(into[r])])
-                    self.handle.put_signal(r, FREE, patience)
+                    if start + slot < len(incoming[r]):
+                        self.handle.put_signal(r, FREE, patience)
 
 
 def make_window(link, nbytes):
@@ -1236,7 +1234,7 @@ def _in_step(chunks, nbytes):
 
 def _by_kernel(tensor):
     """Whether kernels.py sums tensors like this one."""
-    return tensor.is_cuda and tensor.is_floating_point() and (
+    return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
         kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # the kernel takes float64, too
 
 
@@ -1392,6 +1390,10 @@ class NodeLink(Direct, NcclLink):
                 operation = functools.partial(NodeLink.by_rows, flat=operation, whole=whole, own=own,
                                               op=arguments.get("op"))
         return super().run(name, operation, arguments, async_op)
+
+    def window_for_copies(self, name, chunks):
+        self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # of this rank's own part, at least
+        return super().window_for_copies(name, chunks)
 
     def by_rows(self, flat, whole, own, op):
         """Gather own (B, ...) into whole (N, B, ...), or, with an op, reduce-scatter back. flat: what does it without a

@@ -2631,7 +2631,7 @@ class ShardTotals:
             if reducer.stage == 2:
                 bucket.shard.grad = flat
             else:
-                bucket.total = flat
+                bucket.shard.grad, bucket.total = None, flat
 
     def settle(self, kind):
         """No graph ends with a message under way, and none of backward with a unit whole."""
@@ -2739,6 +2739,7 @@ class HookedRecording(Recording):
         totals.forget()  # or this recording would not gather what is whole
         totals.begin(overwrite)
         super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
+        del weight_gradients.add  # hooks add gradients up, and it would keep this recording's memory
 
     def record(self, kind):
         super().record(kind)

@@ -542,11 +542,11 @@ class Signals:
                                      wait_signal=lambda sender, channel, _: change((rank, sender, channel), True))
 
 
-def all_to_all_by_copies(rank, windows, signals, rows):
+def all_to_all_by_copies(rank, windows, barrier, signals, rows):
     """rows[i][j]: numbers that i sends to j. Returns what came three times, and what was sent."""
-    link, results = link_with_window(rank, windows, threading.Barrier(1)), []
+    link, results = link_with_window(rank, windows, barrier), []
     window, link.aside = link.window(0), True
-    window.handle, window.timeout, window.lent = signals.of(rank), 600, False
+    window.handle, window.timeout = signals.of(rank), 600
     for turn in range(3):
         outgoing = [torch.arange(n) + 1000 * rank + 100 * turn for n in rows[rank]]
         incoming = [torch.full((line[rank],), -1) for line in rows]
@@ -560,16 +560,46 @@ def all_to_all_by_copies(rank, windows, signals, rows):
 @pytest.mark.parametrize("rows", [[[3, 5], [0, 7]], [[1, 0, 0], [9, 2, 23], [4, 0, 0]], [[0, 0], [0, 0]]], ids=str)
 def test_all_to_all_by_copies(rows):
     """In slots of 5 or 8 numbers of 8 bytes: some blocks need several, some none."""
-    size, signals = len(rows), Signals()
+    size, signals, barrier = len(rows), Signals(), threading.Barrier(len(rows), timeout=20)
     windows = [torch.zeros(128, dtype=torch.uint8) for _ in rows]
     with concurrent.futures.ThreadPoolExecutor(size) as threads:
-        results = list(threads.map(lambda rank: all_to_all_by_copies(rank, windows, signals, rows), range(size)))
+        results = list(threads.map(lambda rank: all_to_all_by_copies(rank, windows, barrier, signals, rows),
+                                   range(size)))
     for rank, (turns, log) in enumerate(results):
         for turn, incoming in enumerate(turns):
             for sender, t in enumerate(incoming):
                 assert torch.equal(t, torch.arange(rows[sender][rank]) + 1000 * sender + 100 * turn)
         assert log.bytes == 3 * 8 * (sum(rows[rank]) - rows[rank][rank])
-    assert signals.set == {(to, rank, dist.FREE) for to in range(size) for rank in range(size) if to != rank}
+    assert not signals.set
+
+
+def reduce_scatter_between_all_to_alls(rank, windows, barrier, signals):
+    """Rank 1 sums late what lies in its window."""
+    link = link_with_window(rank, windows, barrier)
+    window, link.aside, result = link.window(0), True, torch.zeros(4)
+    window.handle, window.timeout = signals.of(rank), 600
+
+    def scatter(parts):
+        rows = dist.Window.scatter(window, parts)
+        time.sleep(0.2 * rank)
+        return rows
+
+    window.scatter = scatter
+    for turn in range(2):
+        link.all_to_all([torch.full((4,), 100.0)] * 2, [torch.zeros(4) for _ in windows])
+        if not turn:
+            link.reduce_scatter([torch.full((4,), 1.0 + rank)] * 2, result, dist.ReduceOp.SUM)
+    return result
+
+
+def test_copies_wait_for_who_reads_his_window(monkeypatch):
+    monkeypatch.setattr(dist, "WINDOW_FROM", 0)
+    windows, signals = [torch.zeros(256, dtype=torch.uint8) for _ in range(2)], Signals()
+    barrier = threading.Barrier(2, timeout=20)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for result in threads.map(lambda rank: reduce_scatter_between_all_to_alls(rank, windows, barrier, signals),
+                                  range(2)):
+            assert (result == 3).all()
 
 
 @pytest.mark.parametrize("elements,async_op,ways", [
@@ -1859,6 +1889,31 @@ def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
     for got in pool(math.prod(layout.values())).run(in_layout_on_tape, layout, "sgd", m, {}, schedule=schedule,
                                                     **options):
         assert not differences(got, want)
+
+
+def recordings_left(zero):
+    """Whether a step of another number of micro-batches finds memory of the graphs before."""
+    device = torch.get_default_device()
+    with graphs_on_tape():
+        net = parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, torch.float64, zero=zero)
+        parallel.replay_micro_batches(net)
+        optimizer, (x, y) = net.make_optimizer(torch.optim.SGD, lr=0.1), (t.to(device) for t in tokens_of(0))
+        for m in 1, 1, 1, 2:
+            closing = net.pipeline.graphs.closing
+            last = weakref.ref(closing[0]) if closing else None
+            del closing
+            optimizer.zero_grad()
+            net.forward_backward(x.chunk(m), y.chunk(m))
+            optimizer.step()
+        gc.collect()
+        return last() is not None
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_recordings_of_another_shape_go_before_its_first_step(pool, zero):
+    if pool.device_type == "cuda":
+        pytest.skip("the tape stands for graphs")
+    assert pool(1).run(recordings_left, zero) == [False]
 
 
 @pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2), ("settle", 1, 3)])
