@@ -1176,8 +1176,8 @@ class Window:
                 self.link.log.bytes += outgoing[r][1]
 
     def all_to_all_by_copies(self, outgoing, incoming):
-        """The same of flat tensors, but for my own block: by copy engines, and signals between each two ranks. A slot
-        of the window for each sender, that its owner lends anew once it has copied it out."""
+        """The same of flat tensors, but for my own block, by copy engines. Each sender has a slot of the receiver's window.
+        A larger block takes several turns: the receiver signals FREE when it has copied the slot out."""
         slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (self.timeout + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
@@ -1265,7 +1265,7 @@ class Direct:
     round instead of N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks.
     Between nodes the ring is better, because only two ranks of a node then talk outside. Large chunks go through
     windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
-    waits for is one kernel over everybody's window, and so is an all-to-all.
+    waits for is one kernel over everybody's window, and so are an all-to-all and small gathers and reduce-scatters.
     """
 
     def window(self, nbytes):

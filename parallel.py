@@ -2864,9 +2864,10 @@ def without_sorting(mlps, rows, coming):
 
 
 class Travel(torch.autograd.Function):
-    """Rows leave, beside what is computed until `Arrival`. In backward Arrival's gradient has left before, and comes.
+    """Rows travel beside what is computed between this and `Arrival`; so do their gradients in backward.
 
-    trip: what the two share. Autograd runs backward in reverse order, so what ran between them does so again.
+    Autograd runs backward in reverse order: Arrival sends the gradient, what stands between computes, this waits for
+    it. trip: what the two share, the group, rows to send and to receive by rank, the handle.
     """
 
     @staticmethod
