@@ -1176,8 +1176,8 @@ class Window:
                 self.link.log.bytes += outgoing[r][1]
 
     def all_to_all_by_copies(self, outgoing, incoming):
-        """The same of flat tensors, but for my own block, by copy engines. Each sender has a slot of the receiver's window.
-        A larger block takes several turns: the receiver signals FREE when it has copied the slot out."""
+        """The same of flat tensors, but for my own block, by copy engines. Each sender has a slot in the receiver's
+        window. A larger block takes several turns: the receiver signals FREE when it has copied the slot out."""
         slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (self.timeout + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
