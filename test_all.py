@@ -332,13 +332,17 @@ def back_to_ours():
 def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
-    names = "PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES", "BY_KERNEL"
+    names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES", "BY_KERNEL",
+             "SLOT_BYTES", "make_mail")
     kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
     for way in ways:
         dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
         dist.DOUBLING_BYTES = dict.fromkeys(dist.DOUBLING_BYTES, 1 << 17)
         dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
             (0, 0, 1 << 14, 1 << 14) if way == "windows" else (1 << 40, 0, -1, 0))
+        dist.SLOT_BYTES = 1 << 12  # and through many slots
+        if way == "messages":  # over gloo, as where ranks do not share memory
+            dist.make_mail = lambda link: None
         if way == "windows":
             dist.DOUBLING_BYTES = {"switched": 0}
             dist.BY_KERNEL = dict.fromkeys(dist.BY_KERNEL, -1)
@@ -1263,14 +1267,24 @@ def lost_at_once():
               else pipeline.expect(parallel.Action("RF", 1, 0))]
     said = []
     for comm, call in [("ring", calls[0]), *(("ours", call) for call in calls)]:
-        dist.use(None, comm)
         library = ["batch_isend_irecv"] if comm == "ring" else ["isend"]
         with unittest.mock.patch.multiple(torch_dist, **dict.fromkeys(library, gone)), unittest.mock.patch.object(
-                dist, "irecv", dist.irecv if comm == "ring" else gone):
+                dist, "irecv", dist.irecv if comm == "ring" else gone), gloo_alone():
+            if comm == "ring":
+                dist.use(None, "ring")
             with pytest.raises(dist.PeerError) as error:
                 call()
             said.append(str(error.value))
     return said
+
+
+@contextlib.contextmanager
+def gloo_alone():
+    """As on several machines: ranks have no memory in common."""
+    with unittest.mock.patch.object(dist, "make_mail", lambda link: None):
+        serve_world_by(dist.GlooLink)
+        yield
+        back_to_ours()
 
 
 def test_a_peer_lost_as_a_message_starts_is_named(pool):
@@ -1283,6 +1297,93 @@ def test_a_peer_lost_as_a_message_starts_is_named(pool):
         what = [f"send {parallel.Action('SF', 0, 0)} of the pipeline",
                 "posted the activation of micro-batch 0 from rank 0 (pipeline rank 0)"][rank]
         assert pipeline == f"{what}: Connection closed by peer"
+
+
+def letters(slot_bytes):
+    """Messages of many sizes, all at once, both ways and in order; what was received in place of what."""
+    rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
+    with unittest.mock.patch.object(dist, "SLOT_BYTES", slot_bytes):
+        serve_world_by(dist.GlooLink)
+        dist.barrier()  # mail is made in the first operation
+        link = dist.link_of(None)
+        sizes = [1, slot_bytes - 1, slot_bytes, slot_bytes + 1, 3, 9 * slot_bytes + 5, 0, 2]
+        others = [r for r in range(size) if r != rank]
+
+        def message(n, source, to, i):
+            return torch.arange(n, dtype=torch.int64) * 7 + 100 * source + 10 * to + i
+
+        for times in range(3):
+            into = [(torch.zeros(n, dtype=torch.int64), r) for n in sizes for r in others]
+            got = link.post(receives=into[:len(into) // 2])
+            went = link.post([(message(n, rank, r, i), r) for i, n in enumerate(sizes) for r in others])
+            got += link.post(receives=into[len(into) // 2:])
+            (link.wait(went), link.wait(got)) if times % 2 else (link.wait(got[::-1]), link.wait(went))
+            want = [message(n, r, rank, i) for i, n in enumerate(sizes) for r in others]
+            wrong += [(a.tolist(), b.tolist()) for (a, _), b in zip(into, want) if not a.equal(b)]
+        kind = type(link.mail).__name__
+        back_to_ours()
+    return kind, wrong
+
+
+def needs_mail(pool):
+    if pool.device_type == "cuda" or sys.platform != "linux":
+        pytest.skip("processes share memory through Linux's /proc, for tensors of the CPU")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_of_a_machine_hand_on_messages_of_any_size(pool, size):
+    needs_mail(pool)
+    for slot_bytes in (16, 1024):
+        assert pool(size).run(letters, slot_bytes) == [("Mail", [])] * size
+
+
+def without_mail(who, cause):
+    """What an all-reduce gives where one rank cannot take part in mail, and whether there is any."""
+    def fails(*args, **kwargs):
+        raise OSError("not here")
+
+    def offers_another_secret(mail, link):
+        whole(mail, link)
+        mail.offer[2] += 1
+
+    whole, changes = dist.Mail.__init__, {"no memory": (os, "memfd_create", fails),
+                                          "no such process": (os, "getpid", lambda: 2 ** 22 + 1),
+                                          "another's memory": (dist.Mail, "__init__", offers_another_secret)}
+    with unittest.mock.patch.object(*changes[cause]) if dist.get_rank() == who else contextlib.nullcontext():
+        serve_world_by(dist.GlooLink)
+        t = torch.ones(3) * (1 + dist.get_rank())
+        dist.all_reduce(t)
+        kind, _ = dist.link_of(None).mail, back_to_ours()
+    return kind, t.tolist()
+
+
+@pytest.mark.parametrize("cause", ["no memory", "no such process", "another's memory"])
+def test_ranks_that_share_no_memory_send_over_gloo(pool, cause):
+    needs_mail(pool)
+    assert pool(3).run(without_mail, 1, cause) == [(False, [6.0] * 3)] * 3
+
+
+def mail_of_a_lost_peer():
+    """What rank 0 hears where rank 1 has closed its end, and where it is silent."""
+    said = []
+    for silent in (False, True):
+        serve_world_by(dist.GlooLink)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with unittest.mock.patch.object(dist.Mail, "timeout", 0.2), pytest.raises(dist.PeerError) as error:
+                dist.all_reduce(torch.ones(3))
+            said.append(str(error.value))
+        elif silent:
+            time.sleep(1)
+        back_to_ours()
+    return said
+
+
+def test_mail_of_a_lost_or_silent_peer_is_named(pool):
+    needs_mail(pool)
+    lost, silent = pool(2).run(mail_of_a_lost_peer)[0]
+    assert lost == "all_reduce in a group of 2: Connection closed by rank 1 of the group"
+    assert silent == "all_reduce in a group of 2: nothing arrived for 0.2 s"
 
 
 def library_serves_the_group():
