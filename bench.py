@@ -76,11 +76,9 @@ def synchronize(device):
 
 
 def interleaved(steps, device, repeats, calls=1):
-    """{name: seconds a call} of {name: function}, the median of `repeats`.
+    """{name: seconds a call} of {name: function}: the median over repeats of the slowest rank's time.
 
-    They take turns, so that a slow moment of the machine hits all alike. Each starts together on all ranks, behind a
-    barrier, and lasts until the slowest rank's device is idle: the maximum over ranks is taken of every repeat, then
-    the median.
+    They take turns, so that a slow moment of the machine hits all alike. All ranks start together, behind a barrier.
     """
     seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
     for i in range(-3, repeats):  # the first three warm up
@@ -170,13 +168,12 @@ def law_of(group, waited=True):
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
-    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or
-    scattered ones: all of them; of an all-to-all with uneven blocks: a tuple, how many for each rank; the root is
-    rank 0).
+    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes: all that are
+    gathered or scattered; of an all-to-all with uneven blocks, a tuple, how many for each rank. The root is rank 0.
 
-    The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small`
-    bytes an all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of
-    them. A binomial tree has each rank pass on what its own subtree needs.
+    Rings and direct exchange send (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
+    all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of them. In a
+    binomial tree each rank passes on what its own subtree needs.
     """
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
@@ -187,25 +184,22 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
         chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
         return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
-    if op in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
-        return (n - 1) * k // n
-    if op == "barrier":
-        return (n - 1).bit_length()
     below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
     return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
-            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n}[op]
+            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n, "barrier": (n - 1).bit_length(),
+            **dict.fromkeys((SCATTER, GATHER, "all_to_all_single"), (n - 1) * k // n)}[op]
 
 
-HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
 
 
 def in_two_levels(op, elements, inside, nodes, rank):
     """What a collective is made of for rank `rank` of the `inside` ones on a node: [(times, op, elements, whether it
     stays on the node)]."""
-    if op == "all_reduce":
-        mine = elements // inside + (rank < elements % inside)
-        return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
-    return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
+    if op != "all_reduce":
+        return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
+    mine = elements // inside + (rank < elements % inside)
+    return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
 
 
 def sent_in(link, op, elements, width, waited=True):
@@ -218,14 +212,15 @@ def sent_in(link, op, elements, width, waited=True):
 
 
 class Message(NamedTuple):
+    """axis: the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and last stage;
+    ZeRO's: "within" and "between" where those that shard are not all of dp x cp; "copies" of the same experts;
+    "replicas", dp where the caller waits."""
     what: str
     op: str
-    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and
-                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp;
-                        # "copies" of the same experts; "replicas", dp where the caller waits
-    elements: list      # of the tensor of each call, as for `sent`
-    width: int          # bytes an element
-    times: int = 1      # a step, for each of `elements`
+    axis: str
+    elements: list  # of the tensor of each call, as for `sent`
+    width: int      # bytes an element
+    times: int = 1  # a step, for each of `elements`
 
 
 def contents(config, stages):
@@ -251,15 +246,15 @@ def messages_of_buckets(s, axis, buckets, shards):
     """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
     buckets: as for `messages`. shards: ranks that share them out."""
     m, (narrow, wide) = s.micro_batches, widths(s)
-    scatter, gather = HALVES
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
-    yield from {
-        0: [Message("gradients", "all_reduce", axis, whole, wide)],
-        1: [Message("gradients", scatter, axis, whole, wide), Message("weights", gather, axis, whole, narrow)],
-        2: [Message("gradients", scatter, axis, whole, wide, m), Message("weights", gather, axis, whole, narrow)],
-        3: [Message("weights", gather, axis, once + 2 * twice, narrow, m),
-            Message("gradients", scatter, axis, once + twice, wide, m),
-            Message("1-D gradients", "all_reduce", axis, whole, wide)]}[s.zero]
+    if s.zero == 3:
+        yield Message("weights", GATHER, axis, once + 2 * twice, narrow, m)
+        yield Message("gradients", SCATTER, axis, once + twice, wide, m)
+        yield Message("1-D gradients", "all_reduce", axis, whole, wide)
+    else:
+        yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
+        if s.zero:
+            yield Message("weights", GATHER, axis, whole, narrow)
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
@@ -282,12 +277,10 @@ def messages_of_experts(config, s, routed, rows):
         for way in back, there:
             yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
     if s.sp:  # f takes choices and gates along
-        scatter, gather = HALVES
-        yield Message("choices", gather, "tp", [choices], 8, forwards * m * routed)
-        yield Message("gates", gather, "tp", [choices], wide, forwards * m * routed)
-        yield Message("gradients of gates", scatter, "tp", [choices], wide, m * routed)
-    elif s.tp > 1:
-        yield Message("gradients of gates", "all_reduce", "tp", [choices], wide, m * routed)
+        yield Message("choices", GATHER, "tp", [choices], 8, forwards * m * routed)
+        yield Message("gates", GATHER, "tp", [choices], wide, forwards * m * routed)
+    if s.tp > 1:
+        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, m * routed)
     for axis in ("replicas", "pp") + ("tp",) * s.sp:
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
@@ -303,11 +296,11 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     as many for each expert.
     """
     count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
-    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
+    c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
     blocks, routed, first, last = contents(config, stages)
-    activation = [tokens * config.n_embd]
+    activation = [tokens * c]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
     again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, so many run again
@@ -319,11 +312,9 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     if s.sp:
         # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
         # theirs, sorted, so a block with experts takes 9 halves.
-        scatter, gather = HALVES
         gathers = m * (blocks * (6 + again) - routed)
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, gathers)
-        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, scatters)
-        c = config.n_embd
+        yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
+        yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
         seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
         seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
@@ -344,8 +335,8 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
-            rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-            kept = -(-rows * config.n_embd // (shards if s.zero else 1))
+            vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
+            kept = -(-vocabulary * c // (shards if s.zero else 1))
             yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
     yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
@@ -411,7 +402,7 @@ def message_seconds(item, n, machine, here):
     def seconds(op, elements, n, near):
         hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
         ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
-                for small in (False, True)[:1 + (op == "all_reduce")]]
+                for small in ((False, True) if op == "all_reduce" else (False,))]
         return min(count * hop + k / rate for count, k in ways)
 
     def call(op, elements):
@@ -448,10 +439,9 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
-    inner). Of what is cut over tp a rank has its part; sp: of the C, too.
-    routed: with experts, balanced. A token has a row of C for each expert that it goes through. To sort rows reads the
-    token and writes the rows, to weigh and add them up the other way round; the router takes C, 3C in I. Where tokens
-    travel, rows are sorted by expert and back once more.
+    inner). Of what is cut over tp a rank has its part; sp: of the C, too. routed: with experts, balanced. A token has a
+    row of C for each of its experts. To sort rows reads the token and writes the rows, to weigh and add them up the
+    other way round; the router takes C, 3C in I. Where tokens travel, rows are sorted by expert and back once more.
     """
     c, k = config.n_embd, config.top_k if routed else 1
     own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
@@ -485,9 +475,9 @@ def stage_seconds(config, s, machine, stages):
     rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU works at the head, the
-    CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), both summed
-    over all blocks and the head. Where it waits for counts in forward, it does not get ahead there: max for forward and
-    for backward. A dense block runs 9 functions of autograd, one with experts 3 more, 7 where tokens travel.
+    CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), summed over all
+    blocks and the head; where the CPU waits for counts in forward, max for forward and for backward. A dense block runs
+    9 functions of autograd, one with experts 3 more, 7 where tokens travel.
     """
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
@@ -545,15 +535,12 @@ def context_seconds(config, s, machine, blocks, spent):
 
 
 @functools.cache
-def few_of(schedule, p, m, v):
-    """A schedule's lists, for the fewest micro-batches that fill it and divide by p as m does. None: it refuses."""
+def splits_backward(schedule, p, m, v):
+    """Whether weight gradients are actions of their own, by the fewest micro-batches that fill a schedule and divide by
+    p as m does. None: it refuses."""
     with contextlib.suppress(ValueError):
-        return parallel.SCHEDULES[schedule](p, p + m % p, v)
-
-
-def splits_backward(lists):
-    """Whether weight gradients are actions of their own."""
-    return any(action.kind == "W" for actions in lists for action in actions)
+        lists = parallel.SCHEDULES[schedule](p, p + m % p, v)
+        return any(action.kind == "W" for actions in lists for action in actions)
 
 
 # Hidden traffic is not free: it takes memory bandwidth that computation then lacks. A byte that is sent is read here,
@@ -570,10 +557,9 @@ def hidden_under_products(config, s, machine, half):
     Recomputing runs forward's again, but for the last.
     """
     c, again = config.n_embd, s.recompute == "block"
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
-    column = 2 * c * tokens / s.tp / machine.matmul * (s.tp - 1) / s.tp  # of a product of width 1, but for a chunk
-    return sum(halves * min(half, width * column) for width, halves in layers)
+    chunks = 2 * c * tokens_of(config, s) / s.tp / machine.matmul * (s.tp - 1) / s.tp  # all but one, of width 1
+    return sum(halves * min(half, width * chunks) for width, halves in layers)
 
 
 def predict(config, s, machine, overlap=None):
@@ -627,7 +613,7 @@ def predict(config, s, machine, overlap=None):
 
     # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
     # gradient at the end.
-    splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
+    splits = splits_backward(s.schedule, s.pp, m, s.virtual_stages)
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
     waits = s.pp - 1 + m * (overlap is False)
     transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
@@ -1859,8 +1845,8 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                 if rest:
                     continue
                 for schedule, v in WORTH if pp > 1 else WORTH[:1]:
-                    lists = few_of(schedule, pp, m, v)
-                    if lists is None or v * pp > config.n_layer + 2 or (splits := splits_backward(lists)) and m < pp:
+                    splits = splits_backward(schedule, pp, m, v)
+                    if splits is None or v * pp > config.n_layer + 2 or splits and m < pp:
                         continue
                     local, replicas = machine.node // tp, dp * cp  # of them on a node, if no pipeline is there
                     shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
@@ -1935,7 +1921,7 @@ def run_of(row):
                    [each] if each else (1, 2, 4), [v] if v else divisors(layers // pp) if pp > 1 else [1],
                    [int(row["zero"])] if row["zero"] else (0, 1), again)
                if batch % (dp * some) == 0 and zero in range(4)
-               and (stages == 1 or few_of("interleaved", pp, batch // dp // some, stages))]
+               and (stages == 1 or splits_backward("interleaved", pp, batch // dp // some, stages) is not None)]
     percent = float(row["mfu_pct"] or mfu(config, float(row["tokens_per_s_per_gpu"] or 0), machine))
     if not layouts or not 0 < percent < 100:
         raise ValueError(f"MFU {percent:.1f} %, or no way to cut {batch} sequences for dp {dp}, pp {pp}")
