@@ -767,7 +767,8 @@ def operations(device, dtype, n, only):
         cuda = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
         backends = cuda if device.type == "cuda" else {"math": "MATH"}
         causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        who = {f"SDPA {key}": (sdpa_kernel(SDPBackend[value])(causal), [q, k, v]) for key, value in backends.items()}
+        who = {f"SDPA {key}": (sdpa_kernel(getattr(SDPBackend, value))(causal), [q, k, v])
+               for key, value in backends.items()}
         yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
                         (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "grouped" in only:
@@ -2066,6 +2067,18 @@ def boxes(colour, rectangles, opacity=1):
     return f'<path fill="{colour}" fill-opacity="{opacity}" d="{path}"/>'
 
 
+def cells(colour, some, height=20, opacity=1):
+    """Boxes (x, y, width, text) of one colour with text in them."""
+    return [boxes(colour, [(x, y, width, height) for x, y, width, _ in some], opacity), '<g fill="#fff">',
+            *(words(x + width / 2, y + height / 2 + 4, str(text), 10) for x, y, width, text in some), "</g>"]
+
+
+def legend(y, step, some):
+    """some: {text: colour}"""
+    return [part for i, (text, colour) in enumerate(some.items())
+            for part in (boxes(colour, [(20 + step * i, y, 10, 10)]), words(35 + step * i, y + 9, text, 11, "start"))]
+
+
 def chart(title, groups):
     """Bars side by side, 1000 x 280. groups: {label: {bar: {part: value}}}; a bar is a stack of parts."""
     bars = [parts for group in groups.values() for parts in group.values()]
@@ -2097,33 +2110,22 @@ def write_svg(folder, name, height, parts):
     say(path)
 
 
-def draw_ring(states):
+# The next pictures want no file. The code's own functions are called on all ranks, and watched where they return too
+# little. draw_x() returns (height, parts) of the picture x; rank 0 writes it.
+
+def draw_ring():
+    states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
     n, width = len(states[0]), 1000 / len(states)
     names = ["start", *(f"reduce-scatter {s}" for s in range(n - 1)), *(f"all-gather {s}" for s in range(n - 1))]
     out = [words(width * s + width / 2, 14, name) for s, name in enumerate(names)]
-    cells, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
+    chunks, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
     for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
         x, y, w = width * s + 8 + cell * c, 22 + 30 * r, (cell - 3) / n
-        cells.append((x, y, n * w, 26))
+        chunks.append((x, y, n * w, 26))
         for i in range(n):
             filled[i] += [(x + w * i, y, w, 26)] * (states[s][r][c] >> i & 1)
     text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
-    return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
-
-
-# The next pictures want no file either. The code's own functions are called, and watched where they return too little.
-# What needs several ranks is called on all of them; rank 0 draws.
-
-def cells(colour, some, height=20, opacity=1):
-    """Boxes (x, y, width, text) of one colour with text in them."""
-    return [boxes(colour, [(x, y, width, height) for x, y, width, _ in some], opacity), '<g fill="#fff">',
-            *(words(x + width / 2, y + height / 2 + 4, str(text), 10) for x, y, width, text in some), "</g>"]
-
-
-def legend(y, step, some):
-    """some: {text: colour}"""
-    return [part for i, (text, colour) in enumerate(some.items())
-            for part in (boxes(colour, [(20 + step * i, y, 10, 10)]), words(35 + step * i, y + 9, text, 11, "start"))]
+    return 44 + 30 * n, [*out, boxes("#888", chunks, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
 
 
 def draw_mesh():
@@ -2182,7 +2184,7 @@ def calls_of_a_step():
     return f"one step of train.py --plain --dp {s.dp} --tp {s.tp}: what rank 0 sends", found
 
 
-def draw_calls(title, found):
+def draw_calls():
     """On the left down to the collective; on the right from there to `isend`, the same for all."""
     def lines(calls, depth=0):
         for first in dict.fromkeys(path[0] for path, _ in calls):
@@ -2190,6 +2192,7 @@ def draw_calls(title, found):
             yield depth, *first, [sent for path, sent in inner if not path]
             yield from lines([(path, sent) for path, sent in inner if path], depth + 1)
 
+    title, found = calls_of_a_step()
     files, out, bottom = dict(zip(dict.fromkeys(file for path, _ in found for file, _ in path), COLOURS)), [], 0
     cuts = [[file for file, _ in path].index("collectives.py") for path, _ in found]
     for left, part in (20, lambda path, cut: path[:cut]), (560, lambda path, cut: path[cut:]):
@@ -2202,40 +2205,36 @@ def draw_calls(title, found):
     return bottom + 24, [words(20, 16, title, 12, "start"), *legend(32, 150, files), *out]
 
 
-def life_of_buckets():
-    """([(event, number of the bucket)] in order, [a name for each bucket]). Events: EarlyReducer's methods."""
-    events = []
+def draw_buckets():
+    """DDP's buckets in one backward, by the methods of EarlyReducer that are called."""
+    events, out = [], []
 
-    def watched(method):
+    def watched(name):
         def call(reducer, what, *more):
-            events.append((method.__name__, reducer.bucket_of.get(what, what)))
+            events.append((name, reducer.bucket_of.get(what, what)))
             return method(reducer, what, *more)
+        method = getattr(parallel.EarlyReducer, name)
         return call
 
-    methods = {name: watched(getattr(parallel.EarlyReducer, name)) for name in ("came", "start", "arrive")}
-    with patch.multiple(parallel.EarlyReducer, **methods):
+    with patch.multiple(parallel.EarlyReducer, **{name: watched(name) for name in ("came", "start", "arrive")}):
         net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
         net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
         net.finish_grad_sync()
-    names = {param: name for name, param in net.module.named_parameters()}
-    return [(name, net.buckets.index(bucket)) for name, bucket in events], [
-        f"{len(bucket.params)} tensors from {names[bucket.params[0]]}" for bucket in net.buckets]
-
-
-def draw_buckets(events, names):
-    step, out = 790 / len(events), []
+    names, step = {param: name for name, param in net.module.named_parameters()}, 790 / len(events)
     backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "came"))
-    for b, name in enumerate(names):
-        y, (came, (left,), (there,)) = 62 + 40 * b, ([190 + step * i for i, event in enumerate(events)
-                                                      if event == (what, b)] for what in ("came", "start", "arrive"))
-        out += [words(20, y + 10, f"bucket {b}", 11, "start"), words(20, y + 22, name, 9, "start"),
-                *(boxes(colour, [(x, y, end - x, 22)], opacity) for colour, x, end, opacity in (
-                    (COLOURS[0], came[0], left, 0.35), (COLOURS[1], left, there, 1), (COLOURS[2], there, 980, 1))),
+    for b, bucket in enumerate(net.buckets):
+        y, (came, (left,), (there,)) = 62 + 40 * b, (
+            [190 + step * i for i, event in enumerate(events) if event == (what, bucket)]
+            for what in ("came", "start", "arrive"))
+        out += [words(20, y + 10, f"bucket {b}", 11, "start"),
+                words(20, y + 22, f"{len(bucket.params)} tensors from {names[bucket.params[0]]}", 9, "start"),
+                boxes(COLOURS[0], [(came[0], y, left - came[0], 22)], 0.35),
+                boxes(COLOURS[1], [(left, y, there - left, 22)]), boxes(COLOURS[2], [(there, y, 980 - there, 22)]),
                 boxes(COLOURS[0], [(x + 1, y, step - 2, 22) for x in came])]
-    return 62 + 40 * len(names), [
-        *legend(8, 270, dict(zip(("a gradient comes, its bucket fills", "the bucket is under way",
-                                  "the average is in .grad"), COLOURS))),
-        *out, boxes("#888", [(backward, 34, 1, 40 * len(names) + 22)]),
+    said = "a gradient comes, its bucket fills", "the bucket is under way", "the average is in .grad"
+    return 62 + 40 * len(net.buckets), [
+        *legend(8, 270, dict(zip(said, COLOURS))), *out,
+        boxes("#888", [(backward, 34, 1, 40 * len(net.buckets) + 22)]),
         words(backward - 6, 46, "backward: events in order, not on a clock", 11, "end"),
         words(backward + 6, 46, "finish_grad_sync", 11, "start")]
 
@@ -2247,37 +2246,29 @@ def draw_zero_stages():
         for zero in range(4)})]
 
 
-def outputs_of_a_block():
-    """{a way to cut it: [(forward or backward, a layer or collective, whether of all T tokens, its width)]}, in order:
-    outputs of a block's layers, in backward their gradients, and the collectives of f and g."""
-    n, found, run = dist.get_world_size(), {}, dist.Link.run
+def draw_f_and_g():
+    """Outputs of a block's layers, in backward their gradients, and the collectives of f and g, in order."""
+    n, run, out, y = dist.get_world_size(), dist.Link.run, [], 30
     for title, cut, tokens in (("tensor parallelism", parallel.tensor_parallel, 4 * n),
                                ("with sequence parallelism", parallel.sequence_parallel, 4)):
-        events = found[title] = []
+        events = {"forward": [], "backward": []}  # (a layer or collective, whether of all T tokens, its width)
 
         def watched(link, name, *more, events=events):
             way = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            events.append((way, name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
+            events[way].append((name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
             return run(link, name, *more)
 
         def seen(layer, x, y, name, events=events):
             what = name, y.shape[1] > 4, f"{y.shape[2] // 8}C/N" if name.endswith(("c_attn", "c_fc")) else "C"
-            events.append(("forward", *what))
-            y.register_hook(lambda grad: events.append(("backward", *what)))
+            events["forward"].append(what)
+            y.register_hook(lambda grad: events["backward"].append(what))
 
         with upper_halves(), patch.object(dist.Link, "run", watched):
             cut(net := GPT(GPTConfig(n_layer=1, n_head=n, n_embd=8 * n, seq_len=4 * n)), torch_dist.group.WORLD)
             for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
                 net.h["0"].get_submodule(name).register_forward_hook(functools.partial(seen, name=name))
             net.h["0"](torch.zeros(1, tokens, 8 * n, requires_grad=True)).sum().backward()
-    return found
-
-
-def draw_f_and_g(found):
-    out, y = [], 30
-    for title, events in found.items():
-        for way in "forward", "backward":
-            some = [event[1:] for event in events if event[0] == way]
+        for way, some in events.items():
             out.append(words(20, y + 14, f"{title}, {way}", 12, "start"))
             for i, (name, whole, width) in enumerate(some):
                 step, height = 960 / len(some), 60 if whole else 15
@@ -2332,9 +2323,9 @@ def draw_zigzag():
                              "steps. On the right the time that they take.", 11, "start")]
 
 
-def rows_to_experts():
-    """[(rows (rank, token), how many of each expert)]: as this rank sends them, as rows come to its experts, and as its
-    own come back; of 6 tokens, which go to 2 random ones of 2N experts."""
+def draw_experts():
+    """6 tokens of each rank, which go to 2 random ones of 2N experts: rows (rank, token), and how many of each expert,
+    as the rank sends them, as rows come to its experts, and as its own come back."""
     n, found, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
     group, _ = parallel.split_experts(parallel.make_mesh("cpu", dp=n), n)
     experts, x = Experts(GPTConfig(n_embd=8, n_head=1, experts=2 * n)), torch.zeros(1, 6, 8)
@@ -2344,21 +2335,16 @@ def rows_to_experts():
         found.append((rows[:, :2].int().tolist(), counts.tolist()))
         return rows
 
-    def mlps(rows, counts):
-        return seen(parallel.visit(seen, group, seen(rows, counts), counts), counts)
-    with patch.object(experts, "mlps", mlps):
+    with patch.object(experts, "mlps", lambda rows, counts: seen(
+            parallel.visit(seen, group, seen(rows, counts), counts), counts)):
         experts(x, torch.rand(1, 6, 2 * n, generator=generator).argsort(-1)[..., :2], torch.ones(1, 6, 2))
-    return found
-
-
-def draw_experts(found):
-    n, out = len(found), []
-    step, most = 960 / n, max(len(rows) for seen in found for rows, _ in seen)
+    ranks, out, step = of_all_ranks(found), [], 960 / n
+    most = max(len(rows) for some in ranks for rows, _ in some)
     for i, title in enumerate(("rows as they leave, sorted by expert", "all-to-all: rows as experts get them",
                                "all-to-all back: rows on their tokens' rank again, in the order in which they left")):
         out.append(words(20, y := 36 + 64 * i, title, 12, "start"))
-        for rank, seen in enumerate(found):
-            rows, counts = seen[i]
+        for rank, some in enumerate(ranks):
+            rows, counts = some[i]
             number = [e + (i == 1) * 2 * rank for e, count in enumerate(counts) for _ in range(count)]
             for source in range(n):
                 out += cells(COLOURS[source % 5], [
@@ -2395,14 +2381,14 @@ def draw_tiles():
 
 def timeline_of(found):
     """The pipeline as it ran: what train.py's trace says of computation, as `parallel.draw_svg` takes it."""
-    spans = defaultdict(list)
-    for event in found["traceEvents"]:
-        if event["ph"] == "X" and (kind := event["name"].split()[0]) in ("F", "B", "I", "W"):
-            action = parallel.Action(kind, event["args"]["stage"], event["args"]["micro_batch"])
-            spans[event["tid"]].append((action, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
-    first = min(start for row in spans.values() for _, start, _ in row)
-    rows = [[(action, start - first, end - first) for action, start, end in spans[rank]] for rank in sorted(spans)]
-    return parallel.Timeline(rows, max(row[-1][2] for row in rows), idle=None, peak=None)
+    events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
+    first, spans = min(event["ts"] for event in events), defaultdict(list)
+    for event in events:
+        action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
+        start = event["ts"] - first
+        spans[event["tid"]].append((action, start / 1e6, (start + event["dur"]) / 1e6))
+    return parallel.Timeline([spans[rank] for rank in sorted(spans)],
+                             max(row[-1][2] for row in spans.values()), idle=None, peak=None)
 
 
 def grouped(values):
@@ -2416,26 +2402,25 @@ def grouped(values):
 
 def comparisons(found):
     """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
-    # Ours first: the same colour everywhere.
-    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))
+    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # always in one colour
     if found["what"] == "kernels":
-        for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
-                                       ("layer-norm", "layer norm ", "tb", "TB/s")):
-            for way in ("forward", "backward"):
-                some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
-                yield picture, f"{op}{way}, {unit}", grouped(
-                    (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
+        for (picture, op, key, unit), way in itertools.product((
+                ("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")),
+                ("forward", "backward")):
+            some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
+            yield picture, f"{op}{way}, {unit}", grouped(
+                (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
     elif found["what"] == "collectives":
         yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
-            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and row.get("bus", 0) > 1
+            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows
+            if row["op"] == "all_reduce" and row.get("bus", 0) > 1
             for who, key in (("ours", "bus"), ("torch", "torch_bus")))
     elif found["what"] == "strategies":
         some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
-        for row in some:
-            row["by_kind"] = [{kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]]
         yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", grouped(
-            (row["strategy"], *bar) for row in some
-            for bar in zip(("predicted", "measured", "peak"), (*row["by_kind"], row["peak"])))
+            (row["strategy"], bar, value) for row in some
+            for bar, value in zip(("predicted", "measured", "peak"), (*(
+                {kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]), row["peak"])))
         yield "strategies", f"{found['model']}, tokens/s a GPU", grouped(
             (row["strategy"], row["who"] if row["who"].startswith("ours") else "torch", row["tokens"]) for row in rows)
     else:
@@ -2444,20 +2429,14 @@ def comparisons(found):
 
 
 def pictures(a):
-    """SVG of what the files hold, and of what these processes and the code itself show, for which no file is needed."""
+    """SVG of what these processes and the code itself show, and of what the files hold."""
     dist.initialize("cpu")
-    states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
-    calls, buckets, outputs = calls_of_a_step(), life_of_buckets(), outputs_of_a_block()
-    rows = of_all_ranks(rows_to_experts())
-    if dist.get_rank():
-        return
-    write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
-    for name, (height, parts) in {
-            "mesh": draw_mesh(), "calls": draw_calls(*calls), "buckets": draw_buckets(*buckets),
-            "zero-stages": draw_zero_stages(), "f-and-g": draw_f_and_g(outputs), "schedules": draw_schedules(),
-            "zigzag": draw_zigzag(), "experts": draw_experts(rows), "tiles": draw_tiles()}.items():
-        write_svg(a.into, name, height, parts)
-    for path, found in a.found.items():
+    for draw in (draw_ring, draw_mesh, draw_calls, draw_buckets, draw_zero_stages, draw_f_and_g, draw_schedules,
+                 draw_zigzag, draw_experts, draw_tiles):
+        height, parts = draw()
+        if not dist.get_rank():
+            write_svg(a.into, draw.__name__.removeprefix("draw_").replace("_", "-"), height, parts)
+    for path, found in a.found.items() if not dist.get_rank() else ():
         if "traceEvents" in found:
             say(picture := os.path.join(a.into, "pipeline.svg"))
             parallel.draw_svg(timeline_of(found), picture)
