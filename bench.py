@@ -119,16 +119,16 @@ class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
-        self.title, self.rows = title, []
-        self.columns = {key: text.rsplit(":", 1) for key, text in columns.items()}
+        self.title, self.rows, self.columns = title, [], {}
+        for key, (name, form) in ((key, text.rsplit(":", 1)) for key, text in columns.items()):
+            self.columns[key] = name, form, re.match(r"[<>]\d+", form)[0]  # the last: side and width
 
     def row(self, **values):
-        place = {key: re.match(r"[<>]\d+", form)[0] for key, (_, form) in self.columns.items()}  # side and width
         if not self.rows:
-            say(f"\n{self.title}\n\n" + "  ".join(format(self.columns[key][0], where) for key, where in place.items()))
+            say(f"\n{self.title}\n\n" + "  ".join(format(name, place) for name, _, place in self.columns.values()))
         self.rows.append(values)
-        say("  ".join(format("-", where) if values.get(key) is None else format(values[key], self.columns[key][1])
-                      for key, where in place.items()))
+        say("  ".join(format("-", place) if values.get(key) is None else format(values[key], form)
+                      for key, (_, form, place) in self.columns.items()))
 
 
 def say(text):
@@ -146,11 +146,11 @@ def write_json(path, what, device, tables, **more):
                                          stderr=subprocess.DEVNULL).strip()
     hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
-             "command": " ".join(sys.argv), "torch": torch.__version__,
-             "triton": getattr(kernels.triton, "__version__", None),
-             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more}
+             "command": " ".join(sys.argv), "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
+             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more,
+             "rows": [row for table in tables for row in table.rows]}
     with open(path, "w") as file:
-        json.dump(found | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
+        json.dump(found, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- formulas
@@ -253,8 +253,8 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("1-D gradients", "all_reduce", axis, whole, wide)
     else:
         yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
-        if s.zero:
-            yield Message("weights", GATHER, axis, whole, narrow)
+    if s.zero in (1, 2):
+        yield Message("weights", GATHER, axis, whole, narrow)
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
@@ -588,7 +588,6 @@ def predict(config, s, machine, overlap=None):
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
-
     buckets = buckets_of(shared, blocks + 1)
     of_experts = buckets_of(experts, routed, s.ep) if apart and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
@@ -705,16 +704,15 @@ def measure_machine(device, dtype, config, comms):
 
 def describe_machine(machine):
     unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
-    return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
-            f"{machine.attention / scale:.0f}"
-            + (f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else "")
-            + f"; memory {machine.hbm / 1e9:,.0f} GB/s, a block's other operations "
-            f"{machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB; "
-            f"{1e3 * machine.launch:.2f} ms to launch a block"
-            + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")
-            + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message" if machine.link else "")
-            + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network
-               else ""))
+    by_length = f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else ""
+    parts = [f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
+             f"{machine.attention / scale:.0f}{by_length}", f"memory {machine.hbm / 1e9:,.0f} GB/s, a block's other "
+             f"operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB",
+             f"{1e3 * machine.launch:.2f} ms to launch a block"
+             + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")]
+    parts += [f"link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message"] if machine.link else []
+    parts += [f"network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node"] if machine.network else []
+    return "; ".join(parts)
 
 
 def mfu(config, tokens, machine):
@@ -737,7 +735,7 @@ class Operation(NamedTuple):
 
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
-    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
+    random, large = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True), n > 1 << 20
 
     def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
         who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
@@ -756,25 +754,23 @@ def operations(device, dtype, n, only):
             yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
                           kernels.add_layer_norm, [x, random(*x.shape), w, b], (4, 4))
     if "cross_entropy" in only:
-        v = 50304 if n > 1 << 20 else 300
+        v = 50304 if large else 300
         z, y = random(max(2, n // 2 // v), v), torch.randint(v, (max(2, n // 2 // v),), device=device)
         yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
                       [z], (1, 2))
+    cuda = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     for d, t in itertools.product((64, 128), (1024, 4096, 16384)) if "attention" in only else ():
-        t = t if n > 1 << 20 else t // 64
-        b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
+        b, h, t = 16384 // t if large else 1, 2048 // d, t if large else t // 64
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-        cuda = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
-        backends = cuda if device.type == "cuda" else {"math": "MATH"}
-        causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        who = {f"SDPA {key}": (sdpa_kernel(getattr(SDPBackend, value))(causal), [q, k, v])
-               for key, value in backends.items()}
+        who = {f"SDPA {key}": (sdpa_kernel(backend)(causal), [q, k, v])
+               for key, backend in (cuda if device.type == "cuda" else {"math": SDPBackend.MATH}).items()}
         yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
                         (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "grouped" in only:
-        yield from grouped_operations(device, dtype, n > 1 << 20)
+        yield from grouped_operations(device, dtype, large)
     if "matmul" in only:
-        side = 8192 if n > 1 << 20 else 64
+        side = 8192 if large else 64
         with torch.no_grad():
             a, b = torch.randn(2, side, side, dtype=dtype, device=device)
         yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])},
@@ -792,10 +788,9 @@ def grouped_operations(device, dtype, large):
         ends = counts.cumsum(0).int()
         x, w = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
                 for shape in ((rows, n_in), (count, n_out, n_in)))
-
-        def loop(x, w, sizes=sizes):
-            return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
-        who = {"cuBLAS, a loop": loop, "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
+        who = {"cuBLAS, a loop": lambda x, w, sizes=sizes: torch.cat(
+                   [some @ matrix.T for some, matrix in zip(x.split(sizes), w)]),
+               "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
         if has_grouped(device, dtype):
             who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
         flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
