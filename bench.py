@@ -97,16 +97,12 @@ def interleaved(steps, device, repeats, calls=1):
 
 
 def mark(device):
-    """A moment on the device's own clock, for `between`; ask only after synchronize."""
+    """A moment on the device's own clock; ask only after synchronize."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def between(start, end):
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def of_all_ranks(value, group=None):
@@ -156,8 +152,8 @@ def write_json(path, what, device, tables, **more):
 # ------------------------------------------------------------------------------------------------------------- formulas
 #
 # What a step costs, before anything runs. `messages` says what every rank sends, in which collective and how often.
-# `sent` makes bytes of that, by the collective's law, which `strategies` holds against the bytes counted;
-# `message_seconds` makes seconds of it, which `predict` puts together with those of the computation.
+# `sent` makes bytes of that, which `strategies` holds against the bytes counted; `message_seconds` makes seconds of it,
+# which `predict` puts together with those of the computation.
 
 def law_of(group, waited=True):
     """(small, switched) for `sent`, as collectives.py decides in this group. waited: all-reduces that the caller waits
@@ -194,8 +190,7 @@ HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # 
 
 
 def in_two_levels(op, elements, inside, nodes, rank):
-    """What a collective is made of for rank `rank` of the `inside` ones on a node: [(times, op, elements, whether it
-    stays on the node)]."""
+    """A collective's parts for rank `rank` of a node's `inside` ones: [(times, op, elements, whether on the node)]."""
     if op != "all_reduce":
         return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
     mine = elements // inside + (rank < elements % inside)
@@ -417,8 +412,7 @@ def message_seconds(item, n, machine, here):
 
 
 class Costs(NamedTuple):
-    """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but the last
-    two."""
+    """Predicted seconds of a step of the busiest pipeline rank: one after the other, but for the last two."""
     compute: float      # forward and backward of all micro-batches
     tp: float           # tensor parallelism's collectives, less what is saved where products run under them
     cp: float           # context parallelism's traffic, less what runs under attention
@@ -465,8 +459,8 @@ def block_seconds(config, s, machine, routed):
     return f, i + again, w
 
 
-# Where tokens travel, the CPU asks for their counts in each block. It has them, and the GPU its next kernel, so many
-# seconds after the GPU could go on: a copy and a launch, by a rough estimate and not measured.
+# Where tokens travel, the CPU asks for their counts in each block. So many seconds after the GPU could go on, it gets
+# its next kernel: a copy and a launch, by a rough estimate and not measured.
 WAIT = 2e-5
 
 
@@ -522,8 +516,8 @@ def ring_hides(flops, link, dtype):
 def context_seconds(config, s, machine, blocks, spent):
     """(seconds of a step's traffic for context parallelism, those of them under which no attention runs).
 
-    While a ring's rank computes with some keys, it sends them on, in N-1 of N steps. In backward dK and dV follow a
-    step behind, so the last ones travel alone. Nothing runs under Ulysses' all-to-alls.
+    A ring's rank sends keys on while it computes with them, in N-1 of N steps. In backward dK and dV follow a step
+    behind, so the last ones travel alone. Nothing runs under Ulysses' all-to-alls.
     """
     every = sum(seconds for (axis, _), seconds in spent.items() if axis == "cp")
     if s.cp == 1 or s.cp_kind == "ulysses":
@@ -567,13 +561,12 @@ def predict(config, s, machine, overlap=None):
     --sp's under products, ZeRO-1 and 2's new weights under forward; None: as train.py does."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
-    stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
-                 key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
-    f, i, w = stage_seconds(config, s, machine, stages)
+    (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
+                             for rank in range(s.pp)), key=lambda found: sum(found[0]))
     blocks, routed, _, _ = contents(config, stages)
-    apart = s.ep > 1  # experts have buckets of their own
     shared, experts = parallel.local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
-    shared, experts = (shared, experts) if apart else (shared + experts, Counter())
+    if s.ep == 1:  # else experts have buckets of their own
+        shared, experts = shared + experts, Counter()
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
@@ -589,7 +582,7 @@ def predict(config, s, machine, overlap=None):
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
     buckets = buckets_of(shared, blocks + 1)
-    of_experts = buckets_of(experts, routed, s.ep) if apart and routed else []
+    of_experts = buckets_of(experts, routed, s.ep) if s.ep > 1 and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
@@ -612,23 +605,20 @@ def predict(config, s, machine, overlap=None):
 
     # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
     # gradient at the end.
-    splits = splits_backward(s.schedule, s.pp, m, s.virtual_stages)
+    splits, waits = splits_backward(s.schedule, s.pp, m, s.virtual_stages), s.pp - 1 + m * (overlap is False)
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    waits = s.pp - 1 + m * (overlap is False)
     transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
     # last, which is there.
-    axis = "dp" if shards == replicas else "within"
+    axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
     gather, reduce = (spent[axis, what] + spent["copies", what] for what in ("weights", "gradients"))
-    between = spent["between", "averages of shards"]
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
-        sends = m if s.zero == 2 else 1
-        dp = max(reduce / count, reduce - sends * (i + w))
+        dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
         dp += max(gather / count, gather - f) if overlap else gather
     dp = gather + reduce if overlap is False else dp
     lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
@@ -818,7 +808,8 @@ def seconds_of(operation, device, repeats):
                 torch.autograd.backward(outs, grads)
                 marks.append(mark(device))
             synchronize(device)
-            samples[who] += [[between(a, b) for a, b in zip(marks[::2], marks[1::2])]] * (i >= 0)
+            took = [b - a if device.type == "cpu" else a.elapsed_time(b) / 1e3 for a, b in zip(marks[::2], marks[1::2])]
+            samples[who] += [took] * (i >= 0)
             for x in inputs:
                 x.grad = None
     return {who: [statistics.median(column) for column in zip(*rows)] for who, rows in samples.items()}
@@ -889,11 +880,11 @@ def one_by_one_and_fused(plain, passes, ours):
     """A lesson: PyTorch's operations one by one, so many passes over memory, against one read and one write."""
     def measure(device, size):
         x = torch.randn(size.n, device=device)
-        fused = {"ours" if kernels.on_triton(x) else "one operation": ours}
+        ways = {"one by one": (plain, [x], passes * x.nbytes, 0),
+                "ours" if kernels.on_triton(x) else "one operation": (ours, [x], 2 * x.nbytes, 0)}
         if device.type == "cuda":  # a CPU wants a C++ compiler
-            fused["torch.compile"] = torch.compile(plain, dynamic=False)
-        return timed(device, size, {"one by one": (plain, [x], passes * x.nbytes, 0),
-                                    **{way: (function, [x], 2 * x.nbytes, 0) for way, function in fused.items()}})
+            ways["torch.compile"] = torch.compile(plain, dynamic=False), [x], 2 * x.nbytes, 0
+        return timed(device, size, ways)
     return measure
 
 
@@ -1055,8 +1046,8 @@ def claims_of_traffic():
 
 
 def claims_of_memory():
-    """The lecture's 34 + 5 heads T/C bytes for each of BTC are 32 that we keep as well, 2 of dropout's masks, and the
-    T x T scores: model.py has no dropout, and flash attention keeps statistics only."""
+    """Of the lecture's 34 + 5 heads T/C bytes for each of BTC we keep 32: model.py has no dropout, which keeps 2, and
+    flash attention keeps statistics in place of the T x T scores."""
     large, n = GPTConfig(50257, 2048, 36, 32, 4096), 64
     for zero, figure in enumerate((120, 31.4, 16.6, 1.88)):
         kinds = parallel.memory_bytes(large, zero, n, dtype=torch.bfloat16)
@@ -1121,8 +1112,8 @@ CLAIMS = claims_of_traffic, claims_of_memory, claims_of_pipelines, claims_of_tim
 def lessons(a):
     device, on_triton = torch.device(a.device, *[0] * (a.device == "cuda")), a.device == "cuda" or kernels.INTERPRETED
     kernels.use("triton" if on_triton else "auto")
-    sizes = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
-    size = SimpleNamespace(**dict(zip(("n", "side", "repeats"), sizes)))
+    n, side, repeats = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
+    size = SimpleNamespace(n=n, side=side, repeats=repeats)
     pairs = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
                   "fewer bytes", {
         "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f",
@@ -1176,8 +1167,8 @@ def calls_of(op, size, device):
 
 
 def fit(messages, sizes, seconds):
-    """(seconds a message, bytes a second): the line seconds = a messages + bytes / b, each point weighted by its own
-    size, so that microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
+    """(seconds a message, bytes a second): a and b of seconds = a messages + bytes / b. Each point is weighted by its
+    own size, so that microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
     m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
     a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
     if a < 0 or per_byte <= 0:  # no latency to be seen, or no bandwidth: the other alone
@@ -1233,10 +1224,8 @@ def collectives(a):
 
 def layouts(n, m, virtual, experts=8):
     """{strategy: what it sets in train.py's Settings} for n processes. experts: of the strategy of that name."""
-    pipeline = {"pp": n, "micro_batches": m}
     every = {"one": {"dp": n}} if n == 1 else {}
-    every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2},
-              "zero3": {"dp": n, "zero": 3}}
+    every |= {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     if n > 1:
         every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
                   "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
@@ -1245,9 +1234,8 @@ def layouts(n, m, virtual, experts=8):
                   "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
                   "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
     if n > 1:  # last, for after them the ranks between the ends have made fewer windows, and get no more
-        every |= {"gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
-                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual),
-                  "zb-h1": dict(pipeline, schedule="zb-h1")}
+        every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
+        every["interleaved"]["virtual_stages"] = virtual
     # Random tokens have nothing to teach a router, and steps on them would soon send all to a few experts.
     still = {"lr": 0.0, "min_lr": 0.0}
     return every | {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
@@ -1281,8 +1269,8 @@ WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the
 
 @contextlib.contextmanager
 def routes_of(net):
-    """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
-    one for each forward of a block with experts; not those that backward runs again."""
+    """Inside, keeps what the routers decide: int64 (E), the rows that this rank's tokens send to each expert, for each
+    forward of a block with experts; not those that backward runs again."""
     routes = []
 
     def kept(mlps, rows, counts):
@@ -1297,24 +1285,21 @@ def routes_of(net):
         yield routes
 
 
-def rows_of(routes, group):
-    """Of a step's routes, `rows` as `messages` takes them. On all ranks of the group."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
-    return there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, group))))
-
-
 def predicted_traffic(trainer, routes=()):
-    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
+    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`. Call on
+    all ranks."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = list(enumerate(parallel.split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
     kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
-    total, buckets, of_experts = Counter(), [], []
+    total, buckets, of_experts, rows = Counter(), [], [], None
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
+    if net.ep:
+        n, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+        there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
+        rows = there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, net.ep))))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
-    rows = rows_of(routes, net.ep) if net.ep else None
     where = {"dp": net.replicas, "world": None, "all": trainer.control}  # other axes are called as ParallelGPT does
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
@@ -1337,8 +1322,7 @@ def left_out(function):
     can be, and then as many rows come as leave."""
     def call(*args, **kwargs):
         if function.__name__ == "all_to_all_single":
-            output, input = args[:2]
-            output.copy_(input)
+            args[0].copy_(args[1])
         return dist.Handle()  # whoever waits finds it done
     return call
 
@@ -1369,15 +1353,6 @@ def communication_alone(trainer, device, repeats):
         without = interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
     trainer.net.pipeline.graphs = parallel.no_graphs()  # these send nothing
     return alone, without
-
-
-def all_to_all_alone(trainer, device, repeats):
-    """Seconds of a step that its all-to-alls take: with them, less without them, in turns."""
-    def without():
-        with replaced(left_out, ["all_to_all_single"]):
-            trainer.step(0)
-    seconds = interleaved({"with": lambda: trainer.step(0), "without": without}, device, repeats)
-    return seconds["with"] - seconds["without"]
 
 
 def stage_costs(gradients, trainer, repeats):
@@ -1511,9 +1486,8 @@ class TorchExperts(torch.nn.Module):
     def __init__(self, experts, group):
         super().__init__()
         self.experts, self.group, self.ranks = experts.count, group, dist.get_world_size(group) if group else 1
-        self.rank = dist.get_rank(group) if group else 0
         for name, param in experts.named_parameters():
-            mine = param.detach().chunk(self.ranks)[self.rank].clone()
+            mine = param.detach().chunk(self.ranks)[dist.get_rank(group) if group else 0].clone()
             self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(mine))
 
     def forward(self, x, chosen, gates):                                                  # (B, T, C), 2 x (B, T, k)
@@ -1564,9 +1538,9 @@ def torch_grouped(rows, weight, counts):
 
 
 def torch_experts(config, s, device, x, y):
-    """The same model with the same router, composed of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP
-    for all but the experts that ranks share out; all but experts compiled. The dense twin: DDP of compiled blocks.
-    Weights and loss in float32, layers under autocast, but for the router; rows travel in 16 bits."""
+    """The same model and router of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP for all but the
+    experts that ranks share out; all but experts compiled. The dense twin: DDP of compiled blocks. Weights and loss in
+    float32, layers under autocast, but for the router; rows travel in 16 bits."""
     ep, copies = parallel.split_experts(parallel.make_mesh(device.type, dp=s.dp), s.ep)
     compiled = torch.compile if device.type == "cuda" else lambda function: function  # a CPU wants a C++ compiler
     model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
@@ -1638,9 +1612,9 @@ def strategies(a):
     device = dist.initialize(a.device)
     comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
+    machine = machines[comms[0]]
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
-        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}"
-        + mfu_note(a.config))
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
         say(f"left out: {reason}")
     table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: "
@@ -1656,18 +1630,17 @@ def strategies(a):
             table.row(**row)
         forget()
     say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
-    for row in table.rows:
-        if "memory_by_rank" in row:
-            predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
-                                   for column in zip(*row["memory_by_rank"]))
-            peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
-            say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
+    for row in (row for row in table.rows if "memory_by_rank" in row):
+        predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
+                               for column in zip(*row["memory_by_rank"]))
+        peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
+        say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
     for name, s in a.layouts.items():
         if s.cp > 1 and s.cp_kind == "ring":
-            say(describe_ring(name, s, a.configs[name], machines[comms[0]]))
+            say(describe_ring(name, s, a.configs[name], machine))
     if "experts" in a.layouts:
         say(describe_experts(table.rows, a.configs["experts"]))
-    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machines[comms[0]]))
+    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
 
 
 def describe_ring(name, s, config, machine):
@@ -1760,7 +1733,10 @@ def measure_strategy(name, s, a, device, machines):
     elif a.gpus > 1:
         if s.ep > 1:
             loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
-            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats), **train.how_even(loads)}
+            both = {"with": lambda: trainer.step(0),
+                    "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
+            whole, rest = interleaved(both, device, a.repeats).values()
+            first |= {"all_to_all_ms": 1e3 * (whole - rest), **train.how_even(loads)}
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
@@ -1814,8 +1790,7 @@ WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and
 
 
 def ways_to_cut_sequences(config, tp, ranks, dtype, machine):
-    """(cp, kind) that train.py takes, and worth a look: so that a ring inside a node would be hidden. Shorter sequences
-    are better left whole."""
+    """(cp, kind) that train.py takes, of sequences so long that a ring inside a node would be hidden."""
     yield 1, "ring"
     for cp in divisors(ranks)[1:]:
         own = config.seq_len // cp
@@ -1883,9 +1858,8 @@ def limit(costs):
 
 
 def run_of(row):
-    """A run that others have published, of a row {column: text}, empty where nothing is printed: its config, machine,
-    layouts (Settings, all that may be meant), overlap, as for `predict`, and mfu. ValueError,
-    LookupError, ArithmeticError: no run is so.
+    """A published run, of a row {column: text}, empty where nothing is printed: config, machine, layouts (Settings, all
+    that may be meant), overlap, as for `predict`, mfu. ValueError, LookupError, ArithmeticError: no run is so.
 
     Our GPT has neither gates nor fewer heads for keys and values. Its MLP gets the width that makes as many weights,
     and so as many FLOPs: with a gate it has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads).
@@ -1935,12 +1909,6 @@ def read_published(path):
                        ) from None
 
 
-def predicted(run):
-    """(Costs, Settings) of a published run. What was not printed is as in the fastest layout that fits."""
-    return min(((predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts), key=lambda found: (
-        needed_bytes(run.config, found[1], run.machine.fused) > ROOM * run.machine.memory, found[0].step))
-
-
 def spearman(a, b):
     """The correlation of ranks; equal values share the mean of theirs."""
     ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in map(np.asarray, (a, b))]
@@ -1948,13 +1916,16 @@ def spearman(a, b):
 
 
 def plan_published(a):
-    """What `predict` says of runs that others have published."""
+    """What `predict` says of runs that others have published. What was not printed is as in the fastest layout that
+    fits."""
     table = Table("published runs: MFU %", {
         "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
         "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
         "ratio": "ratio:>5.2f", "limit": "beside computation:<29"})
     for run in a.runs:
-        costs, s = predicted(run)
+        found = [(predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts]
+        costs, s = min(found, key=lambda pair: (
+            needed_bytes(run.config, pair[1], run.machine.fused) > ROOM * run.machine.memory, pair[0].step))
         tokens = s.batch_size * run.config.seq_len / int(run.row["gpus"]) / costs.step
         reached = mfu(run.config, tokens, run.machine)
         table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
@@ -2453,8 +2424,6 @@ WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectiv
         "plan": plan, "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
-NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
-         "collectives": (*BUS, "barrier")}
 
 
 def option(takers, name, help=None, **more):
@@ -2462,10 +2431,7 @@ def option(takers, name, help=None, **more):
     return takers, name, dict(more, help=help)
 
 
-def number(takers, name, help, **more):
-    return option(takers, name, help, type=parallel.positive, **more)
-
-
+number = functools.partial(option, type=parallel.positive)
 FLAGS = [
     option((*MEASURED, "lessons", "plan"), "--json", "leave the rows there, with hardware, versions, commit",
            default="", metavar="FILE"),
@@ -2523,30 +2489,23 @@ def check(a, world):
            f"--json {a.json}: no file can be there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
-        a.machine = load_machine(a)
-        a.runs = read_published(a.published) if a.published else []
+        a.machine, a.runs = load_machine(a), read_published(a.published) if a.published else []
     else:
         check_processes(a, world)
-    if a.what in NAMES:
-        a.only = a.only or NAMES[a.what]
-        for name in a.only:
-            reject(name not in NAMES[a.what], f"--only {name}: there are {', '.join(NAMES[a.what])}")
-    if a.what == "kernels":
-        reject(a.device == "cpu" and not kernels.INTERPRETED,
-               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
-        return 1
-    if a.what == "lessons":
-        able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
-        names = [*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"]
+    able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
+    names = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),
+             "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"),
+             "collectives": (*BUS, "barrier")}.get(a.what)
+    if names:
         a.only = a.only or names
         for name in a.only:
-            reject(name not in names,
-                   f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
-        return 1
-    if a.what == "collectives":
-        reject(a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+            why = "it wants a GPU; " if a.what == "lessons" and name in LESSONS else ""
+            reject(name not in names, f"--only {name}: {why}there are {', '.join(names)}")
+        reject(a.what == "kernels" and "triton" not in able,
+               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+        reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
                + " --device cpu" * (a.device == "cuda"))
-        return a.gpus
+        return a.gpus if a.what == "collectives" else 1
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
     a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
@@ -2559,7 +2518,7 @@ def check(a, world):
 
 
 def check_processes(a, world):
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = train.gpus_here()
     a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
     reject(world > 1 and a.what == "scaling",
            "scaling starts its own processes: give python bench.py scaling, without torchrun")
