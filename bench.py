@@ -1187,10 +1187,12 @@ def collectives(a):
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f",
         "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
-    largest, fits = 30 if device.type == "cuda" else 24, []
+    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
+        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
+        "torch_b": "torch b, GB/s:>13.2f"})
+    points, largest = defaultdict(list), 30 if device.type == "cuda" else 24
     sizes = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, largest + 1, 2))]
     for op in a.only:
-        points = []
         for size in sizes if op != "barrier" else [0]:
             calls, count = calls_of(op, size, device)
             seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
@@ -1205,16 +1207,12 @@ def collectives(a):
                         "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                         "counted": sum(log.bytes for log in logs),
                         "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), *seconds.values()))
+                points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
+                                   *seconds.values()))
             table.row(**row)
             del calls
-        if len(points) > 1:
-            m, k, ours, torchs = zip(*points)
-            fits.append((op, *fit(m, k, ours), *fit(m, k, torchs)))
-    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
-        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
-        "torch_b": "torch b, GB/s:>13.2f"})
-    for op, ours_a, ours_b, torch_a, torch_b in fits:
+    for op, (m, k, *both) in ((op, zip(*some)) for op, some in points.items() if len(some) > 1):
+        (ours_a, ours_b), (torch_a, torch_b) = (fit(m, k, seconds) for seconds in both)
         lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
     write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines[a.comm]),
                machine_torch=dataclasses.asdict(machines["torch"]))
@@ -1900,13 +1898,10 @@ def run_of(row):
 
 def read_published(path):
     rows = SimpleNamespace(line_num=0)
-    try:
-        with open(path, newline="") as file:
-            rows = csv.DictReader(file, restval="")
-            return [run_of(row) for row in rows] or [run_of({})]
-    except (OSError, ArithmeticError, LookupError, ValueError, csv.Error) as error:
-        raise BadInput(f"--published {path}, line {rows.line_num}: {type(error).__name__} {error}; see {PUBLISHED}"
-                       ) from None
+    with (readable(lambda: f"--published {path}, line {rows.line_num}", f"see {PUBLISHED}"),
+          open(path, newline="") as file):
+        rows = csv.DictReader(file, restval="")
+        return [run_of(row) for row in rows] or [run_of({})]
 
 
 def spearman(a, b):
@@ -1948,30 +1943,27 @@ def plan(a):
         return plan_published(a)
     config, machine = a.config, a.machine
     say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
-        f"{config.seq_len} a step"
-        f"\n{describe_machine(machine)}" + mfu_note(config))
-    candidates = sorted(((predict(config, s, machine), s)
-                         for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)),
-                        key=lambda pair: pair[0].step)
+        f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")
+    candidates = [(predict(config, s, machine), s)
+                  for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)]
+    candidates.sort(key=lambda pair: pair[0].step)
     table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", {
         "layout": f"layout:<{74 if config.experts or any(s.cp > 1 for _, s in candidates) else 44}",
         "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "cp": "cp %:>6.1f",
         **({"ep": "ep %:>6.1f"} if config.experts else {}), "pp": "pp %:>6.1f", "limit": "beside computation:<29"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
-    for costs, s in candidates:
-        # One row each, the fastest.
-        key = (s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule)
+    for costs, s in candidates:  # one row each, the fastest
+        key = s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)
+        traffic = {"dp": costs.dp_all, "tp": costs.tp, "cp": costs.cp_all, "ep": costs.ep, "pp": costs.transfers}
         table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}",
                   ms=1e3 * costs.step, tokens=tokens / costs.step, gib=need / 2**30,
                   bubble=100 * costs.bubble / costs.step, limit=limit(costs),
                   mfu=mfu(config, tokens / costs.step, machine),
-                  dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
-                  cp=100 * costs.cp_all / costs.compute, ep=100 * costs.ep / costs.compute,
-                  pp=100 * costs.transfers / costs.compute,
+                  **{axis: 100 * seconds / costs.compute for axis, seconds in traffic.items()},
                   settings=dataclasses.asdict(s), costs=costs._asdict())
         if len(table.rows) == a.top:
             break
@@ -1991,26 +1983,27 @@ def scaling(a):
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
         "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
-    worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
-    one, done = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in ("weak", "strong") if a.kind == "both" else (a.kind,):
-            for n in worlds:
-                batch = a.batch_size * (n if kind == "weak" else worlds[-1])
-                if (n, batch) not in done:  # the largest world's two are one
-                    path = os.path.join(folder, f"{n}-{batch}.json")
-                    words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size",
-                             batch, "--json", path, "--accumulate", batch // n // a.batch_size, "--only", *a.only,
-                             *["--quick"] * a.quick]
-                    for name in ("device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES):
-                        words += [f"--{name.replace('_', '-')}", getattr(a, name)] if getattr(a, name) else []
-                    subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
-                    with open(path) as file:
-                        done[n, batch] = json.load(file)["rows"]
-                for row in done[n, batch]:
-                    first = one.setdefault((kind, row["strategy"], row["who"]), row["tokens"])
-                    table.row(kind=kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
-                              **{key: row.get(key) for key in ("strategy", "who", "ms", "tokens", "mfu")})
+    worlds, one = [1 << i for i in range(a.gpus.bit_length())], {}
+    names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
+    given = [word for name in names if getattr(a, name) for word in (f"--{name.replace('_', '-')}", getattr(a, name))]
+
+    @functools.cache  # the largest world's two are one
+    def rows(n, batch):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "rows.json")
+            words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size", batch,
+                     "--json", path, "--accumulate", batch // n // a.batch_size, "--only", *a.only,
+                     *["--quick"] * a.quick, *given]
+            subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
+            with open(path) as file:
+                return json.load(file)["rows"]
+
+    for kind, n in itertools.product(("weak", "strong") if a.kind == "both" else (a.kind,), worlds):
+        batch = a.batch_size * (n if kind == "weak" else worlds[-1])
+        for row in rows(n, batch):
+            first = one.setdefault((kind, row["strategy"], row["who"]), row["tokens"])
+            table.row(kind=kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
+                      **{key: row.get(key) for key in ("strategy", "who", "ms", "tokens", "mfu")})
     write_json(a.json, "scaling", torch.device(a.device), [table])
     return table
 
@@ -2555,13 +2548,10 @@ def check_files(a):
     """a.found: {file: what is in it}."""
     a.found, first = {}, {}
     for path in a.files:
-        try:
-            with open(path) as file:
-                found = json.load(file)
+        with (readable(lambda: path, "give files that `bench.py ... --json` or `train.py --trace` wrote"),
+              open(path) as file):
+            found = json.load(file)
             kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or "
-                           f"`train.py --trace` wrote") from None
         reject(kind not in ("trace", *MEASURED),
                f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
         reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")
@@ -2573,12 +2563,9 @@ def check_files(a):
 def load_machine(a):
     machine = MACHINES.get(a.machine)
     if machine is None:
-        try:
-            with open(a.machine) as file:
-                machine = Machine(**json.load(file)["machine"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"--machine {a.machine}: {type(error).__name__} {error}; give one of "
-                           f"{', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote") from None
+        advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
+        with readable(lambda: f"--machine {a.machine}", advice), open(a.machine) as file:
+            machine = Machine(**json.load(file)["machine"])
     given = {"node": a.node, "network": a.network and 1e9 * a.network,
              "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
@@ -2588,6 +2575,15 @@ def load_machine(a):
            f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
            "fast the network is: give e.g. --network 45")
     return machine
+
+
+@contextlib.contextmanager
+def readable(what, advice):
+    """Inside, what() is read; where that fails it is BadInput."""
+    try:
+        yield
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, csv.Error) as error:
+        raise BadInput(f"{what()}: {type(error).__name__} {error}; {advice}") from None
 
 
 def main():
