@@ -789,13 +789,13 @@ def grouped_operations(device, dtype, large):
                         (x.nbytes + w.nbytes + out, 2 * (x.nbytes + w.nbytes) + out), (flops, 2 * flops))
 
 
-def seconds_of(operation, device, repeats):
-    """{who: (median seconds forward, backward)}, in turns. A write of 2 GiB goes first: it empties L2, and while it
-    runs the CPU is done launching what is measured."""
-    samples = {who: [] for who in operation.who}
+def seconds_of(functions, device, repeats):
+    """{who: (median seconds forward, backward)} of {who: (function, its inputs)}, in turns. A write of 2 GiB goes
+    first: it empties L2, and while it runs the CPU is done launching what is measured."""
+    samples = {who: [] for who in functions}
     flush = torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
     for i in range(-2, repeats):
-        for who, (function, inputs) in operation.who.items():
+        for who, (function, inputs) in functions.items():
             flush.zero_()
             marks = [mark(device)]
             out = function(*inputs)
@@ -820,10 +820,9 @@ def measure_kernels(a):
     kernels.use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
     (x, y), m = torch.zeros(2, n, device=device), torch.randn(side, side, device=device).bfloat16()
-    both = {"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}
-    ceilings = seconds_of(Operation("", both, ()), device, repeats)
+    ceilings = seconds_of({"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}, device, repeats)
     hbm, peak = 2 * x.nbytes / ceilings["copy"][0], 2 * side**3 / ceilings["matmul"][0]
-    del x, y, m, both
+    del x, y, m
     say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the "
         f"slower of bytes over the one and FLOPs over the other\n"
         f"what torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
@@ -832,7 +831,7 @@ def measure_kernels(a):
         "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8", "share": "% of roofline:>13.0f"})
     for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
         for operation in operations(device, dtype, n, only):
-            for who, seconds in seconds_of(operation, device, repeats).items():
+            for who, seconds in seconds_of(operation.who, device, repeats).items():
                 for way, t, moved, flops in zip(("forward", "backward"), seconds, operation.moved, operation.flops):
                     table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
                               tflops=flops / t / 1e12 if flops else None,
@@ -855,7 +854,7 @@ class Lesson(NamedTuple):
 
 def timed(device, size, ways):
     """[(way, seconds, bytes, FLOPs)] of {way: (function, inputs, bytes, FLOPs)}."""
-    seconds = seconds_of(Operation("", {way: parts[:2] for way, parts in ways.items()}, ()), device, size.repeats)
+    seconds = seconds_of({way: parts[:2] for way, parts in ways.items()}, device, size.repeats)
     return [(way, forward, *ways[way][2:]) for way, (forward,) in seconds.items()]
 
 
@@ -1590,8 +1589,7 @@ def forget():
         torch.cuda.synchronize()
     for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
         dist.destroy_process_group(group)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing, where CUDA is not used
 
 
 def peak_gib(device, build):
