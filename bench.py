@@ -1807,28 +1807,24 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
             dp, rest = divmod(gpus // tp // pp, cp)
             if rest or gpus > machine.node and machine.node % tp or pp > config.n_layer + 2 or batch_size % dp:
                 continue
-            for log in range((batch_size // dp).bit_length() if cp == 1 else 1):
-                m, rest = divmod(batch_size // dp, 1 << log)
-                if rest:
+            each, local, replicas = batch_size // dp, machine.node // tp, dp * cp  # local: on a node without pipelines
+            shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
+            if 1 < local < replicas and replicas % local == 0:
+                shards += [(zero, local) for zero in (1, 2, 3)]
+            ways = [(recompute, False) for recompute in ("none", "attention", "block")]
+            if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
+                ways += [("none", True), ("block", True)]
+            shared = divisors(math.gcd(dp, config.experts)) if config.experts else [1]
+            sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
+            for size, (schedule, v) in itertools.product(sizes, WORTH if pp > 1 else WORTH[:1]):
+                m, splits = each // size, splits_backward(schedule, pp, each // size, v)
+                if splits is None or v * pp > config.n_layer + 2 or splits and m < pp:
                     continue
-                for schedule, v in WORTH if pp > 1 else WORTH[:1]:
-                    splits = splits_backward(schedule, pp, m, v)
-                    if splits is None or v * pp > config.n_layer + 2 or splits and m < pp:
-                        continue
-                    local, replicas = machine.node // tp, dp * cp  # of them on a node, if no pipeline is there
-                    shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
-                    if 1 < local < replicas and replicas % local == 0:
-                        shards += [(zero, local) for zero in (1, 2, 3)]
-                    ways = [(recompute, False) for recompute in ("none", "attention", "block")]
-                    if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
-                        ways += [("none", True), ("block", True)]
-                    shared = divisors(math.gcd(dp, config.experts)) if config.experts else [1]
-                    for (zero, within), (recompute, sp), ep in itertools.product(shards, ways, shared):
-                        if not splits or recompute == "none":
-                            yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
-                                                 virtual_stages=v, dtype=dtype, batch_size=batch_size,
-                                                 micro_batches=m, recompute=recompute, sp=sp, cp=cp,
-                                                 cp_kind=kind, ep=ep)
+                for (zero, within), (recompute, sp), ep in itertools.product(shards, ways, shared):
+                    if not splits or recompute == "none":
+                        yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
+                                             virtual_stages=v, dtype=dtype, batch_size=batch_size, micro_batches=m,
+                                             recompute=recompute, sp=sp, cp=cp, cp_kind=kind, ep=ep)
 
 
 def describe_layout(s):
