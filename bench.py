@@ -76,11 +76,9 @@ def synchronize(device):
 
 
 def interleaved(steps, device, repeats, calls=1):
-    """{name: seconds a call} of {name: function}, the median of `repeats`.
+    """{name: seconds a call} of {name: function}: the median over repeats of the slowest rank's time.
 
-    They take turns, so that a slow moment of the machine hits all alike. Each starts together on all ranks, behind a
-    barrier, and lasts until the slowest rank's device is idle: the maximum over ranks is taken of every repeat, then
-    the median.
+    They take turns, so that a slow moment of the machine hits all alike. All ranks start together, behind a barrier.
     """
     seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
     for i in range(-3, repeats):  # the first three warm up
@@ -99,16 +97,12 @@ def interleaved(steps, device, repeats, calls=1):
 
 
 def mark(device):
-    """A moment on the device's own clock, for `between`; ask only after synchronize."""
+    """A moment on the device's own clock; ask only after synchronize."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def between(start, end):
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def of_all_ranks(value, group=None):
@@ -121,16 +115,16 @@ class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
-        self.title, self.rows = title, []
-        self.columns = {key: text.rsplit(":", 1) for key, text in columns.items()}
+        self.title, self.rows, self.columns = title, [], {}
+        for key, (name, form) in ((key, text.rsplit(":", 1)) for key, text in columns.items()):
+            self.columns[key] = name, form, re.match(r"[<>]\d+", form)[0]  # the last: side and width
 
     def row(self, **values):
-        place = {key: re.match(r"[<>]\d+", form)[0] for key, (_, form) in self.columns.items()}  # side and width
         if not self.rows:
-            say(f"\n{self.title}\n\n" + "  ".join(format(self.columns[key][0], where) for key, where in place.items()))
+            say(f"\n{self.title}\n\n" + "  ".join(format(name, place) for name, _, place in self.columns.values()))
         self.rows.append(values)
-        say("  ".join(format("-", where) if values.get(key) is None else format(values[key], self.columns[key][1])
-                      for key, where in place.items()))
+        say("  ".join(format("-", place) if values.get(key) is None else format(values[key], form)
+                      for key, (_, form, place) in self.columns.items()))
 
 
 def say(text):
@@ -148,18 +142,18 @@ def write_json(path, what, device, tables, **more):
                                          stderr=subprocess.DEVNULL).strip()
     hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
-             "command": " ".join(sys.argv), "torch": torch.__version__,
-             "triton": getattr(kernels.triton, "__version__", None),
-             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more}
+             "command": " ".join(sys.argv), "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
+             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more,
+             "rows": [row for table in tables for row in table.rows]}
     with open(path, "w") as file:
-        json.dump(found | {"rows": [row for table in tables for row in table.rows]}, file, indent=1)
+        json.dump(found, file, indent=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- formulas
 #
 # What a step costs, before anything runs. `messages` says what every rank sends, in which collective and how often.
-# `sent` makes bytes of that, by the collective's law, which `strategies` holds against the bytes counted;
-# `message_seconds` makes seconds of it, which `predict` puts together with those of the computation.
+# `sent` makes bytes of that, which `strategies` holds against the bytes counted; `message_seconds` makes seconds of it,
+# which `predict` puts together with those of the computation.
 
 def law_of(group, waited=True):
     """(small, switched) for `sent`, as collectives.py decides in this group. waited: all-reduces that the caller waits
@@ -170,13 +164,12 @@ def law_of(group, waited=True):
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
-    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes (gathered or
-    scattered ones: all of them; of an all-to-all with uneven blocks: a tuple, how many for each rank; the root is
-    rank 0).
+    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes: all that are
+    gathered or scattered; of an all-to-all with uneven blocks, a tuple, how many for each rank. The root is rank 0.
 
-    The law of rings and of direct exchange is (N-1)/N k for half an all-reduce, k = elements x width. Up to `small`
-    bytes an all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of
-    them. A binomial tree has each rank pass on what its own subtree needs.
+    Rings and direct exchange send (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
+    all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of them. In a
+    binomial tree each rank passes on what its own subtree needs.
     """
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
@@ -187,25 +180,21 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
         chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
         return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
-    if op in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
-        return (n - 1) * k // n
-    if op == "barrier":
-        return (n - 1).bit_length()
     below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
     return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
-            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n}[op]
+            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n, "barrier": (n - 1).bit_length(),
+            **dict.fromkeys((SCATTER, GATHER, "all_to_all_single"), (n - 1) * k // n)}[op]
 
 
-HALVES = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
 
 
 def in_two_levels(op, elements, inside, nodes, rank):
-    """What a collective is made of for rank `rank` of the `inside` ones on a node: [(times, op, elements, whether it
-    stays on the node)]."""
-    if op == "all_reduce":
-        mine = elements // inside + (rank < elements % inside)
-        return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
-    return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
+    """A collective's parts for rank `rank` of a node's `inside` ones: [(times, op, elements, whether on the node)]."""
+    if op != "all_reduce":
+        return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
+    mine = elements // inside + (rank < elements % inside)
+    return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
 
 
 def sent_in(link, op, elements, width, waited=True):
@@ -218,14 +207,15 @@ def sent_in(link, op, elements, width, waited=True):
 
 
 class Message(NamedTuple):
+    """axis: the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and last stage;
+    ZeRO's: "within" and "between" where those that shard are not all of dp x cp; "copies" of the same experts;
+    "replicas", dp where the caller waits."""
     what: str
     op: str
-    axis: str           # the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and
-                        # last stage; ZeRO's: "within" and "between" where those that shard are not all of dp x cp;
-                        # "copies" of the same experts; "replicas", dp where the caller waits
-    elements: list      # of the tensor of each call, as for `sent`
-    width: int          # bytes an element
-    times: int = 1      # a step, for each of `elements`
+    axis: str
+    elements: list  # of the tensor of each call, as for `sent`
+    width: int      # bytes an element
+    times: int = 1  # a step, for each of `elements`
 
 
 def contents(config, stages):
@@ -251,15 +241,15 @@ def messages_of_buckets(s, axis, buckets, shards):
     """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
     buckets: as for `messages`. shards: ranks that share them out."""
     m, (narrow, wide) = s.micro_batches, widths(s)
-    scatter, gather = HALVES
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
-    yield from {
-        0: [Message("gradients", "all_reduce", axis, whole, wide)],
-        1: [Message("gradients", scatter, axis, whole, wide), Message("weights", gather, axis, whole, narrow)],
-        2: [Message("gradients", scatter, axis, whole, wide, m), Message("weights", gather, axis, whole, narrow)],
-        3: [Message("weights", gather, axis, once + 2 * twice, narrow, m),
-            Message("gradients", scatter, axis, once + twice, wide, m),
-            Message("1-D gradients", "all_reduce", axis, whole, wide)]}[s.zero]
+    if s.zero == 3:
+        yield Message("weights", GATHER, axis, once + 2 * twice, narrow, m)
+        yield Message("gradients", SCATTER, axis, once + twice, wide, m)
+        yield Message("1-D gradients", "all_reduce", axis, whole, wide)
+    else:
+        yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
+    if s.zero in (1, 2):
+        yield Message("weights", GATHER, axis, whole, narrow)
     if axis == "within":
         kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
@@ -282,12 +272,10 @@ def messages_of_experts(config, s, routed, rows):
         for way in back, there:
             yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
     if s.sp:  # f takes choices and gates along
-        scatter, gather = HALVES
-        yield Message("choices", gather, "tp", [choices], 8, forwards * m * routed)
-        yield Message("gates", gather, "tp", [choices], wide, forwards * m * routed)
-        yield Message("gradients of gates", scatter, "tp", [choices], wide, m * routed)
-    elif s.tp > 1:
-        yield Message("gradients of gates", "all_reduce", "tp", [choices], wide, m * routed)
+        yield Message("choices", GATHER, "tp", [choices], 8, forwards * m * routed)
+        yield Message("gates", GATHER, "tp", [choices], wide, forwards * m * routed)
+    if s.tp > 1:
+        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, m * routed)
     for axis in ("replicas", "pp") + ("tp",) * s.sp:
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
@@ -303,11 +291,11 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     as many for each expert.
     """
     count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
-    shards, replicas = s.zero_within or s.dp * s.cp, s.dp * s.cp
+    c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
     blocks, routed, first, last = contents(config, stages)
-    activation = [tokens * config.n_embd]
+    activation = [tokens * c]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
     again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, so many run again
@@ -319,11 +307,9 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     if s.sp:
         # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
         # theirs, sorted, so a block with experts takes 9 halves.
-        scatter, gather = HALVES
         gathers = m * (blocks * (6 + again) - routed)
-        yield Message("activations: 6 of 10 halves", gather, "tp", activation, narrow, gathers)
-        yield Message("activations: 4 of 10 halves", scatter, "tp", activation, narrow, scatters)
-        c = config.n_embd
+        yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
+        yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
         seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
         seen //= shards if s.zero in (1, 2) else 1
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
@@ -344,8 +330,8 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
         if config.tied and (first or last) and count > 1:
-            rows = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-            kept = -(-rows * config.n_embd // (shards if s.zero else 1))
+            vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
+            kept = -(-vocabulary * c // (shards if s.zero else 1))
             yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
     yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
@@ -411,7 +397,7 @@ def message_seconds(item, n, machine, here):
     def seconds(op, elements, n, near):
         hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
         ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
-                for small in (False, True)[:1 + (op == "all_reduce")]]
+                for small in ((False, True) if op == "all_reduce" else (False,))]
         return min(count * hop + k / rate for count, k in ways)
 
     def call(op, elements):
@@ -426,8 +412,7 @@ def message_seconds(item, n, machine, here):
 
 
 class Costs(NamedTuple):
-    """Predicted seconds of a step of the busiest pipeline rank. What takes time one after the other: all but the last
-    two."""
+    """Predicted seconds of a step of the busiest pipeline rank: one after the other, but for the last two."""
     compute: float      # forward and backward of all micro-batches
     tp: float           # tensor parallelism's collectives, less what is saved where products run under them
     cp: float           # context parallelism's traffic, less what runs under attention
@@ -448,10 +433,9 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
-    inner). Of what is cut over tp a rank has its part; sp: of the C, too.
-    routed: with experts, balanced. A token has a row of C for each expert that it goes through. To sort rows reads the
-    token and writes the rows, to weigh and add them up the other way round; the router takes C, 3C in I. Where tokens
-    travel, rows are sorted by expert and back once more.
+    inner). Of what is cut over tp a rank has its part; sp: of the C, too. routed: with experts, balanced. A token has a
+    row of C for each of its experts. To sort rows reads the token and writes the rows, to weigh and add them up the
+    other way round; the router takes C, 3C in I. Where tokens travel, rows are sorted by expert and back once more.
     """
     c, k = config.n_embd, config.top_k if routed else 1
     own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
@@ -475,8 +459,8 @@ def block_seconds(config, s, machine, routed):
     return f, i + again, w
 
 
-# Where tokens travel, the CPU asks for their counts in each block. It has them, and the GPU its next kernel, so many
-# seconds after the GPU could go on: a copy and a launch, by a rough estimate and not measured.
+# Where tokens travel, the CPU asks for their counts in each block. So many seconds after the GPU could go on, it gets
+# its next kernel: a copy and a launch, by a rough estimate and not measured.
 WAIT = 2e-5
 
 
@@ -485,9 +469,9 @@ def stage_seconds(config, s, machine, stages):
     rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU works at the head, the
-    CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), both summed
-    over all blocks and the head. Where it waits for counts in forward, it does not get ahead there: max for forward and
-    for backward. A dense block runs 9 functions of autograd, one with experts 3 more, 7 where tokens travel.
+    CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), summed over all
+    blocks and the head; where the CPU waits for counts in forward, max for forward and for backward. A dense block runs
+    9 functions of autograd, one with experts 3 more, 7 where tokens travel.
     """
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
@@ -532,8 +516,8 @@ def ring_hides(flops, link, dtype):
 def context_seconds(config, s, machine, blocks, spent):
     """(seconds of a step's traffic for context parallelism, those of them under which no attention runs).
 
-    While a ring's rank computes with some keys, it sends them on, in N-1 of N steps. In backward dK and dV follow a
-    step behind, so the last ones travel alone. Nothing runs under Ulysses' all-to-alls.
+    A ring's rank sends keys on while it computes with them, in N-1 of N steps. In backward dK and dV follow a step
+    behind, so the last ones travel alone. Nothing runs under Ulysses' all-to-alls.
     """
     every = sum(seconds for (axis, _), seconds in spent.items() if axis == "cp")
     if s.cp == 1 or s.cp_kind == "ulysses":
@@ -545,15 +529,12 @@ def context_seconds(config, s, machine, blocks, spent):
 
 
 @functools.cache
-def few_of(schedule, p, m, v):
-    """A schedule's lists, for the fewest micro-batches that fill it and divide by p as m does. None: it refuses."""
+def splits_backward(schedule, p, m, v):
+    """Whether weight gradients are actions of their own, by the fewest micro-batches that fill a schedule and divide by
+    p as m does. None: it refuses."""
     with contextlib.suppress(ValueError):
-        return parallel.SCHEDULES[schedule](p, p + m % p, v)
-
-
-def splits_backward(lists):
-    """Whether weight gradients are actions of their own."""
-    return any(action.kind == "W" for actions in lists for action in actions)
+        lists = parallel.SCHEDULES[schedule](p, p + m % p, v)
+        return any(action.kind == "W" for actions in lists for action in actions)
 
 
 # Hidden traffic is not free: it takes memory bandwidth that computation then lacks. A byte that is sent is read here,
@@ -570,10 +551,9 @@ def hidden_under_products(config, s, machine, half):
     Recomputing runs forward's again, but for the last.
     """
     c, again = config.n_embd, s.recompute == "block"
-    tokens = s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
     layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
-    column = 2 * c * tokens / s.tp / machine.matmul * (s.tp - 1) / s.tp  # of a product of width 1, but for a chunk
-    return sum(halves * min(half, width * column) for width, halves in layers)
+    chunks = 2 * c * tokens_of(config, s) / s.tp / machine.matmul * (s.tp - 1) / s.tp  # all but one, of width 1
+    return sum(halves * min(half, width * chunks) for width, halves in layers)
 
 
 def predict(config, s, machine, overlap=None):
@@ -581,13 +561,12 @@ def predict(config, s, machine, overlap=None):
     --sp's under products, ZeRO-1 and 2's new weights under forward; None: as train.py does."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
-    stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
-                 key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
-    f, i, w = stage_seconds(config, s, machine, stages)
+    (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
+                             for rank in range(s.pp)), key=lambda found: sum(found[0]))
     blocks, routed, _, _ = contents(config, stages)
-    apart = s.ep > 1  # experts have buckets of their own
     shared, experts = parallel.local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
-    shared, experts = (shared, experts) if apart else (shared + experts, Counter())
+    if s.ep == 1:  # else experts have buckets of their own
+        shared, experts = shared + experts, Counter()
 
     # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
@@ -602,9 +581,8 @@ def predict(config, s, machine, overlap=None):
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
-
     buckets = buckets_of(shared, blocks + 1)
-    of_experts = buckets_of(experts, routed, s.ep) if apart and routed else []
+    of_experts = buckets_of(experts, routed, s.ep) if s.ep > 1 and routed else []
     count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
     ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
@@ -627,23 +605,20 @@ def predict(config, s, machine, overlap=None):
 
     # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
     # gradient at the end.
-    splits = splits_backward(few_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages))
+    splits, waits = splits_backward(s.schedule, s.pp, m, s.virtual_stages), s.pp - 1 + m * (overlap is False)
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    waits = s.pp - 1 + m * (overlap is False)
     transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
     # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
     # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
     # last, which is there.
-    axis = "dp" if shards == replicas else "within"
+    axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
     gather, reduce = (spent[axis, what] + spent["copies", what] for what in ("weights", "gradients"))
-    between = spent["between", "averages of shards"]
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
-        sends = m if s.zero == 2 else 1
-        dp = max(reduce / count, reduce - sends * (i + w))
+        dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
         dp += max(gather / count, gather - f) if overlap else gather
     dp = gather + reduce if overlap is False else dp
     lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
@@ -719,16 +694,15 @@ def measure_machine(device, dtype, config, comms):
 
 def describe_machine(machine):
     unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
-    return (f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
-            f"{machine.attention / scale:.0f}"
-            + (f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else "")
-            + f"; memory {machine.hbm / 1e9:,.0f} GB/s, a block's other operations "
-            f"{machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB; "
-            f"{1e3 * machine.launch:.2f} ms to launch a block"
-            + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")
-            + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message" if machine.link else "")
-            + (f"; network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node" if machine.network
-               else ""))
+    by_length = f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else ""
+    parts = [f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
+             f"{machine.attention / scale:.0f}{by_length}", f"memory {machine.hbm / 1e9:,.0f} GB/s, a block's other "
+             f"operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB",
+             f"{1e3 * machine.launch:.2f} ms to launch a block"
+             + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")]
+    parts += [f"link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message"] if machine.link else []
+    parts += [f"network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node"] if machine.network else []
+    return "; ".join(parts)
 
 
 def mfu(config, tokens, machine):
@@ -751,7 +725,7 @@ class Operation(NamedTuple):
 
 def operations(device, dtype, n, only):
     """What a training step is slow in, on tensors of about n elements, as Operations."""
-    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
+    random, large = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True), n > 1 << 20
 
     def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
         who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
@@ -770,24 +744,23 @@ def operations(device, dtype, n, only):
             yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
                           kernels.add_layer_norm, [x, random(*x.shape), w, b], (4, 4))
     if "cross_entropy" in only:
-        v = 50304 if n > 1 << 20 else 300
+        v = 50304 if large else 300
         z, y = random(max(2, n // 2 // v), v), torch.randint(v, (max(2, n // 2 // v),), device=device)
         yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
                       [z], (1, 2))
+    cuda = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     for d, t in itertools.product((64, 128), (1024, 4096, 16384)) if "attention" in only else ():
-        t = t if n > 1 << 20 else t // 64
-        b, h = 16384 // t if n > 1 << 20 else 1, 2048 // d
+        b, h, t = 16384 // t if large else 1, 2048 // d, t if large else t // 64
         q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-        cuda = {"FLASH": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
-        backends = cuda if device.type == "cuda" else {"math": "MATH"}
-        causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        who = {f"SDPA {key}": (sdpa_kernel(SDPBackend[value])(causal), [q, k, v]) for key, value in backends.items()}
+        who = {f"SDPA {key}": (sdpa_kernel(backend)(causal), [q, k, v])
+               for key, backend in (cuda if device.type == "cuda" else {"math": SDPBackend.MATH}).items()}
         yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
                         (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
     if "grouped" in only:
-        yield from grouped_operations(device, dtype, n > 1 << 20)
+        yield from grouped_operations(device, dtype, large)
     if "matmul" in only:
-        side = 8192 if n > 1 << 20 else 64
+        side = 8192 if large else 64
         with torch.no_grad():
             a, b = torch.randn(2, side, side, dtype=dtype, device=device)
         yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (kernels.matmul, [a, b])},
@@ -805,10 +778,9 @@ def grouped_operations(device, dtype, large):
         ends = counts.cumsum(0).int()
         x, w = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
                 for shape in ((rows, n_in), (count, n_out, n_in)))
-
-        def loop(x, w, sizes=sizes):
-            return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
-        who = {"cuBLAS, a loop": loop, "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
+        who = {"cuBLAS, a loop": lambda x, w, sizes=sizes: torch.cat(
+                   [some @ matrix.T for some, matrix in zip(x.split(sizes), w)]),
+               "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
         if has_grouped(device, dtype):
             who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
         flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
@@ -817,13 +789,13 @@ def grouped_operations(device, dtype, large):
                         (x.nbytes + w.nbytes + out, 2 * (x.nbytes + w.nbytes) + out), (flops, 2 * flops))
 
 
-def seconds_of(operation, device, repeats):
-    """{who: (median seconds forward, backward)}, in turns. A write of 2 GiB goes first: it empties L2, and while it
-    runs the CPU is done launching what is measured."""
-    samples = {who: [] for who in operation.who}
+def seconds_of(functions, device, repeats):
+    """{who: (median seconds forward, backward)} of {who: (function, its inputs)}, in turns. A write of 2 GiB goes
+    first: it empties L2, and while it runs the CPU is done launching what is measured."""
+    samples = {who: [] for who in functions}
     flush = torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
     for i in range(-2, repeats):
-        for who, (function, inputs) in operation.who.items():
+        for who, (function, inputs) in functions.items():
             flush.zero_()
             marks = [mark(device)]
             out = function(*inputs)
@@ -836,7 +808,8 @@ def seconds_of(operation, device, repeats):
                 torch.autograd.backward(outs, grads)
                 marks.append(mark(device))
             synchronize(device)
-            samples[who] += [[between(a, b) for a, b in zip(marks[::2], marks[1::2])]] * (i >= 0)
+            took = [b - a if device.type == "cpu" else a.elapsed_time(b) / 1e3 for a, b in zip(marks[::2], marks[1::2])]
+            samples[who] += [took] * (i >= 0)
             for x in inputs:
                 x.grad = None
     return {who: [statistics.median(column) for column in zip(*rows)] for who, rows in samples.items()}
@@ -847,10 +820,9 @@ def measure_kernels(a):
     kernels.use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
     (x, y), m = torch.zeros(2, n, device=device), torch.randn(side, side, device=device).bfloat16()
-    both = {"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}
-    ceilings = seconds_of(Operation("", both, ()), device, repeats)
+    ceilings = seconds_of({"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}, device, repeats)
     hbm, peak = 2 * x.nbytes / ceilings["copy"][0], 2 * side**3 / ceilings["matmul"][0]
-    del x, y, m, both
+    del x, y, m
     say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the "
         f"slower of bytes over the one and FLOPs over the other\n"
         f"what torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
@@ -859,7 +831,7 @@ def measure_kernels(a):
         "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8", "share": "% of roofline:>13.0f"})
     for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
         for operation in operations(device, dtype, n, only):
-            for who, seconds in seconds_of(operation, device, repeats).items():
+            for who, seconds in seconds_of(operation.who, device, repeats).items():
                 for way, t, moved, flops in zip(("forward", "backward"), seconds, operation.moved, operation.flops):
                     table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
                               tflops=flops / t / 1e12 if flops else None,
@@ -882,7 +854,7 @@ class Lesson(NamedTuple):
 
 def timed(device, size, ways):
     """[(way, seconds, bytes, FLOPs)] of {way: (function, inputs, bytes, FLOPs)}."""
-    seconds = seconds_of(Operation("", {way: parts[:2] for way, parts in ways.items()}, ()), device, size.repeats)
+    seconds = seconds_of({way: parts[:2] for way, parts in ways.items()}, device, size.repeats)
     return [(way, forward, *ways[way][2:]) for way, (forward,) in seconds.items()]
 
 
@@ -907,11 +879,11 @@ def one_by_one_and_fused(plain, passes, ours):
     """A lesson: PyTorch's operations one by one, so many passes over memory, against one read and one write."""
     def measure(device, size):
         x = torch.randn(size.n, device=device)
-        fused = {"ours" if kernels.on_triton(x) else "one operation": ours}
+        ways = {"one by one": (plain, [x], passes * x.nbytes, 0),
+                "ours" if kernels.on_triton(x) else "one operation": (ours, [x], 2 * x.nbytes, 0)}
         if device.type == "cuda":  # a CPU wants a C++ compiler
-            fused["torch.compile"] = torch.compile(plain, dynamic=False)
-        return timed(device, size, {"one by one": (plain, [x], passes * x.nbytes, 0),
-                                    **{way: (function, [x], 2 * x.nbytes, 0) for way, function in fused.items()}})
+            ways["torch.compile"] = torch.compile(plain, dynamic=False), [x], 2 * x.nbytes, 0
+        return timed(device, size, ways)
     return measure
 
 
@@ -1073,8 +1045,8 @@ def claims_of_traffic():
 
 
 def claims_of_memory():
-    """The lecture's 34 + 5 heads T/C bytes for each of BTC are 32 that we keep as well, 2 of dropout's masks, and the
-    T x T scores: model.py has no dropout, and flash attention keeps statistics only."""
+    """Of the lecture's 34 + 5 heads T/C bytes for each of BTC we keep 32: model.py has no dropout, which keeps 2, and
+    flash attention keeps statistics in place of the T x T scores."""
     large, n = GPTConfig(50257, 2048, 36, 32, 4096), 64
     for zero, figure in enumerate((120, 31.4, 16.6, 1.88)):
         kinds = parallel.memory_bytes(large, zero, n, dtype=torch.bfloat16)
@@ -1139,8 +1111,8 @@ CLAIMS = claims_of_traffic, claims_of_memory, claims_of_pipelines, claims_of_tim
 def lessons(a):
     device, on_triton = torch.device(a.device, *[0] * (a.device == "cuda")), a.device == "cuda" or kernels.INTERPRETED
     kernels.use("triton" if on_triton else "auto")
-    sizes = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
-    size = SimpleNamespace(**dict(zip(("n", "side", "repeats"), sizes)))
+    n, side, repeats = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
+    size = SimpleNamespace(n=n, side=side, repeats=repeats)
     pairs = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
                   "fewer bytes", {
         "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f",
@@ -1194,8 +1166,8 @@ def calls_of(op, size, device):
 
 
 def fit(messages, sizes, seconds):
-    """(seconds a message, bytes a second): the line seconds = a messages + bytes / b, each point weighted by its own
-    size, so that microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
+    """(seconds a message, bytes a second): a and b of seconds = a messages + bytes / b. Each point is weighted by its
+    own size, so that microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
     m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
     a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
     if a < 0 or per_byte <= 0:  # no latency to be seen, or no bandwidth: the other alone
@@ -1214,10 +1186,12 @@ def collectives(a):
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f",
         "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
-    largest, fits = 30 if device.type == "cuda" else 24, []
+    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
+        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
+        "torch_b": "torch b, GB/s:>13.2f"})
+    points, largest = defaultdict(list), 30 if device.type == "cuda" else 24
     sizes = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, largest + 1, 2))]
     for op in a.only:
-        points = []
         for size in sizes if op != "barrier" else [0]:
             calls, count = calls_of(op, size, device)
             seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
@@ -1232,16 +1206,12 @@ def collectives(a):
                         "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                         "counted": sum(log.bytes for log in logs),
                         "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                points.append((max(log.messages for log in logs), max(log.bytes for log in logs), *seconds.values()))
+                points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
+                                   *seconds.values()))
             table.row(**row)
             del calls
-        if len(points) > 1:
-            m, k, ours, torchs = zip(*points)
-            fits.append((op, *fit(m, k, ours), *fit(m, k, torchs)))
-    lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
-        "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
-        "torch_b": "torch b, GB/s:>13.2f"})
-    for op, ours_a, ours_b, torch_a, torch_b in fits:
+    for op, (m, k, *both) in ((op, zip(*some)) for op, some in points.items() if len(some) > 1):
+        (ours_a, ours_b), (torch_a, torch_b) = (fit(m, k, seconds) for seconds in both)
         lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
     write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines[a.comm]),
                machine_torch=dataclasses.asdict(machines["torch"]))
@@ -1251,10 +1221,8 @@ def collectives(a):
 
 def layouts(n, m, virtual, experts=8):
     """{strategy: what it sets in train.py's Settings} for n processes. experts: of the strategy of that name."""
-    pipeline = {"pp": n, "micro_batches": m}
     every = {"one": {"dp": n}} if n == 1 else {}
-    every |= {"ddp": {"dp": n}, "zero1": {"dp": n, "zero": 1}, "zero2": {"dp": n, "zero": 2},
-              "zero3": {"dp": n, "zero": 3}}
+    every |= {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     if n > 1:
         every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
                   "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
@@ -1263,9 +1231,8 @@ def layouts(n, m, virtual, experts=8):
                   "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
                   "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
     if n > 1:  # last, for after them the ranks between the ends have made fewer windows, and get no more
-        every |= {"gpipe": dict(pipeline, schedule="gpipe"), "1f1b": pipeline,
-                  "interleaved": dict(pipeline, schedule="interleaved", virtual_stages=virtual),
-                  "zb-h1": dict(pipeline, schedule="zb-h1")}
+        every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
+        every["interleaved"]["virtual_stages"] = virtual
     # Random tokens have nothing to teach a router, and steps on them would soon send all to a few experts.
     still = {"lr": 0.0, "min_lr": 0.0}
     return every | {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
@@ -1299,8 +1266,8 @@ WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the
 
 @contextlib.contextmanager
 def routes_of(net):
-    """Inside, keeps what the routers decide: a list of int64 (E), the rows that this rank's tokens send to each expert,
-    one for each forward of a block with experts; not those that backward runs again."""
+    """Inside, keeps what the routers decide: int64 (E), the rows that this rank's tokens send to each expert, for each
+    forward of a block with experts; not those that backward runs again."""
     routes = []
 
     def kept(mlps, rows, counts):
@@ -1315,24 +1282,21 @@ def routes_of(net):
         yield routes
 
 
-def rows_of(routes, group):
-    """Of a step's routes, `rows` as `messages` takes them. On all ranks of the group."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
-    return there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, group))))
-
-
 def predicted_traffic(trainer, routes=()):
-    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`."""
+    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`. Call on
+    all ranks."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = list(enumerate(parallel.split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
     kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
-    total, buckets, of_experts = Counter(), [], []
+    total, buckets, of_experts, rows = Counter(), [], [], None
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
+    if net.ep:
+        n, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+        there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
+        rows = there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, net.ep))))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
-    rows = rows_of(routes, net.ep) if net.ep else None
     where = {"dp": net.replicas, "world": None, "all": trainer.control}  # other axes are called as ParallelGPT does
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
@@ -1355,8 +1319,7 @@ def left_out(function):
     can be, and then as many rows come as leave."""
     def call(*args, **kwargs):
         if function.__name__ == "all_to_all_single":
-            output, input = args[:2]
-            output.copy_(input)
+            args[0].copy_(args[1])
         return dist.Handle()  # whoever waits finds it done
     return call
 
@@ -1387,15 +1350,6 @@ def communication_alone(trainer, device, repeats):
         without = interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
     trainer.net.pipeline.graphs = parallel.no_graphs()  # these send nothing
     return alone, without
-
-
-def all_to_all_alone(trainer, device, repeats):
-    """Seconds of a step that its all-to-alls take: with them, less without them, in turns."""
-    def without():
-        with replaced(left_out, ["all_to_all_single"]):
-            trainer.step(0)
-    seconds = interleaved({"with": lambda: trainer.step(0), "without": without}, device, repeats)
-    return seconds["with"] - seconds["without"]
 
 
 def stage_costs(gradients, trainer, repeats):
@@ -1529,9 +1483,8 @@ class TorchExperts(torch.nn.Module):
     def __init__(self, experts, group):
         super().__init__()
         self.experts, self.group, self.ranks = experts.count, group, dist.get_world_size(group) if group else 1
-        self.rank = dist.get_rank(group) if group else 0
         for name, param in experts.named_parameters():
-            mine = param.detach().chunk(self.ranks)[self.rank].clone()
+            mine = param.detach().chunk(self.ranks)[dist.get_rank(group) if group else 0].clone()
             self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(mine))
 
     def forward(self, x, chosen, gates):                                                  # (B, T, C), 2 x (B, T, k)
@@ -1582,9 +1535,9 @@ def torch_grouped(rows, weight, counts):
 
 
 def torch_experts(config, s, device, x, y):
-    """The same model with the same router, composed of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP
-    for all but the experts that ranks share out; all but experts compiled. The dense twin: DDP of compiled blocks.
-    Weights and loss in float32, layers under autocast, but for the router; rows travel in 16 bits."""
+    """The same model and router of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP for all but the
+    experts that ranks share out; all but experts compiled. The dense twin: DDP of compiled blocks. Weights and loss in
+    float32, layers under autocast, but for the router; rows travel in 16 bits."""
     ep, copies = parallel.split_experts(parallel.make_mesh(device.type, dp=s.dp), s.ep)
     compiled = torch.compile if device.type == "cuda" else lambda function: function  # a CPU wants a C++ compiler
     model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
@@ -1636,8 +1589,7 @@ def forget():
         torch.cuda.synchronize()
     for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
         dist.destroy_process_group(group)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing, where CUDA is not used
 
 
 def peak_gib(device, build):
@@ -1656,9 +1608,9 @@ def strategies(a):
     device = dist.initialize(a.device)
     comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
+    machine = machines[comms[0]]
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
-        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machines[comms[0]])}"
-        + mfu_note(a.config))
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
         say(f"left out: {reason}")
     table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: "
@@ -1674,18 +1626,17 @@ def strategies(a):
             table.row(**row)
         forget()
     say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
-    for row in table.rows:
-        if "memory_by_rank" in row:
-            predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
-                                   for column in zip(*row["memory_by_rank"]))
-            peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
-            say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
+    for row in (row for row in table.rows if "memory_by_rank" in row):
+        predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
+                               for column in zip(*row["memory_by_rank"]))
+        peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
+        say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
     for name, s in a.layouts.items():
         if s.cp > 1 and s.cp_kind == "ring":
-            say(describe_ring(name, s, a.configs[name], machines[comms[0]]))
+            say(describe_ring(name, s, a.configs[name], machine))
     if "experts" in a.layouts:
         say(describe_experts(table.rows, a.configs["experts"]))
-    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machines[comms[0]]))
+    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
 
 
 def describe_ring(name, s, config, machine):
@@ -1778,7 +1729,10 @@ def measure_strategy(name, s, a, device, machines):
     elif a.gpus > 1:
         if s.ep > 1:
             loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
-            first |= {"all_to_all_ms": 1e3 * all_to_all_alone(trainer, device, a.repeats), **train.how_even(loads)}
+            both = {"with": lambda: trainer.step(0),
+                    "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
+            whole, rest = interleaved(both, device, a.repeats).values()
+            first |= {"all_to_all_ms": 1e3 * (whole - rest), **train.how_even(loads)}
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
@@ -1832,8 +1786,7 @@ WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and
 
 
 def ways_to_cut_sequences(config, tp, ranks, dtype, machine):
-    """(cp, kind) that train.py takes, and worth a look: so that a ring inside a node would be hidden. Shorter sequences
-    are better left whole."""
+    """(cp, kind) that train.py takes, of sequences so long that a ring inside a node would be hidden."""
     yield 1, "ring"
     for cp in divisors(ranks)[1:]:
         own = config.seq_len // cp
@@ -1854,28 +1807,24 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
             dp, rest = divmod(gpus // tp // pp, cp)
             if rest or gpus > machine.node and machine.node % tp or pp > config.n_layer + 2 or batch_size % dp:
                 continue
-            for log in range((batch_size // dp).bit_length() if cp == 1 else 1):
-                m, rest = divmod(batch_size // dp, 1 << log)
-                if rest:
+            each, local, replicas = batch_size // dp, machine.node // tp, dp * cp  # local: on a node without pipelines
+            shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
+            if 1 < local < replicas and replicas % local == 0:
+                shards += [(zero, local) for zero in (1, 2, 3)]
+            ways = [(recompute, False) for recompute in ("none", "attention", "block")]
+            if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
+                ways += [("none", True), ("block", True)]
+            shared = divisors(math.gcd(dp, config.experts)) if config.experts else [1]
+            sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
+            for size, (schedule, v) in itertools.product(sizes, WORTH if pp > 1 else WORTH[:1]):
+                m, splits = each // size, splits_backward(schedule, pp, each // size, v)
+                if splits is None or v * pp > config.n_layer + 2 or splits and m < pp:
                     continue
-                for schedule, v in WORTH if pp > 1 else WORTH[:1]:
-                    lists = few_of(schedule, pp, m, v)
-                    if lists is None or v * pp > config.n_layer + 2 or (splits := splits_backward(lists)) and m < pp:
-                        continue
-                    local, replicas = machine.node // tp, dp * cp  # of them on a node, if no pipeline is there
-                    shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
-                    if 1 < local < replicas and replicas % local == 0:
-                        shards += [(zero, local) for zero in (1, 2, 3)]
-                    ways = [(recompute, False) for recompute in ("none", "attention", "block")]
-                    if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
-                        ways += [("none", True), ("block", True)]
-                    shared = divisors(math.gcd(dp, config.experts)) if config.experts else [1]
-                    for (zero, within), (recompute, sp), ep in itertools.product(shards, ways, shared):
-                        if not splits or recompute == "none":
-                            yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
-                                                 virtual_stages=v, dtype=dtype, batch_size=batch_size,
-                                                 micro_batches=m, recompute=recompute, sp=sp, cp=cp,
-                                                 cp_kind=kind, ep=ep)
+                for (zero, within), (recompute, sp), ep in itertools.product(shards, ways, shared):
+                    if not splits or recompute == "none":
+                        yield train.Settings(dp=dp, tp=tp, pp=pp, zero=zero, zero_within=within, schedule=schedule,
+                                             virtual_stages=v, dtype=dtype, batch_size=batch_size, micro_batches=m,
+                                             recompute=recompute, sp=sp, cp=cp, cp_kind=kind, ep=ep)
 
 
 def describe_layout(s):
@@ -1901,9 +1850,8 @@ def limit(costs):
 
 
 def run_of(row):
-    """A run that others have published, of a row {column: text}, empty where nothing is printed: its config, machine,
-    layouts (Settings, all that may be meant), overlap, as for `predict`, and mfu. ValueError,
-    LookupError, ArithmeticError: no run is so.
+    """A published run, of a row {column: text}, empty where nothing is printed: config, machine, layouts (Settings, all
+    that may be meant), overlap, as for `predict`, mfu. ValueError, LookupError, ArithmeticError: no run is so.
 
     Our GPT has neither gates nor fewer heads for keys and values. Its MLP gets the width that makes as many weights,
     and so as many FLOPs: with a gate it has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads).
@@ -1935,7 +1883,7 @@ def run_of(row):
                    [each] if each else (1, 2, 4), [v] if v else divisors(layers // pp) if pp > 1 else [1],
                    [int(row["zero"])] if row["zero"] else (0, 1), again)
                if batch % (dp * some) == 0 and zero in range(4)
-               and (stages == 1 or few_of("interleaved", pp, batch // dp // some, stages))]
+               and (stages == 1 or splits_backward("interleaved", pp, batch // dp // some, stages) is not None)]
     percent = float(row["mfu_pct"] or mfu(config, float(row["tokens_per_s_per_gpu"] or 0), machine))
     if not layouts or not 0 < percent < 100:
         raise ValueError(f"MFU {percent:.1f} %, or no way to cut {batch} sequences for dp {dp}, pp {pp}")
@@ -1944,19 +1892,10 @@ def run_of(row):
 
 def read_published(path):
     rows = SimpleNamespace(line_num=0)
-    try:
-        with open(path, newline="") as file:
-            rows = csv.DictReader(file, restval="")
-            return [run_of(row) for row in rows] or [run_of({})]
-    except (OSError, ArithmeticError, LookupError, ValueError, csv.Error) as error:
-        raise BadInput(f"--published {path}, line {rows.line_num}: {type(error).__name__} {error}; see {PUBLISHED}"
-                       ) from None
-
-
-def predicted(run):
-    """(Costs, Settings) of a published run. What was not printed is as in the fastest layout that fits."""
-    return min(((predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts), key=lambda found: (
-        needed_bytes(run.config, found[1], run.machine.fused) > ROOM * run.machine.memory, found[0].step))
+    with (readable(lambda: f"--published {path}, line {rows.line_num}", f"see {PUBLISHED}"),
+          open(path, newline="") as file):
+        rows = csv.DictReader(file, restval="")
+        return [run_of(row) for row in rows] or [run_of({})]
 
 
 def spearman(a, b):
@@ -1966,13 +1905,16 @@ def spearman(a, b):
 
 
 def plan_published(a):
-    """What `predict` says of runs that others have published."""
+    """What `predict` says of runs that others have published. What was not printed is as in the fastest layout that
+    fits."""
     table = Table("published runs: MFU %", {
         "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
         "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
         "ratio": "ratio:>5.2f", "limit": "beside computation:<29"})
     for run in a.runs:
-        costs, s = predicted(run)
+        found = [(predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts]
+        costs, s = min(found, key=lambda pair: (
+            needed_bytes(run.config, pair[1], run.machine.fused) > ROOM * run.machine.memory, pair[0].step))
         tokens = s.batch_size * run.config.seq_len / int(run.row["gpus"]) / costs.step
         reached = mfu(run.config, tokens, run.machine)
         table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
@@ -1995,30 +1937,27 @@ def plan(a):
         return plan_published(a)
     config, machine = a.config, a.machine
     say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
-        f"{config.seq_len} a step"
-        f"\n{describe_machine(machine)}" + mfu_note(config))
-    candidates = sorted(((predict(config, s, machine), s)
-                         for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)),
-                        key=lambda pair: pair[0].step)
+        f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")
+    candidates = [(predict(config, s, machine), s)
+                  for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)]
+    candidates.sort(key=lambda pair: pair[0].step)
     table = Table("layouts that fit, fastest first; communication as a share of computation, hidden or not", {
         "layout": f"layout:<{74 if config.experts or any(s.cp > 1 for _, s in candidates) else 44}",
         "micro": "micro-batches:>13", "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "cp": "cp %:>6.1f",
         **({"ep": "ep %:>6.1f"} if config.experts else {}), "pp": "pp %:>6.1f", "limit": "beside computation:<29"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
-    for costs, s in candidates:
-        # One row each, the fastest.
-        key = (s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule)
+    for costs, s in candidates:  # one row each, the fastest
+        key = s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
         seen.add(key)
+        traffic = {"dp": costs.dp_all, "tp": costs.tp, "cp": costs.cp_all, "ep": costs.ep, "pp": costs.transfers}
         table.row(layout=describe_layout(s), micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}",
                   ms=1e3 * costs.step, tokens=tokens / costs.step, gib=need / 2**30,
                   bubble=100 * costs.bubble / costs.step, limit=limit(costs),
                   mfu=mfu(config, tokens / costs.step, machine),
-                  dp=100 * costs.dp_all / costs.compute, tp=100 * costs.tp / costs.compute,
-                  cp=100 * costs.cp_all / costs.compute, ep=100 * costs.ep / costs.compute,
-                  pp=100 * costs.transfers / costs.compute,
+                  **{axis: 100 * seconds / costs.compute for axis, seconds in traffic.items()},
                   settings=dataclasses.asdict(s), costs=costs._asdict())
         if len(table.rows) == a.top:
             break
@@ -2038,26 +1977,27 @@ def scaling(a):
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
         "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
-    worlds = [1 << i for i in range(a.gpus.bit_length()) if 1 << i <= a.gpus]
-    one, done = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in ("weak", "strong") if a.kind == "both" else (a.kind,):
-            for n in worlds:
-                batch = a.batch_size * (n if kind == "weak" else worlds[-1])
-                if (n, batch) not in done:  # the largest world's two are one
-                    path = os.path.join(folder, f"{n}-{batch}.json")
-                    words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size",
-                             batch, "--json", path, "--accumulate", batch // n // a.batch_size, "--only", *a.only,
-                             *["--quick"] * a.quick]
-                    for name in ("device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES):
-                        words += [f"--{name.replace('_', '-')}", getattr(a, name)] if getattr(a, name) else []
-                    subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
-                    with open(path) as file:
-                        done[n, batch] = json.load(file)["rows"]
-                for row in done[n, batch]:
-                    first = one.setdefault((kind, row["strategy"], row["who"]), row["tokens"])
-                    table.row(kind=kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
-                              **{key: row.get(key) for key in ("strategy", "who", "ms", "tokens", "mfu")})
+    worlds, one = [1 << i for i in range(a.gpus.bit_length())], {}
+    names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
+    given = [word for name in names if getattr(a, name) for word in (f"--{name.replace('_', '-')}", getattr(a, name))]
+
+    @functools.cache  # the largest world's two are one
+    def rows(n, batch):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "rows.json")
+            words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size", batch,
+                     "--json", path, "--accumulate", batch // n // a.batch_size, "--only", *a.only,
+                     *["--quick"] * a.quick, *given]
+            subprocess.run(list(map(str, words)), check=True, stdout=subprocess.DEVNULL)
+            with open(path) as file:
+                return json.load(file)["rows"]
+
+    for kind, n in itertools.product(("weak", "strong") if a.kind == "both" else (a.kind,), worlds):
+        batch = a.batch_size * (n if kind == "weak" else worlds[-1])
+        for row in rows(n, batch):
+            first = one.setdefault((kind, row["strategy"], row["who"]), row["tokens"])
+            table.row(kind=kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
+                      **{key: row.get(key) for key in ("strategy", "who", "ms", "tokens", "mfu")})
     write_json(a.json, "scaling", torch.device(a.device), [table])
     return table
 
@@ -2078,6 +2018,18 @@ def boxes(colour, rectangles, opacity=1):
     """Rectangles (x, y, width, height) of one colour."""
     path = "".join(f"M{x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z" for x, y, w, h in rectangles)
     return f'<path fill="{colour}" fill-opacity="{opacity}" d="{path}"/>'
+
+
+def cells(colour, some, height=20, opacity=1):
+    """Boxes (x, y, width, text) of one colour with text in them."""
+    return [boxes(colour, [(x, y, width, height) for x, y, width, _ in some], opacity), '<g fill="#fff">',
+            *(words(x + width / 2, y + height / 2 + 4, str(text), 10) for x, y, width, text in some), "</g>"]
+
+
+def legend(y, step, some):
+    """some: {text: colour}"""
+    return [part for i, (text, colour) in enumerate(some.items())
+            for part in (boxes(colour, [(20 + step * i, y, 10, 10)]), words(35 + step * i, y + 9, text, 11, "start"))]
 
 
 def chart(title, groups):
@@ -2111,33 +2063,22 @@ def write_svg(folder, name, height, parts):
     say(path)
 
 
-def draw_ring(states):
+# The next pictures want no file. The code's own functions are called on all ranks, and watched where they return too
+# little. draw_x() returns (height, parts) of the picture x; rank 0 writes it.
+
+def draw_ring():
+    states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
     n, width = len(states[0]), 1000 / len(states)
     names = ["start", *(f"reduce-scatter {s}" for s in range(n - 1)), *(f"all-gather {s}" for s in range(n - 1))]
     out = [words(width * s + width / 2, 14, name) for s, name in enumerate(names)]
-    cells, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
+    chunks, filled, cell = [], [[] for _ in range(n)], (width - 15) / n
     for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
         x, y, w = width * s + 8 + cell * c, 22 + 30 * r, (cell - 3) / n
-        cells.append((x, y, n * w, 26))
+        chunks.append((x, y, n * w, 26))
         for i in range(n):
             filled[i] += [(x + w * i, y, w, 26)] * (states[s][r][c] >> i & 1)
     text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
-    return [*out, boxes("#888", cells, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
-
-
-# The next pictures want no file either. The code's own functions are called, and watched where they return too little.
-# What needs several ranks is called on all of them; rank 0 draws.
-
-def cells(colour, some, height=20, opacity=1):
-    """Boxes (x, y, width, text) of one colour with text in them."""
-    return [boxes(colour, [(x, y, width, height) for x, y, width, _ in some], opacity), '<g fill="#fff">',
-            *(words(x + width / 2, y + height / 2 + 4, str(text), 10) for x, y, width, text in some), "</g>"]
-
-
-def legend(y, step, some):
-    """some: {text: colour}"""
-    return [part for i, (text, colour) in enumerate(some.items())
-            for part in (boxes(colour, [(20 + step * i, y, 10, 10)]), words(35 + step * i, y + 9, text, 11, "start"))]
+    return 44 + 30 * n, [*out, boxes("#888", chunks, 0.2), *map(boxes, COLOURS, filled), words(500, 38 + 30 * n, text)]
 
 
 def draw_mesh():
@@ -2196,7 +2137,7 @@ def calls_of_a_step():
     return f"one step of train.py --plain --dp {s.dp} --tp {s.tp}: what rank 0 sends", found
 
 
-def draw_calls(title, found):
+def draw_calls():
     """On the left down to the collective; on the right from there to `isend`, the same for all."""
     def lines(calls, depth=0):
         for first in dict.fromkeys(path[0] for path, _ in calls):
@@ -2204,6 +2145,7 @@ def draw_calls(title, found):
             yield depth, *first, [sent for path, sent in inner if not path]
             yield from lines([(path, sent) for path, sent in inner if path], depth + 1)
 
+    title, found = calls_of_a_step()
     files, out, bottom = dict(zip(dict.fromkeys(file for path, _ in found for file, _ in path), COLOURS)), [], 0
     cuts = [[file for file, _ in path].index("collectives.py") for path, _ in found]
     for left, part in (20, lambda path, cut: path[:cut]), (560, lambda path, cut: path[cut:]):
@@ -2216,40 +2158,36 @@ def draw_calls(title, found):
     return bottom + 24, [words(20, 16, title, 12, "start"), *legend(32, 150, files), *out]
 
 
-def life_of_buckets():
-    """([(event, number of the bucket)] in order, [a name for each bucket]). Events: EarlyReducer's methods."""
-    events = []
+def draw_buckets():
+    """DDP's buckets in one backward, by the methods of EarlyReducer that are called."""
+    events, out = [], []
 
-    def watched(method):
+    def watched(name):
         def call(reducer, what, *more):
-            events.append((method.__name__, reducer.bucket_of.get(what, what)))
+            events.append((name, reducer.bucket_of.get(what, what)))
             return method(reducer, what, *more)
+        method = getattr(parallel.EarlyReducer, name)
         return call
 
-    methods = {name: watched(getattr(parallel.EarlyReducer, name)) for name in ("came", "start", "arrive")}
-    with patch.multiple(parallel.EarlyReducer, **methods):
+    with patch.multiple(parallel.EarlyReducer, **{name: watched(name) for name in ("came", "start", "arrive")}):
         net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
         net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
         net.finish_grad_sync()
-    names = {param: name for name, param in net.module.named_parameters()}
-    return [(name, net.buckets.index(bucket)) for name, bucket in events], [
-        f"{len(bucket.params)} tensors from {names[bucket.params[0]]}" for bucket in net.buckets]
-
-
-def draw_buckets(events, names):
-    step, out = 790 / len(events), []
+    names, step = {param: name for name, param in net.module.named_parameters()}, 790 / len(events)
     backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "came"))
-    for b, name in enumerate(names):
-        y, (came, (left,), (there,)) = 62 + 40 * b, ([190 + step * i for i, event in enumerate(events)
-                                                      if event == (what, b)] for what in ("came", "start", "arrive"))
-        out += [words(20, y + 10, f"bucket {b}", 11, "start"), words(20, y + 22, name, 9, "start"),
-                *(boxes(colour, [(x, y, end - x, 22)], opacity) for colour, x, end, opacity in (
-                    (COLOURS[0], came[0], left, 0.35), (COLOURS[1], left, there, 1), (COLOURS[2], there, 980, 1))),
+    for b, bucket in enumerate(net.buckets):
+        y, (came, (left,), (there,)) = 62 + 40 * b, (
+            [190 + step * i for i, event in enumerate(events) if event == (what, bucket)]
+            for what in ("came", "start", "arrive"))
+        out += [words(20, y + 10, f"bucket {b}", 11, "start"),
+                words(20, y + 22, f"{len(bucket.params)} tensors from {names[bucket.params[0]]}", 9, "start"),
+                boxes(COLOURS[0], [(came[0], y, left - came[0], 22)], 0.35),
+                boxes(COLOURS[1], [(left, y, there - left, 22)]), boxes(COLOURS[2], [(there, y, 980 - there, 22)]),
                 boxes(COLOURS[0], [(x + 1, y, step - 2, 22) for x in came])]
-    return 62 + 40 * len(names), [
-        *legend(8, 270, dict(zip(("a gradient comes, its bucket fills", "the bucket is under way",
-                                  "the average is in .grad"), COLOURS))),
-        *out, boxes("#888", [(backward, 34, 1, 40 * len(names) + 22)]),
+    said = "a gradient comes, its bucket fills", "the bucket is under way", "the average is in .grad"
+    return 62 + 40 * len(net.buckets), [
+        *legend(8, 270, dict(zip(said, COLOURS))), *out,
+        boxes("#888", [(backward, 34, 1, 40 * len(net.buckets) + 22)]),
         words(backward - 6, 46, "backward: events in order, not on a clock", 11, "end"),
         words(backward + 6, 46, "finish_grad_sync", 11, "start")]
 
@@ -2261,37 +2199,29 @@ def draw_zero_stages():
         for zero in range(4)})]
 
 
-def outputs_of_a_block():
-    """{a way to cut it: [(forward or backward, a layer or collective, whether of all T tokens, its width)]}, in order:
-    outputs of a block's layers, in backward their gradients, and the collectives of f and g."""
-    n, found, run = dist.get_world_size(), {}, dist.Link.run
+def draw_f_and_g():
+    """Outputs of a block's layers, in backward their gradients, and the collectives of f and g, in order."""
+    n, run, out, y = dist.get_world_size(), dist.Link.run, [], 30
     for title, cut, tokens in (("tensor parallelism", parallel.tensor_parallel, 4 * n),
                                ("with sequence parallelism", parallel.sequence_parallel, 4)):
-        events = found[title] = []
+        events = {"forward": [], "backward": []}  # (a layer or collective, whether of all T tokens, its width)
 
         def watched(link, name, *more, events=events):
             way = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            events.append((way, name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
+            events[way].append((name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
             return run(link, name, *more)
 
         def seen(layer, x, y, name, events=events):
             what = name, y.shape[1] > 4, f"{y.shape[2] // 8}C/N" if name.endswith(("c_attn", "c_fc")) else "C"
-            events.append(("forward", *what))
-            y.register_hook(lambda grad: events.append(("backward", *what)))
+            events["forward"].append(what)
+            y.register_hook(lambda grad: events["backward"].append(what))
 
         with upper_halves(), patch.object(dist.Link, "run", watched):
             cut(net := GPT(GPTConfig(n_layer=1, n_head=n, n_embd=8 * n, seq_len=4 * n)), torch_dist.group.WORLD)
             for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
                 net.h["0"].get_submodule(name).register_forward_hook(functools.partial(seen, name=name))
             net.h["0"](torch.zeros(1, tokens, 8 * n, requires_grad=True)).sum().backward()
-    return found
-
-
-def draw_f_and_g(found):
-    out, y = [], 30
-    for title, events in found.items():
-        for way in "forward", "backward":
-            some = [event[1:] for event in events if event[0] == way]
+        for way, some in events.items():
             out.append(words(20, y + 14, f"{title}, {way}", 12, "start"))
             for i, (name, whole, width) in enumerate(some):
                 step, height = 960 / len(some), 60 if whole else 15
@@ -2346,9 +2276,9 @@ def draw_zigzag():
                              "steps. On the right the time that they take.", 11, "start")]
 
 
-def rows_to_experts():
-    """[(rows (rank, token), how many of each expert)]: as this rank sends them, as rows come to its experts, and as its
-    own come back; of 6 tokens, which go to 2 random ones of 2N experts."""
+def draw_experts():
+    """6 tokens of each rank, which go to 2 random ones of 2N experts: rows (rank, token), and how many of each expert,
+    as the rank sends them, as rows come to its experts, and as its own come back."""
     n, found, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
     group, _ = parallel.split_experts(parallel.make_mesh("cpu", dp=n), n)
     experts, x = Experts(GPTConfig(n_embd=8, n_head=1, experts=2 * n)), torch.zeros(1, 6, 8)
@@ -2358,21 +2288,16 @@ def rows_to_experts():
         found.append((rows[:, :2].int().tolist(), counts.tolist()))
         return rows
 
-    def mlps(rows, counts):
-        return seen(parallel.visit(seen, group, seen(rows, counts), counts), counts)
-    with patch.object(experts, "mlps", mlps):
+    with patch.object(experts, "mlps", lambda rows, counts: seen(
+            parallel.visit(seen, group, seen(rows, counts), counts), counts)):
         experts(x, torch.rand(1, 6, 2 * n, generator=generator).argsort(-1)[..., :2], torch.ones(1, 6, 2))
-    return found
-
-
-def draw_experts(found):
-    n, out = len(found), []
-    step, most = 960 / n, max(len(rows) for seen in found for rows, _ in seen)
+    ranks, out, step = of_all_ranks(found), [], 960 / n
+    most = max(len(rows) for some in ranks for rows, _ in some)
     for i, title in enumerate(("rows as they leave, sorted by expert", "all-to-all: rows as experts get them",
                                "all-to-all back: rows on their tokens' rank again, in the order in which they left")):
         out.append(words(20, y := 36 + 64 * i, title, 12, "start"))
-        for rank, seen in enumerate(found):
-            rows, counts = seen[i]
+        for rank, some in enumerate(ranks):
+            rows, counts = some[i]
             number = [e + (i == 1) * 2 * rank for e, count in enumerate(counts) for _ in range(count)]
             for source in range(n):
                 out += cells(COLOURS[source % 5], [
@@ -2409,14 +2334,14 @@ def draw_tiles():
 
 def timeline_of(found):
     """The pipeline as it ran: what train.py's trace says of computation, as `parallel.draw_svg` takes it."""
-    spans = defaultdict(list)
-    for event in found["traceEvents"]:
-        if event["ph"] == "X" and (kind := event["name"].split()[0]) in ("F", "B", "I", "W"):
-            action = parallel.Action(kind, event["args"]["stage"], event["args"]["micro_batch"])
-            spans[event["tid"]].append((action, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
-    first = min(start for row in spans.values() for _, start, _ in row)
-    rows = [[(action, start - first, end - first) for action, start, end in spans[rank]] for rank in sorted(spans)]
-    return parallel.Timeline(rows, max(row[-1][2] for row in rows), idle=None, peak=None)
+    events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
+    first, spans = min(event["ts"] for event in events), defaultdict(list)
+    for event in events:
+        action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
+        start = event["ts"] - first
+        spans[event["tid"]].append((action, start / 1e6, (start + event["dur"]) / 1e6))
+    return parallel.Timeline([spans[rank] for rank in sorted(spans)],
+                             max(row[-1][2] for row in spans.values()), idle=None, peak=None)
 
 
 def grouped(values):
@@ -2430,26 +2355,25 @@ def grouped(values):
 
 def comparisons(found):
     """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
-    # Ours first: the same colour everywhere.
-    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))
+    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # always in one colour
     if found["what"] == "kernels":
-        for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
-                                       ("layer-norm", "layer norm ", "tb", "TB/s")):
-            for way in ("forward", "backward"):
-                some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
-                yield picture, f"{op}{way}, {unit}", grouped(
-                    (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
+        for (picture, op, key, unit), way in itertools.product((
+                ("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")),
+                ("forward", "backward")):
+            some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
+            yield picture, f"{op}{way}, {unit}", grouped(
+                (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
     elif found["what"] == "collectives":
         yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
-            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows if row["op"] == "all_reduce" and row.get("bus", 0) > 1
+            (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows
+            if row["op"] == "all_reduce" and row.get("bus", 0) > 1
             for who, key in (("ours", "bus"), ("torch", "torch_bus")))
     elif found["what"] == "strategies":
         some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
-        for row in some:
-            row["by_kind"] = [{kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]]
         yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", grouped(
-            (row["strategy"], *bar) for row in some
-            for bar in zip(("predicted", "measured", "peak"), (*row["by_kind"], row["peak"])))
+            (row["strategy"], bar, value) for row in some
+            for bar, value in zip(("predicted", "measured", "peak"), (*(
+                {kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]), row["peak"])))
         yield "strategies", f"{found['model']}, tokens/s a GPU", grouped(
             (row["strategy"], row["who"] if row["who"].startswith("ours") else "torch", row["tokens"]) for row in rows)
     else:
@@ -2458,20 +2382,14 @@ def comparisons(found):
 
 
 def pictures(a):
-    """SVG of what the files hold, and of what these processes and the code itself show, for which no file is needed."""
+    """SVG of what these processes and the code itself show, and of what the files hold."""
     dist.initialize("cpu")
-    states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
-    calls, buckets, outputs = calls_of_a_step(), life_of_buckets(), outputs_of_a_block()
-    rows = of_all_ranks(rows_to_experts())
-    if dist.get_rank():
-        return
-    write_svg(a.into, "ring", 44 + 30 * len(states[0]), draw_ring(states))
-    for name, (height, parts) in {
-            "mesh": draw_mesh(), "calls": draw_calls(*calls), "buckets": draw_buckets(*buckets),
-            "zero-stages": draw_zero_stages(), "f-and-g": draw_f_and_g(outputs), "schedules": draw_schedules(),
-            "zigzag": draw_zigzag(), "experts": draw_experts(rows), "tiles": draw_tiles()}.items():
-        write_svg(a.into, name, height, parts)
-    for path, found in a.found.items():
+    for draw in (draw_ring, draw_mesh, draw_calls, draw_buckets, draw_zero_stages, draw_f_and_g, draw_schedules,
+                 draw_zigzag, draw_experts, draw_tiles):
+        height, parts = draw()
+        if not dist.get_rank():
+            write_svg(a.into, draw.__name__.removeprefix("draw_").replace("_", "-"), height, parts)
+    for path, found in a.found.items() if not dist.get_rank() else ():
         if "traceEvents" in found:
             say(picture := os.path.join(a.into, "pipeline.svg"))
             parallel.draw_svg(timeline_of(found), picture)
@@ -2493,8 +2411,6 @@ WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectiv
         "plan": plan, "scaling": scaling, "pictures": pictures}
 OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
 MEASURED = ("kernels", "collectives", *TRAINED)
-NAMES = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),  # for --only
-         "collectives": (*BUS, "barrier")}
 
 
 def option(takers, name, help=None, **more):
@@ -2502,10 +2418,7 @@ def option(takers, name, help=None, **more):
     return takers, name, dict(more, help=help)
 
 
-def number(takers, name, help, **more):
-    return option(takers, name, help, type=parallel.positive, **more)
-
-
+number = functools.partial(option, type=parallel.positive)
 FLAGS = [
     option((*MEASURED, "lessons", "plan"), "--json", "leave the rows there, with hardware, versions, commit",
            default="", metavar="FILE"),
@@ -2563,30 +2476,23 @@ def check(a, world):
            f"--json {a.json}: no file can be there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
-        a.machine = load_machine(a)
-        a.runs = read_published(a.published) if a.published else []
+        a.machine, a.runs = load_machine(a), read_published(a.published) if a.published else []
     else:
         check_processes(a, world)
-    if a.what in NAMES:
-        a.only = a.only or NAMES[a.what]
-        for name in a.only:
-            reject(name not in NAMES[a.what], f"--only {name}: there are {', '.join(NAMES[a.what])}")
-    if a.what == "kernels":
-        reject(a.device == "cpu" and not kernels.INTERPRETED,
-               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
-        return 1
-    if a.what == "lessons":
-        able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
-        names = [*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"]
+    able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
+    names = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),
+             "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"),
+             "collectives": (*BUS, "barrier")}.get(a.what)
+    if names:
         a.only = a.only or names
         for name in a.only:
-            reject(name not in names,
-                   f"--only {name}: {'it wants a GPU; ' * (name in LESSONS)}there are {', '.join(names)}")
-        return 1
-    if a.what == "collectives":
-        reject(a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+            why = "it wants a GPU; " if a.what == "lessons" and name in LESSONS else ""
+            reject(name not in names, f"--only {name}: {why}there are {', '.join(names)}")
+        reject(a.what == "kernels" and "triton" not in able,
+               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+        reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
                + " --device cpu" * (a.device == "cuda"))
-        return a.gpus
+        return a.gpus if a.what == "collectives" else 1
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
     a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
@@ -2599,7 +2505,7 @@ def check(a, world):
 
 
 def check_processes(a, world):
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = train.gpus_here()
     a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
     reject(world > 1 and a.what == "scaling",
            "scaling starts its own processes: give python bench.py scaling, without torchrun")
@@ -2636,13 +2542,10 @@ def check_files(a):
     """a.found: {file: what is in it}."""
     a.found, first = {}, {}
     for path in a.files:
-        try:
-            with open(path) as file:
-                found = json.load(file)
+        with (readable(lambda: path, "give files that `bench.py ... --json` or `train.py --trace` wrote"),
+              open(path) as file):
+            found = json.load(file)
             kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"{path}: {type(error).__name__} {error}; give files that `bench.py ... --json` or "
-                           f"`train.py --trace` wrote") from None
         reject(kind not in ("trace", *MEASURED),
                f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
         reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")
@@ -2654,12 +2557,9 @@ def check_files(a):
 def load_machine(a):
     machine = MACHINES.get(a.machine)
     if machine is None:
-        try:
-            with open(a.machine) as file:
-                machine = Machine(**json.load(file)["machine"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BadInput(f"--machine {a.machine}: {type(error).__name__} {error}; give one of "
-                           f"{', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote") from None
+        advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
+        with readable(lambda: f"--machine {a.machine}", advice), open(a.machine) as file:
+            machine = Machine(**json.load(file)["machine"])
     given = {"node": a.node, "network": a.network and 1e9 * a.network,
              "network_hop": machine.network_hop or machine.hop}
     machine = dataclasses.replace(machine, **{key: value for key, value in given.items() if value})
@@ -2669,6 +2569,15 @@ def load_machine(a):
            f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
            "fast the network is: give e.g. --network 45")
     return machine
+
+
+@contextlib.contextmanager
+def readable(what, advice):
+    """Inside, what() is read; where that fails it is BadInput."""
+    try:
+        yield
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, csv.Error) as error:
+        raise BadInput(f"{what()}: {type(error).__name__} {error}; {advice}") from None
 
 
 def main():
