@@ -2226,7 +2226,7 @@ def life_of_buckets():
             return method(reducer, what, *more)
         return call
 
-    methods = {name: watched(getattr(parallel.EarlyReducer, name)) for name in ("came", "start", "arrive")}
+    methods = {name: watched(getattr(parallel.EarlyReducer, name)) for name in ("computed", "start", "store")}
     with patch.multiple(parallel.EarlyReducer, **methods):
         net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
         net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
@@ -2238,10 +2238,10 @@ def life_of_buckets():
 
 def draw_buckets(events, names):
     step, out = 790 / len(events), []
-    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "came"))
+    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "computed"))
     for b, name in enumerate(names):
         y, (came, (left,), (there,)) = 62 + 40 * b, ([190 + step * i for i, event in enumerate(events)
-                                                      if event == (what, b)] for what in ("came", "start", "arrive"))
+                                                      if event == (what, b)] for what in ("computed", "start", "store"))
         out += [words(20, y + 10, f"bucket {b}", 11, "start"), words(20, y + 22, name, 9, "start"),
                 *(boxes(colour, [(x, y, end - x, 22)], opacity) for colour, x, end, opacity in (
                     (COLOURS[0], came[0], left, 0.35), (COLOURS[1], left, there, 1), (COLOURS[2], there, 980, 1))),

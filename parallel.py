@@ -209,7 +209,7 @@ class Reducer(Replaceable):
 
     Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
     `bucket.total`, and averages that. Each .grad is then a view of the average. (Below the bar `EarlyReducer` sends a
-    bucket while backward goes on.) reduce_dtype: what travels.
+    bucket while backward goes on.) reduce_dtype: of what is sent.
     """
     no_sync = nullcontext  # goes around every backward but the step's last one; here no backward sends anything
 
@@ -237,23 +237,23 @@ class Reducer(Replaceable):
         return bucket.dtype
 
     def send(self, bucket):
-        handle, wire, average = self.start(bucket)
+        handle, _, average = self.start(bucket)
         handle.wait()
-        self.arrive(bucket, average)
+        self.store(bucket, average)
 
     def start(self, bucket):
-        """Begin to average a total: (handle, what is sent, what comes); both tensors must live until handle.wait()."""
-        wire = self.wire(bucket)
-        return dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, wire
+        """Begin to average a total: (handle, message, average); both tensors must live until handle.wait()."""
+        message = self.message(bucket)
+        return dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True), message, message
 
-    def wire(self, bucket):
-        """The total in the dtype that travels. The bucket forgets it, so that its memory can go."""
+    def message(self, bucket):
+        """The total, in the dtype that is sent. The bucket forgets it, so that its memory can go."""
         total, bucket.total = bucket.total, None
         if bucket.fed > 1:  # an expert has the gradient of the sum of so many ranks' losses, and wants that of the mean
             total /= bucket.fed
         return total.to(self.reduce_dtype or total.dtype)
 
-    def arrive(self, bucket, average):
+    def store(self, bucket, average):
         """Put an average where the optimizer looks for it."""
         for view, param in zip(bucket.views(average.to(bucket.dtype)), bucket.params):
             param.grad = view
@@ -305,57 +305,42 @@ class ShardReducer(Reducer):
 
     stage 0: all-reduce, in `finish`; the shard is all of the bucket                     2(N-1)/N x K sent a step
     stage 1: reduce-scatter, in `finish`                                                  (N-1)/N x K
-    stage 2: reduce-scatter, when a backward has brought a bucket's last gradient       m (N-1)/N x K
+    stage 2: reduce-scatter, when a backward has computed a bucket's last gradient      m (N-1)/N x K
 
-    When a backward has brought a bucket's last gradient, on_complete(bucket) is called and .grad is emptied into
-    `bucket.total`. That has the shard's dtype, float32 for 16-bit weights, so micro-batches do not add up in 16 bits.
-    Stage 2 sends the bucket at that moment, so no rank keeps a full gradient.
+    A gradient moves into `bucket.total` as soon as a backward has computed it. The total has the shard's dtype, float32
+    for 16-bit weights, so micro-batches do not add up in 16 bits. At stage 2 no rank keeps a full gradient: when a
+    bucket's last one is there, on_complete(bucket) is called, and the bucket is sent.
     """
 
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
         super().__init__(buckets, reduce_dtype)
         self.stage, self.on_complete = stage, on_complete
-        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
         self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient this backward lacks
-        call_when_gradients_come(self.bucket_of, self.came)
+        call_when_computed(self.bucket_of, self.computed)
 
-    def came(self, param):
+    def computed(self, param):
         bucket = self.bucket_of[param]
-        self.missing[bucket].discard(param)
-        if not self.missing[bucket]:
-            self.missing[bucket] = set(bucket.params)
-            self.complete(bucket)
-
-    def complete(self, bucket):
-        self.on_complete(bucket)
         self.collect(bucket)
-        if self.stage == 2:
+        self.missing[bucket].discard(param)
+        if self.stage == 2 and not self.missing[bucket]:
+            self.missing[bucket] = set(bucket.params)
+            self.on_complete(bucket)
             self.send(bucket)
-
-    @contextmanager
-    def no_sync(self):
-        try:
-            yield
-        finally:
-            for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
-                    self.collect(bucket)
 
     def total_dtype(self, bucket):
         return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
 
     def start(self, bucket):
-        if bucket.between:
-            self.apart.add(bucket)
         if self.stage == 0:
             return super().start(bucket)
-        wire = self.wire(bucket)
-        average = wire[bucket.own]
+        message = self.message(bucket)
+        average = message[bucket.own]
         if self.stage == 2:
             average = torch.empty_like(average)  # so that the full vector can go
-        return dist.reduce_scatter_tensor(average, wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, average
+        handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+        return handle, message, average
 
-    def arrive(self, bucket, average):
+    def store(self, bucket, average):
         if bucket.shard.grad is None:
             bucket.shard.grad = average.to(bucket.shard.dtype)
         else:
@@ -363,7 +348,7 @@ class ShardReducer(Reducer):
 
     def finish(self):
         for bucket in self.buckets:
-            if self.stage < 2 or self.holds(bucket):  # stage 2 has sent what was complete
+            if self.stage < 2 or bucket.total is not None:  # stage 2 has sent what was complete
                 self.collect(bucket)
                 self.send(bucket)
             self.missing[bucket] = set(bucket.params)
@@ -372,18 +357,14 @@ class ShardReducer(Reducer):
     @torch.no_grad()
     def average_between(self):
         """Average shards over `bucket.between`, once a step, however many micro-batches it has."""
-        for bucket in filter(self.apart.__contains__, self.buckets):  # in one order on all ranks
-            wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
-            dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between)
-            bucket.shard.grad.copy_(wire)
-        self.apart.clear()
-
-    def holds(self, bucket):
-        """Whether gradients of this bucket have not been sent yet."""
-        return bucket.total is not None or any(p.grad is not None for p in bucket.params)
+        for bucket in self.buckets:
+            if bucket.between and bucket.shard.grad is not None:
+                message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
+                dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between)
+                bucket.shard.grad.copy_(message)
 
 
-def call_when_gradients_come(params, method):
+def call_when_computed(params, method):
     """Let autograd call method(param) when a backward has added all it has to param.grad."""
     method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
     for param in params:
@@ -1900,12 +1881,12 @@ class Early:
         self.next, self.ready = 0, set()  # the bucket that leaves next; those that are complete
         self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # in the step's last backward
 
-    def came(self, param):
+    def computed(self, param):
         bucket = self.bucket_of[param]
         if self.stage < 2 and self.place[bucket] < self.next:
             raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
                                "all but the last one under no_sync(), or zero_grad() of the model")
-        super().came(param)
+        super().computed(param)
         if self.stage < 2 and self.syncing:
             self.waiting[bucket].discard(param)
             if not self.waiting[bucket]:
@@ -1926,7 +1907,7 @@ class Early:
     def collect(self, bucket):
         fresh = bucket.total is None
         if not fresh and all(param.grad is None for param in bucket.params):
-            return  # a complete bucket is emptied when its last gradient comes, and asked again when it leaves
+            return  # a complete bucket is emptied when its last gradient is computed, and asked again when it leaves
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -1948,14 +1929,14 @@ class Early:
     def start(self, bucket):
         if dist.get_world_size(bucket.group) > 1 or bucket.between:
             return super().start(bucket)
-        wire = self.wire(bucket)
-        return SimpleNamespace(wait=lambda: None), wire, wire
+        message = self.message(bucket)
+        return SimpleNamespace(wait=lambda: None), message, message
 
     @torch.no_grad()
     def receive(self):
         bucket, handle, _, average = self.under_way.popleft()
         handle.wait()
-        self.arrive(bucket, average)
+        self.store(bucket, average)
 
     def finish(self):
         while self.next < len(self.buckets):
@@ -1976,15 +1957,52 @@ class Early:
 
 
 class HookedReducer(Reducer):
-    """A Reducer that hears of gradients as they come."""
+    """A Reducer that hears of gradients as they are computed."""
     stage = 0  # ZeRO's
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        call_when_gradients_come(self.bucket_of, self.came)
+        call_when_computed(self.bucket_of, self.computed)
 
-    def came(self, param):
+    def computed(self, param):
         pass
+
+
+class BucketwiseReducer(ShardReducer):
+    """Moves a bucket's gradients into its total together, in few kernels, when a backward has computed the last one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
+
+    def computed(self, param):
+        bucket = self.bucket_of[param]
+        self.missing[bucket].discard(param)
+        if not self.missing[bucket]:
+            self.missing[bucket] = set(bucket.params)
+            self.complete(bucket)
+
+    def complete(self, bucket):
+        self.on_complete(bucket)
+        self.collect(bucket)
+
+    @contextmanager
+    def no_sync(self):
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
+                    self.collect(bucket)
+
+    def start(self, bucket):
+        if bucket.between:
+            self.apart.add(bucket)
+        return super().start(bucket)
+
+    def holds(self, bucket):
+        """Whether gradients of this bucket have not been sent yet."""
+        return bucket.total is not None or any(p.grad is not None for p in bucket.params)
 
 
 class EarlyReducer(Early, HookedReducer):
@@ -2000,7 +2018,7 @@ class EarlyReducer(Early, HookedReducer):
                     self.collect(bucket)
 
 
-class EarlyShardReducer(Early, ShardReducer):
+class EarlyShardReducer(Early, BucketwiseReducer):
     """At stage 2 the first micro-batch's average is the shard's .grad from its start on, and fills later."""
 
     def restart(self):
@@ -2009,11 +2027,9 @@ class EarlyShardReducer(Early, ShardReducer):
         self.promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
 
     def complete(self, bucket):
-        if self.stage < 2:
-            return super().complete(bucket)
-        self.on_complete(bucket)
-        self.collect(bucket)
-        self.ready.add(bucket)
+        super().complete(bucket)
+        if self.stage == 2:
+            self.ready.add(bucket)
 
     def leave(self):
         super().leave()
@@ -2033,10 +2049,10 @@ class EarlyShardReducer(Early, ShardReducer):
             raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
                                "model")
 
-    def arrive(self, bucket, average):
+    def store(self, bucket, average):
         self.keeps_promise(bucket)
         if average is not bucket.shard.grad:
-            super().arrive(bucket, average)
+            super().store(bucket, average)
 
     def finish(self):
         while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):
@@ -2050,12 +2066,12 @@ class EarlyShardReducer(Early, ShardReducer):
         """All of them are under way before the first is waited for."""
         waiting = []
         for bucket in filter(self.apart.__contains__, self.buckets):
-            wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between, async_op=True)
-            waiting.append((bucket.shard.grad, wire, handle))
-        for grad, wire, handle in waiting:
+            message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
+            handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
+            waiting.append((bucket.shard.grad, message, handle))
+        for grad, message, handle in waiting:
             handle.wait()
-            grad.copy_(wire)
+            grad.copy_(message)
         self.apart.clear()
 
     def forget(self):
@@ -2573,7 +2589,7 @@ class Totals:
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
-    def add(self, param, a, b=None, overwrite=False, came=True):
+    def add(self, param, a, b=None, overwrite=False, computed=True):
         """A gradient, or the product a b: the product itself adds bf16 products to a float32 total, in one pass."""
         total, beta = self.of[param], 0 if overwrite else 1
         if b is None:
@@ -2582,8 +2598,8 @@ class Totals:
             total.addmm_(a, b, beta=beta)
         else:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
-        if came:
-            self.reducer.came(param)
+        if computed:
+            self.reducer.computed(param)
 
     def forget(self):
         """Drop what recording has left in .grad: views of flat vectors, which would be added to themselves."""
