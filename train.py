@@ -380,7 +380,8 @@ class Run:
 
 def main():
     """Read the command line and train. What stands below the files' bars is reached through these tables alone."""
-    tables = dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, parallel.FASTER, parallel.BUCKET_MB, FASTER
+    tables = [dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, model.CHECKS, parallel.FASTER,
+              parallel.BUCKET_MB, FASTER]
     for table in tables if "--plain" in sys.argv else ():
         table.clear()
     FASTER.get(Run, Run)(sys.argv[1:]).start()
