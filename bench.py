@@ -1574,7 +1574,7 @@ def has_grouped(device, dtype):
 
 
 def torch_grouped(rows, weight, counts):
-    """x A_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
+    """x W_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
     one, else a loop that waits for the counts."""
     if has_grouped(rows.device, rows.dtype):
         return torch._grouped_mm(rows, weight.transpose(1, 2), counts.cumsum(0).int())

@@ -194,13 +194,13 @@ def gelu(x, bias=None):
 
 # ------------------------------------------------------------------------------------------------------------- linear
 #
-#     y = x A^T + b        dx = dy A        dA = dy^T x        db = sum over rows of dy
+#     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 #
-# cuBLAS computes the products. Another pipeline stage waits for dx, but none for dA and db: a zero-bubble pipeline
+# cuBLAS computes the products. Another pipeline stage waits for dx, but none for dW and db: a zero-bubble pipeline
 # takes over what they are computed from, and computes them later.
 
 class Linear(torch.autograd.Function):
-    """x A^T + b. take: None, or take(dy, x), of rows, which computes dA and db in autograd's place, now or later."""
+    """x W^T + b. take: None, or take(dy, x), of rows, which computes dW and db in autograd's place, now or later."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, take=None):
@@ -219,7 +219,7 @@ def linear_forward(ctx, x, weight, bias):
 
 
 def linear_backward(ctx, dy):
-    """(dx, dA, db)."""
+    """(dx, dW, db)."""
     x, weight = ctx.saved_tensors
     dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                            # (rows, out)
     dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -227,7 +227,7 @@ def linear_backward(ctx, dy):
 
 
 def weight_gradients(ctx, dy, x):
-    """(dA, db) of rows; both None where `take` computes them."""
+    """(dW, db) of rows; both None where `take` computes them."""
     if ctx.take:
         ctx.take(dy, x)
         return None, None
@@ -244,7 +244,7 @@ def sum_columns(dy):
 
 
 def linear(x, weight, bias=None):
-    """x A^T + b for x (..., in), weight A (out, in), bias (out)."""
+    """x W^T + b for x (..., in), weight W (out, in), bias (out)."""
     return faster(F.linear)(x, weight, bias)
 
 
@@ -253,7 +253,7 @@ def linear(x, weight, bias=None):
 # A mixture of experts multiplies each token by its expert's matrix. Rows of x come sorted by group, as many as `counts`
 # says. For row r of group e, and sums over the rows of e:
 #
-#     y_r = A_e x_r + b_e        dx_r = A_e^T dy_r        dA_e = sum of dy_r x_r^T        db_e = sum of dy_r
+#     y_r = W_e x_r + b_e        dx_r = W_e^T dy_r        dW_e = sum of dy_r x_r^T        db_e = sum of dy_r
 #
 # A loop of products wants counts on the CPU, which then waits for the GPU, and small groups leave multiprocessors idle.
 # One launch does it if each program finds its own group. Each group is cut into tiles of BM rows by itself, so no tile
@@ -263,8 +263,8 @@ def linear(x, weight, bias=None):
 #     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
 #
 # E groups have at most ceil(R / BM) + E row tiles, whatever counts says: so many are launched. Tile t belongs to the
-# first group with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product, A's strides swapped. In dA
-# rows are what is summed over: a program owns a tile of one dA_e and walks over e's rows, if any, so that no other
+# first group with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product, W's strides swapped. In dW
+# rows are what is summed over: a program owns a tile of one dW_e and walks over e's rows, if any, so that no other
 # row's number, be it NaN, is touched. FLOPs: 2 R in out each, as for one matrix.
 
 def grouped_reference(x, weight, bias, counts):
@@ -274,7 +274,7 @@ def grouped_reference(x, weight, bias, counts):
 
 
 def grouped_backward_reference(dy, x, counts):
-    """(dA, db): zero for groups without rows."""
+    """(dW, db): zero for groups without rows."""
     groups = list(zip(dy.split(counts.tolist()), x.split(counts.tolist())))
     return torch.stack([d.T @ rows for d, rows in groups]), torch.stack([d.sum(0) for d, _ in groups])
 
@@ -316,7 +316,7 @@ def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_colu
 @triton.jit
 def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A (BN, BK) tile of dA_e, and where db is wanted, the first program of its rows adds up BN of db_e."""
+    """A (BN, BK) tile of dW_e, and where db is wanted, the first program of its rows adds up BN of db_e."""
     e, group = tl.program_id(2), tl.arange(0, E_PAD)
     first = tl.sum(tl.load(counts + group, group < e, 0), 0)
     end = first + tl.load(counts + e)
@@ -336,7 +336,7 @@ def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
 
 
 class GroupedLinear(torch.autograd.Function):
-    """x A_e^T + b_e, e the group of each row. Keeps x, A and counts."""
+    """x W_e^T + b_e, e the group of each row. Keeps x, W and counts."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, counts):
@@ -358,7 +358,7 @@ def grouped_product(x, weight, bias, counts):
 
 
 def grouped_weight_gradients(dy, x, counts, biased):
-    """(dA, db), db None where it is not wanted."""
+    """(dW, db), db None where it is not wanted."""
     if on_triton(x):
         return faster(launch_grouped_gradients)(dy, x, counts, biased)
     dw, db = grouped_backward_reference(dy, x, counts)
@@ -386,7 +386,7 @@ def launch_grouped_gradients(dy, x, counts, biased):
 
 
 def grouped_linear(x, weight, bias, counts):
-    """x A_e^T + b_e for x (R, in), its rows sorted by group e; weight A (E, out, in), bias (E, out) or None: (R, out).
+    """x W_e^T + b_e for x (R, in), its rows sorted by group e; weight W (E, out, in), bias (E, out) or None: (R, out).
 
     counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
     one dtype. Deterministic.
@@ -1124,10 +1124,10 @@ FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward,
 #                ours               cuBLAS             _grouped_mm
 #     forward    685 | 644 | 627    695 | 649 | 579    673 | 620 | 585
 #     dx         715 | 720 | 619    728 | 706 | 578    698 | 700 | 610
-#     dA         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
+#     dW         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
 #
 # Slower forward: a tile a program (620 | 598 | 546), stored through pointers (483), 128 x 128 (537), BK = 128 in 2
-# stages (510). Warps that only load gain nothing forward, and Triton 3.6 miscompiles dA with them.
+# stages (510). Warps that only load gain nothing forward, and Triton 3.6 miscompiles dW with them.
 
 @triton.jit
 def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
@@ -1180,7 +1180,7 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
 @triton.jit
 def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
                                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """A (BN, BK) tile of dA_e a program, not persistent: where groups differ in rows, programs differ in work, and the
+    """A (BN, BK) tile of dW_e a program, not persistent: where groups differ in rows, programs differ in work, and the
     hardware starts the next one wherever a multiprocessor gets free."""
     e = tl.program_id(1)
     end = tl.load(ends + e).to(tl.int32)
