@@ -1,4 +1,4 @@
-"""Parallel training, applied to a model from outside. In lecture order, each section the previous one plus one idea:
+"""Parallel training, applied to a model from outside. In lecture order, each section adds one idea:
 
     mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
     data        replicas average their gradients: one all-reduce a parameter, then one a bucket
@@ -13,8 +13,8 @@
 
 `python parallel.py data`, `memory`, `tensor`, `context`, `experts` and `pipeline` show six of them on a laptop.
 
-Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
-nn.Module. The other sections are for the GPT of model.py. What they must tell each other stands on the parameters:
+`group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module, the other sections on the
+GPT of model.py. What sections must tell each other stands on the parameters:
 
     param.split_over    the groups whose ranks hold other parts of the parameter, or the layers of other stages
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
@@ -68,8 +68,8 @@ class Replaceable:
 def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's group along tp.
 
-    tp is innermost, because tensor-parallel ranks talk in every layer: neighbours share a node. Call it on all ranks,
-    as every function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
+    tp is innermost, because its ranks talk in every layer, and neighbours share a node. Call it on all ranks, as every
+    function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
     """
     if pp * dp * cp * tp != dist.get_world_size():
         raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {pp * dp * cp * tp} processes, there are "
@@ -119,8 +119,8 @@ def groups_of(grids):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """The lecture's data parallelism: after backward, one all-reduce a parameter. It is slow, because every small
-    tensor pays the latency of a collective of its own."""
+    """The lecture's data parallelism: after backward, one all-reduce a parameter. Each tensor, however small, pays the
+    latency of a collective."""
     for param in module.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # else other ranks would hang
@@ -153,16 +153,14 @@ class Bucket:
 
     def overlap(self, param, part):
         """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
-        start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
+        start = sum(p.numel() for p in itertools.takewhile(lambda p: p is not param, self.params))
         low = max(start, part.start)
         high = max(low, min(start + param.numel(), part.stop))
         return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
     def gather_one(self, param, local):
-        """One whole parameter, or its moment. local: this rank's shard of the vector of all. Call it on all ranks.
-
-        Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
-        """
+        """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard
+        of the vector of all. Call it on all ranks."""
         whole, width = local.new_empty(param.shape), len(local)
         for rank in range(self.numel // width):  # one turn where nothing is sharded
             there, here = self.overlap(param, slice(rank * width, (rank + 1) * width))
@@ -181,7 +179,7 @@ BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own cho
 
 
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
-    """Parameters in buckets of about `megabytes`, last layers first, the order in which backward finishes gradients.
+    """Parameters in buckets of about `megabytes`, last layers first, because backward computes their gradients first.
 
     All parameters of a bucket have the same dtype, device, `kind`, and groups that they are cut, summed, averaged over.
     """
@@ -262,7 +260,7 @@ class Reducer(Replaceable):
 class DDP(Replaceable, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket.
 
-        model = DDP(module, group)                  all take the first rank's parameters and buffers (broadcast)
+        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
@@ -286,8 +284,7 @@ class DDP(Replaceable, nn.Module):
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
-# Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same.
-# ZeRO lets each rank keep an Nth. K parameters, float32, bytes a rank:
+# In data parallelism every rank keeps the same. ZeRO lets each keep an Nth. K parameters, float32, Adam; bytes a rank:
 #
 #                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
@@ -296,8 +293,8 @@ class DDP(Replaceable, nn.Module):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
 # Besides, stage 2 has one bucket's whole gradient, stage 3 also one unit's parameters. (The last unit is gathered once,
-# because backward begins with it.) Where nodes are far apart, the n ranks of a node can shard among themselves (hybrid
-# sharding). The table then holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
+# because backward begins with it.) In hybrid sharding the n ranks of a node shard among themselves. The table then
+# holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardReducer(Reducer):
@@ -383,7 +380,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     compute_dtype: the parameters become bf16 or fp16, and the shards are their float32 masters. reduce_dtype: what
-    gradients travel in. stage=0 shards nothing, and has masters. stage=2: all ranks must use the same parameters in
+    gradients are sent in. stage=0 shards nothing, and has masters. stage=2: all ranks must use the same parameters in
     each backward. between: the ranks that keep the same shard, where `group` is not all replicas.
     """
 
@@ -456,9 +453,9 @@ def is_matrix(param):
 
 
 def make_shard(bucket, sharded):
-    """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values; all, if not `sharded`.
+    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
 
-    16-bit values become float32. Returns all values, as the first rank has them; the shard is a view or a float32 copy.
+    Returns all values, as the first rank has them; the shard is a view, or of 16-bit values a float32 copy.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -475,12 +472,12 @@ def make_shard(bucket, sharded):
 class FlatParameter(Replaceable, Bucket):
     """The parameters of one unit of FSDP, of which this rank keeps an Nth, `shard`.
 
-    `weights` is the flat buffer whose views the layers compute with. `free` shrinks its storage to 0 bytes, `gather`
-    refills it. The views stay the same objects, so what autograd saved in forward is right again in backward.
+    Layers compute with views of `weights`, a flat buffer. `free` shrinks its storage to 0 bytes, `gather` refills it.
+    The views stay the same objects, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep the shard, and make parameters that are views of `weights`. Returns {old: new}; none has memory yet."""
+        """Keep the shard alone. Returns {old parameter: new one}, views of `weights` with no memory until `gather`."""
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # so that the other values can go
@@ -531,9 +528,10 @@ class FSDP(Replaceable, nn.Module):
 
     Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
     are all-reduced once a step. A tied parameter stays whole from its first use to its last, a frozen one, once
-    gathered in backward, until `finish_grad_sync`. compute_dtype: what layers compute in, e.g. torch.bfloat16; shards
-    and their gradients keep the module's own dtype. A module on the meta device is never whole anywhere: name its
-    device, and give its values to `load`. All ranks must use the same parameters in each backward. between: as for
+    gathered in backward, until `finish_grad_sync`. All ranks must use the same parameters in each backward.
+
+    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. between: as for
     ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
@@ -605,12 +603,12 @@ class FSDP(Replaceable, nn.Module):
         self.in_backward = False
 
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's flat shards; of 1-D parameters all, in flat vectors."""
+        """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     @torch.no_grad()
     def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps what lies in its shard."""
+        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
         for name, param in self.module.named_parameters():
             flat = self.bucket_of[param]
             there, here = flat.overlap(param, flat.own)
@@ -652,12 +650,13 @@ def tensors_in(value):
 #     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
-# Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward.
-# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.) Until
-# backward a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
+# columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward. (The lecture's code all-gathers after
+# every matrix. With B cut by rows, one all-reduce serves two matrices.) Until backward a rank keeps all of X and an Nth
+# of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce, BTC elements: X went into every rank's columns of A, so dX adds up."""
+    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -688,7 +687,7 @@ class ReduceFromGroup(torch.autograd.Function):
 class Cut:
     """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=3 is for the fused q, k, v matrix: each third is cut by itself, so a rank gets its heads of q, of k and of v.
+    parts=3: each third of the fused q, k, v matrix is cut by itself, so a rank gets its heads of q, of k and of v.
     """
 
     def __init__(self, group, dim, parts=1):
@@ -712,7 +711,7 @@ class Cut:
 
 
 class ColumnParallelLinear(Replaceable, nn.Module):
-    """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), A transposed; bias (out/N)."""
+    """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
     linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
@@ -742,7 +741,7 @@ class RowParallelExperts(nn.Module):
     """A RowParallelLinear of each expert, before g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
     (E, out, in/N), bias (E, out/N).
 
-    A token's k experts, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
+    A token's k outputs, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
     """
 
     def __init__(self, layer, group):
@@ -757,8 +756,8 @@ class RowParallelExperts(nn.Module):
 
 
 def between_f_and_g(experts, group, f, g):
-    """Put f before and g after an `Experts`, in place. Its inputs, tokens, choices and weights, all go through f,
-    because each rank has only a term of the weights' gradient, too."""
+    """Put f before and g after an `Experts`, in place. Tokens, choices and weights all go through f, because each rank
+    has only a term of the weights' gradient, too."""
     forward = experts.forward
     experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
     return experts
@@ -808,7 +807,7 @@ def first_row(rows, cut):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits (n, V/N), each rank holding its slice of the vocabulary, against targets (n).
+    """Mean cross-entropy of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
 
     loss = log(sum exp z) - z_target: the maximum, the sum of exponentials and the target's logit are all-reduced, 3n
     elements in place of nV. Backward sends nothing: it is softmax minus one-hot, slice by slice.
@@ -839,7 +838,7 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     return VocabParallelCrossEntropy.apply(logits, targets, group, first_row(vocab_size, Cut(group, 0)))
 
 
-GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer norms, positions) stays whole
+GPT2_PLAN = {  # how each layer of a GPT-2 is cut; what is not named (layer norms, positions) stays whole
     "wte": VocabParallelEmbedding,
     "attn.c_attn": partial(ColumnParallelLinear, parts=3),
     "attn.c_proj": RowParallelLinear,
@@ -879,10 +878,9 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
 # That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. But A's layer
-# would keep the T tokens that f has gathered, because dA = dY^T X needs them. So it keeps its own T/N and gathers again
+# would keep the T tokens that f has gathered, because dA = X^T dY needs them. So it keeps its own T/N and gathers again
 # in backward: a sublayer takes 5 halves of an all-reduce in place of 4. A parameter that sees T/N tokens alone (of a
-# norm, a bias added after g, positions) has these tokens' part of its gradient: the group must add the parts up
-# (`param.sums`).
+# norm, a bias added after g, positions) has a part of its gradient: the group must add the parts up (`param.sums`).
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -924,7 +922,7 @@ def scattered(x, group):
 
 
 class GatherThenProduct(torch.autograd.Function):
-    """f, then X A^T + b. Keeps this rank's tokens of X, and gathers the others again in backward.
+    """f, then X A + b. Keeps this rank's tokens of X, and gathers the others again in backward.
 
     take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
     """
@@ -966,7 +964,7 @@ GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers s
 
 
 def sequence_parallel(module, group):
-    """Tensor parallelism of a GPT with tokens cut between its sublayers, in place. N must divide T."""
+    """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
     tensor_parallel(module, group, GPT2_SEQUENCE_PLAN)
     for param in module.parameters():
         if all(cut.group != group for cut in cuts(param)):
@@ -978,19 +976,19 @@ def sequence_parallel(module, group):
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
 #
 # Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at other ranks' tokens. In ring
-# attention queries stay, and keys and values go round, N-1 times to the right. Step s brings the keys of rank r-s.
+# attention queries stay, and keys and values go round, N-1 times to the right. In step s a rank has those of rank r-s.
 # Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores. They are merged
-# into O and L, those of all keys that came before (at first 0 and -inf):
+# into O and L, those of all earlier steps (at first 0 and -inf):
 #
 #     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
 #
 # Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
-# them, and each rank adds its part, until they come home. A rank sends (N-1)/N x 2BTC elements forward, as many
+# them, and each rank adds its part, until they are home. A rank sends (N-1)/N x 2BTC elements forward, as many
 # backward, and as many again of dK and dV, in float32. (With tensor parallelism, C/tp stands for C.)
 #
 # A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
-# 0, while the last rank works in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks have
-# equal work in each step:
+# 0, and the last rank would work in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks
+# have equal work in each step:
 #
 #     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
 #     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
@@ -998,7 +996,7 @@ def sequence_parallel(module, group):
 #     rank 3           3     4
 #
 # Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
-# ordinary attention for its heads, and a second all-to-all trades back. q, k, v go there and o comes back:
+# ordinary attention for its heads, and a second all-to-all trades back. q, k, v and o make it
 # (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
@@ -1009,7 +1007,7 @@ def own_tokens(tokens, rank, n, kind, device="cpu"):
 
 
 def shift(tensor, group):
-    """Start to send a tensor to the right and to receive the left rank's: (handles, the tensor that comes)."""
+    """Start to send a tensor to the right and to receive the left rank's: (handles, the tensor to be received)."""
     rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
     return dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
@@ -1058,7 +1056,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what came, summed over other ranks
+        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], 0  # dkv: as received, the sum of others' parts
         for other, (k, v) in going_round(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attention_block_backward(
@@ -1067,15 +1065,14 @@ class RingAttention(torch.autograd.Function):
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
-                own = mine  # the others' parts of this rank's dK and dV come home last
+                own = mine  # the others' parts of this rank's dK and dV are received last
                 continue
             for handle in handles:
                 handle.wait()
-            handles, dkv = shift(mine if dkv is None else mine + dkv, ctx.group)
+            handles, dkv = shift(mine + dkv, ctx.group)
         for handle in handles:
             handle.wait()
-        own = own if dkv is None else own + dkv
-        return torch.stack([dq, *own]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None             # as qkv
+        return torch.stack([dq, *(own + dkv)]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None     # as qkv
 
 
 def heads_for_tokens(x, group):
@@ -1125,9 +1122,9 @@ def context_parallel(module, group, kind):
 #     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
 #
 # Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. First the
-# ranks exchange E counts, because each must know how many rows will come. Then there are four exchanges of rows: there
-# and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load is
-# balanced.
+# ranks exchange E counts, because each must know how many rows it will receive. Then there are four exchanges of rows:
+# there and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load
+# is balanced.
 #
 # The same expert lies on dp/N x cp ranks, its copies. Each rank's loss is the mean over its own tokens, and a copy gets
 # the tokens of N ranks, so it has the gradient of a sum of N losses. The gradient of the mean over all ranks is
@@ -1135,10 +1132,10 @@ def context_parallel(module, group, kind):
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The first receives[0] that come are rank 0's."""
-    arrived = rows.new_empty(sum(receives), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
-    return arrived
+    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. Of the result the first receives[0] are its."""
+    incoming = rows.new_empty(sum(receives), rows.shape[1])
+    dist.all_to_all_single(incoming, rows.contiguous(), receives, sends, group)
+    return incoming
 
 
 def visit(mlps, group, rows, counts):
@@ -1147,20 +1144,20 @@ def visit(mlps, group, rows, counts):
     mlps: the same of this rank's E/N experts. The CPU must know how many rows travel, so it waits for the GPU.
     """
     n = dist.get_world_size(group)
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()                                                    # rows of each rank
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
     y = faster(through_experts)(mlps, Trade.apply(rows, group, there, back), both[1])
     return Trade.apply(y, group, back, there)
 
 
-def through_experts(mlps, rows, coming):
-    """Rows (R, C) by rank of origin and then by expert, coming (N, E/N) of each -> (R, C) in the same order."""
-    expert = torch.arange(coming.shape[1], device=rows.device).repeat(len(coming)).repeat_interleave(
-        coming.flatten(), output_size=len(rows))                                              # of each row
+def through_experts(mlps, rows, counts):
+    """Rows (R, C) by rank of origin and then by expert, counts (N, E/N) of each -> (R, C) in the same order."""
+    expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts)).repeat_interleave(
+        counts.flatten(), output_size=len(rows))                                              # of each row
     order = expert.argsort(stable=True)
-    y = mlps(rows.index_select(0, order), coming.sum(0))
+    y = mlps(rows.index_select(0, order), counts.sum(0))
     return y.index_select(0, order.argsort())
 
 
@@ -1176,8 +1173,8 @@ def expert_parallel(module, group, copies):
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
 #
 # Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule
-# is data: one list of actions a rank, in the order in which that rank runs them. Functions below write lists, `lower`
-# adds the transfers, `check` proves that they can run, and `Pipeline` runs them.
+# is a list of actions for each rank, in the order in which it runs them. Functions below write lists, `lower` adds the
+# transfers, `check` proves that they can run, and `Pipeline` runs them.
 #
 #     F   forward of one micro-batch through one stage
 #     B   backward = I, then W:   I gradient of the input, which the stage before waits for
@@ -1212,10 +1209,10 @@ def take_turns(forwards, ahead, backwards):
 
 
 def one_f_one_b(p, m, v=1):
-    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
-    So it holds at most p-r activations, whatever m is. A micro-batch goes through p-1-r more ranks and back, and its B
-    ends p-r turns (F + B) after its F began. So p-r micro-batches keep the rank busy.
+    A micro-batch goes through p-1-r more ranks and back, so its B ends p-r turns (F + B) after its F began. So p-r
+    micro-batches keep the rank busy.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
             for r in range(p)]
@@ -1253,7 +1250,7 @@ def stages_of(lists):
 
 
 def needs(action, stages):
-    """The actions whose results an action computes with: of its own stage, and of a neighbour stage."""
+    """The actions whose results an action computes with."""
     kind, s, i = action
     if kind == "F":
         return [Action("F", s - 1, i)] if s else []
@@ -1279,10 +1276,8 @@ class ScheduleError(ValueError):
 
 def walk(lists, ready, stuck):
     """Go through all ranks' lists together. Each turn yields [(rank, action)]: the next action of each rank that is
-    ready(action, done, heads).
-
-    done: the actions of earlier turns; heads: the next of each rank. Raises ScheduleError(stuck) if no rank is ready.
-    """
+    ready(action, done, heads). done: the actions of earlier turns; heads: the next of each rank. Raises
+    ScheduleError(stuck) if no rank is ready."""
     at, done = [0] * len(lists), set()
     while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
         now = [(r, action) for action, r in heads.items() if ready(action, done, heads)]
@@ -1304,8 +1299,8 @@ def in_order(lists):
 def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is made.
 
-    The send is appended to its rank's list and the receive to the other's, before all that the other has still to run.
-    So both ranks see their transfers in the same order, and no two of them wait for each other.
+    The send is appended to its rank's list, the receive to the other's, before all that the other has still to run. So
+    both see their transfers in the same order, and do not wait for each other.
     """
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1319,11 +1314,9 @@ def lower(lists):
 
 
 def check(lists):
-    """Prove that lowered lists can run: raises ScheduleError where they cannot.
-
-    Each stage runs F and B (or I and W) of each micro-batch once, on its rank, after what they need; each receive has
-    its send; and there is no deadlock even if each send waits for its receive.
-    """
+    """Prove that lowered lists can run: raises ScheduleError unless each stage runs F and B (or F, I and W) of each
+    micro-batch once, on its rank, after what they need, each receive has its send, and there is no deadlock even if
+    each send waits for its receive."""
     p, stages, listed = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
@@ -1354,8 +1347,8 @@ def check(lists):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 class WeightGradients:
-    """Takes the weight gradients of a stage's Linears, dA = dy^T x and db, which no other stage waits for."""
-    put_off = None  # a list: they are appended to it as functions, for a "W" to call; None: they are computed at once
+    """Computes the weight gradients of a stage's Linears, dW = dy^T x and db, which no other stage waits for."""
+    put_off = None  # a list: it gets functions that compute them, for a "W" to call; None: they are computed at once
 
     def take(self, weight, bias, dy, x):
         @torch.no_grad()
@@ -1375,7 +1368,7 @@ class WeightGradients:
 
 
 def split_linears(module):
-    """Let every Linear of the module hand its weight gradients to the WeightGradients that this returns.
+    """Let every Linear of the module leave its weight gradients to the WeightGradients that this returns.
 
     Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and
     tied weights stay with autograd, in "I".
@@ -1402,8 +1395,9 @@ def even_pieces(config, stages):
 def pipeline_groups(mesh, around, tied):
     """({(from, to): group of two neighbours}, group of the first and the last rank) of this rank's pipeline.
 
-    from, to: places in the pipeline. Each direction has its own group, so activations and gradients go separate ways.
-    around: the last rank sends to the first one, too. tied: these two keep the same embedding; else they have no group.
+    from, to: places in the pipeline. Each direction has its own group, so that activations and gradients do not wait
+    for each other. around: the last rank sends to the first one, too. tied: these two keep the same embedding; else
+    they have no group.
     """
     p, channels, ends = mesh.shape[0], {}, None
     neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
@@ -1419,7 +1413,7 @@ def pipeline_groups(mesh, around, tied):
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
-    In between it holds the input, and the edge of autograd's graph that the output came from. The output itself may go.
+    In between it holds the input, and the output's edge in autograd's graph. The output itself may go.
     """
 
     def __init__(self, module, loss, weight_gradients):
@@ -1452,8 +1446,8 @@ class Passage:
 class Pipeline(Replaceable):
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
-    stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the
-    activations (B, T / cut, width) that pass between stages; channels: of `pipeline_groups`.
+    stages: {stage: module}, of `count` on all ranks. loss(output, target): the last stage's. dtype, width: of what is
+    sent between stages, activations and their gradients (B, T / cut, width). channels: of `pipeline_groups`.
     """
 
     def __init__(self, stages, count, mesh, loss, dtype, width, device, channels, cut=1):
@@ -1489,7 +1483,7 @@ class Pipeline(Replaceable):
     def begin(self, actions, x, y, scale, syncs):
         self.x, self.y, self.scale = x, y, scale / len(x)
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.values = {}    # receive action -> (handle, tensor); the tensor may have been made on this rank
+        self.values = {}  # receive -> (handle, tensor) that it fills, or that a stage here has made for another stage
         self.passages, self.losses, self.sending = {}, [], deque()
         self.syncs, self.last = syncs, {(action.kind, action.stage): action for action in actions}
         if any(action.kind == "I" for action in actions):
@@ -1501,13 +1495,13 @@ class Pipeline(Replaceable):
             self.split, self.weight_gradients = True, {s: split_linears(module) for s, module in self.stages.items()}
 
     def expect(self, receive):
-        """Post the receive of an activation or a gradient. The other end sends in the same order."""
+        """Post a receive into a new buffer, which `take` hands out. The other end sends in the same order."""
         source = other_end(receive).stage % self.p
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.values[receive] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
 
     def take(self, receive):
-        """What a stage computes with: from another rank, or from another stage of this one."""
+        """What a stage computes with, received or made by another stage of this rank."""
         handle, tensor = self.values.pop(receive)
         handle.wait()
         return tensor
@@ -1564,11 +1558,10 @@ def inside(group, groups):
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
-    norm, float64.
+    norm, float64. Call it after finish_grad_sync, on all ranks.
 
-    Call after finish_grad_sync, on all ranks. Every rank adds up the squares of its gradients, each divided by the
-    number of ranks that hold the same one. Then one number is all-reduced over each group in turn, so each element of
-    the model counts once. With dp 2, tp 2, pp 2, ZeRO-1:
+    Every rank adds up the squares of its gradients, each divided by the number of ranks that hold the same one. This
+    number is all-reduced over each group in turn, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
         shard of a matrix of stage 0       dp, tp, pp    1         8 different parts, of stage 0 and of stage 1
@@ -1608,7 +1601,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
                 recompute="none", virtual_stages=1, zero_within=None, sequence=False, context="ring", ep=1):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
-    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
+    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients are sent in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value; left out, seed and name decide it. zero: the
     ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute: "block" or "attention" is run again
     in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION, for cp. ep: ranks of dp that share
@@ -1636,8 +1629,8 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. ZeRO-3 came in step 4;
-        # ZeRO-1, ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
+        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. ZeRO-3 stands in step 4;
+        # ZeRO-1, ZeRO-2 and masters in `make_optimizer`.
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
@@ -1664,8 +1657,7 @@ def cut_layers(model, groups, sequence, context):
     if dist.get_world_size(groups.pp) > 1:
         for name, param in model.named_parameters():
             param.split_over = split_over(param) + (groups.pp,)
-            # A tied weight lies on the first stage and on the last. Both start alike and step alike, because their
-            # gradients are added up.
+            # The first and the last stage have a tied weight. Both start alike and step alike: their gradients add up.
             if model.config.tied and name in ("wte.weight", "lm_head.weight"):
                 param.sums = sums(param) + (groups.ends,)
 
@@ -1678,7 +1670,7 @@ def cut_like(param, whole):
 
 
 def gather_cuts(param, local, shape):
-    """The way back: the whole tensor, of `shape`, on all ranks that the parameter is cut over."""
+    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
     whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
     for cut in cuts(param):
         whole.append(cut.part(whole[-1]))
@@ -1750,8 +1742,8 @@ class ParallelGPT(Replaceable):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: `scale` times the mean over lists of micro-batches x, y (B, T), and
-        over replicas (dp and cp). Returns the mean loss of this rank's own tokens, on every rank of the pipeline."""
+        """One step's gradients, after zero_grad: of `scale` times the mean loss over micro-batches x, y, lists of
+        (B, T), and over replicas. Returns the mean loss of this rank's own tokens, on every rank of the pipeline."""
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, schedule, scale, self.syncs)
@@ -1762,14 +1754,14 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: a tied embedding's two stages, ranks with T/N tokens. Last, because shards are small."""
+        """Over `param.sums`. Last, because shards are small."""
         for param in self.params:
             for group in sums(param):
                 dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move the routers' biases against the load of the last forward_backward, after the optimizer's step. Returns
+        """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns
         how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
         loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
         for i, router in self.routers.items():
@@ -1814,9 +1806,8 @@ class ParallelGPT(Replaceable):
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Call it on all ranks.
-
-        A rank gathers the bucket's pieces, then the cuts' parts. Then the stage that has them sends to all."""
+        (zeros before its first step); or a buffer. Gathered from the bucket's ranks, then the cuts'; then its stage
+        sends to all. Call it on all ranks."""
         owner, is_buffer = self.owners[name], name in buffers(self.config)
         shape = {**shapes(self.config), **buffers(self.config)}[name]
         dtype = torch.float32 if is_buffer else master_dtype(self.dtype)
@@ -1837,7 +1828,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def load_state(self, name, key, whole):
-        """The way back: the optimizer keeps under `key` this rank's part of `whole`, of a parameter's shape."""
+        """Let the optimizer keep under `key` this rank's part of `whole`, of a parameter's shape."""
         names = {self.owners[name]: name}
         if self.config.tied and name == "wte.weight":
             names.setdefault(self.count - 1, "lm_head.weight")
