@@ -31,7 +31,7 @@ import itertools
 import math
 import weakref
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -71,9 +71,9 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     tp is innermost, because its ranks talk in every layer, and neighbours share a node. Call it on all ranks, as every
     function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
     """
-    if pp * dp * cp * tp != dist.get_world_size():
-        raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {pp * dp * cp * tp} processes, there are "
-                         f"{dist.get_world_size()}")
+    there, needed = dist.get_world_size(), pp * dp * cp * tp
+    if needed != there:
+        raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {needed} processes, there are {there}")
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
@@ -1297,11 +1297,9 @@ def in_order(lists):
 
 
 def lower(lists):
-    """Add the transfers: an output that another rank needs is sent as soon as it is made.
-
-    The send is appended to its rank's list, the receive to the other's, before all that the other has still to run. So
-    both see their transfers in the same order, and do not wait for each other.
-    """
+    """Add the transfers: an output that another rank needs is sent as soon as it is made. The send is appended to its
+    rank's list, the receive to the other's, before all that the other has still to run. So both see their transfers in
+    the same order, and do not wait for each other."""
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
         lowered[r].append(action)
@@ -1368,11 +1366,9 @@ class WeightGradients:
 
 
 def split_linears(module):
-    """Let every Linear of the module leave its weight gradients to the WeightGradients that this returns.
-
-    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and
-    tied weights stay with autograd, in "I".
-    """
+    """Let every Linear of the module leave its weight gradients to the WeightGradients that this returns. Autograd sees
+    detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and tied weights
+    stay with autograd, in "I"."""
     weight_gradients = WeightGradients()
 
     def linear(product, x, weight, bias=None):
@@ -1845,6 +1841,7 @@ import argparse
 import functools
 import os
 import time
+from contextlib import contextmanager
 
 from model import PRESETS, GPTConfig, count_of_each
 
