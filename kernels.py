@@ -243,9 +243,9 @@ def sum_columns(dy):
     return dy.sum(0)
 
 
-def linear(x, weight, bias=None):
-    """x W^T + b for x (..., in), weight W (out, in), bias (out)."""
-    return faster(F.linear)(x, weight, bias)
+def linear(x, weight, bias=None, take=None):
+    """x W^T + b for x (..., in), weight W (out, in), bias (out). take: as for Linear."""
+    return Linear.apply(x, weight, bias, take) if take else faster(F.linear)(x, weight, bias)
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product

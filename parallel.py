@@ -877,10 +877,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
-# That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. But A's layer
-# would keep the T tokens that f has gathered, because dA = X^T dY needs them. So it keeps its own T/N and gathers again
-# in backward: a sublayer takes 5 halves of an all-reduce in place of 4. A parameter that sees T/N tokens alone (of a
-# norm, a bias added after g, positions) has a part of its gradient: the group must add the parts up (`param.sums`).
+# That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
+# the T tokens that f has gathered, because dA = X^T dY needs them. (Below the bar it keeps its own T/N, and gathers in
+# backward, too, so a sublayer takes 5 halves of an all-reduce in place of 4.) A parameter that sees T/N tokens alone
+# (of a norm, a bias added after g, positions) has a part of its gradient: the group must add the parts up, which its
+# `param.sums` says.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -921,35 +922,11 @@ def scattered(x, group):
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
-class GatherThenProduct(torch.autograd.Function):
-    """f, then X A + b. Keeps this rank's tokens of X, and gathers the others again in backward.
-
-    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, take=None):
-        ctx.group, ctx.take = group, take
-        ctx.save_for_backward(x, weight)
-        return F.linear(faster(gather_tokens)(x, group), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx = scatter_tokens(dy @ weight, ctx.group) if ctx.needs_input_grad[0] else None
-        rows = gather_tokens(x, ctx.group).flatten(0, -2)
-        return dx, *kernels.weight_gradients(ctx, dy.flatten(0, -2), rows), None, None
-
-
 class GatheringLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear whose product includes f: X (B, T/N, in) -> (B, T, out/N)."""
+    """A ColumnParallelLinear behind this f: X (B, T/N, in) -> (B, T, out/N)."""
 
     def __init__(self, linear, group, parts=1):
-        super().__init__(linear, group, parts, f=lambda x, group: x)
-
-    def linear(self, x, weight, bias=None, take=None):
-        return faster(GatherThenProduct).apply(x, weight, bias, self.group, take)
+        super().__init__(linear, group, parts, f=gathered)
 
 
 GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers stay as they were
@@ -958,7 +935,7 @@ GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers s
     "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
     "mlp.c_proj": partial(RowParallelLinear, g=scattered),
-    "lm_head": partial(ColumnParallelLinear, f=gathered),  # it keeps all of X, as one layer of the model may
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # it keeps all of X below the bar, too
     "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
 }
 
@@ -1378,7 +1355,7 @@ def split_linears(module):
     owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
     for layer in module.modules():
         if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
-            layer.linear = partial(linear, layer.linear if isinstance(layer, GatheringLinear) else kernels.Linear.apply)
+            layer.linear = partial(linear, layer.linear)
     return weight_gradients
 
 
@@ -2295,8 +2272,18 @@ def scatter_in_place(x, group):
     return start_scattering(x, group)[1]
 
 
-class OverlappedProduct(GatherThenProduct):
-    """In backward X is gathered under dY A, and the terms of dX are added up under dY^T X."""
+class RegatheredProduct(torch.autograd.Function):
+    """f, then X W^T + b. Keeps this rank's tokens of X, and gathers the others again in backward, under dY W. The terms
+    of dX are added up under dY^T X.
+
+    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, take=None):
+        ctx.group, ctx.take = group, take
+        ctx.save_for_backward(x, weight)
+        return F.linear(faster(gather_tokens)(x, group), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -2321,7 +2308,14 @@ class FusableColumns(ColumnParallelLinear):
 
 
 class FusableGathering(FusableColumns, GatheringLinear):
-    pass
+    """Its product includes f."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.f = lambda x, group: x
+
+    def linear(self, x, weight, bias=None, take=None):
+        return RegatheredProduct.apply(x, weight, bias, self.group, take)
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
@@ -2946,9 +2940,8 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                ShardReducer: EarlyShardReducer, DDP: RestartableDDP, ShardedOptimizer: GuardedOptimizer,
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
-               scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
-               ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,
-               RingAttention: TunedRing})
+               scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
+               GatheringLinear: FusableGathering, shift: shift_directly, RingAttention: TunedRing})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
