@@ -984,22 +984,22 @@ def own_tokens(tokens, rank, n, kind, device="cpu"):
 
 
 def shift(tensor, group):
-    """Start to send a tensor to the right and to receive the left rank's: (handles, the tensor to be received)."""
+    """Send a tensor to the right rank, and return the left rank's."""
     rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
-    return dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+    for handle in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]):
+        handle.wait()
+    return incoming
 
 
 def going_round(tensor, group):
-    """Yields (rank, its tensor), this rank first, then those to its left. Each travels on while the caller computes."""
-    n = dist.get_world_size(group)
-    for s in range(n):
-        handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
-        yield (dist.get_rank(group) - s) % n, tensor
-        for handle in handles:
-            handle.wait()
-        tensor = incoming
+    """Yields (rank, its tensor): this rank's, then in step s that of the rank s to its left."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    yield rank, tensor
+    for s in range(1, n):
+        tensor = shift(tensor, group)
+        yield (rank - s) % n, tensor
 
 
 def seen(rank, other, half):
@@ -1017,7 +1017,7 @@ class RingAttention(torch.autograd.Function):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
         ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
         o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
-        for other, (k, v) in going_round(torch.stack(kv), group):
+        for other, (k, v) in faster(going_round)(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
@@ -1033,8 +1033,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], 0  # dkv: as received, the sum of others' parts
-        for other, (k, v) in going_round(torch.stack(kv), ctx.group):
+        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), 0  # dkv: as received, the sum of other ranks' parts
+        for other, (k, v) in faster(going_round)(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attention_block_backward(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
@@ -1043,12 +1043,8 @@ class RingAttention(torch.autograd.Function):
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
                 own = mine  # the others' parts of this rank's dK and dV are received last
-                continue
-            for handle in handles:
-                handle.wait()
-            handles, dkv = shift(mine + dkv, ctx.group)
-        for handle in handles:
-            handle.wait()
+            else:
+                dkv = shift(mine + dkv, ctx.group)
         return torch.stack([dq, *(own + dkv)]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None     # as qkv
 
 
@@ -2320,13 +2316,26 @@ class FusableGathering(FusableColumns, GatheringLinear):
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
 
-def shift_directly(tensor, group):
-    """`shift` of any strides, where ranks reach each other's memory."""
+def start_shift(tensor, group):
+    """`shift`, under way: (handles, the tensor to be received). Tensors of any strides."""
     link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
-    if not isinstance(link, dist.Direct):
-        return shift(tensor.contiguous(), group)
-    return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
-                     {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+    if isinstance(link, dist.Direct):  # ranks reach each other's memory
+        return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
+                         {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+
+
+def going_round_ahead(tensor, group):
+    """`going_round`, where each tensor travels on while the caller computes."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    for s in range(n):
+        handles, incoming = start_shift(tensor, group) if s < n - 1 else ([], None)
+        yield (rank - s) % n, tensor
+        wait(handles)
+        tensor = incoming
 
 
 class TunedRing(RingAttention):
@@ -2345,7 +2354,7 @@ class TunedRing(RingAttention):
             return RingAttention.forward(ctx, qkv, group)
         qkv = qkv.contiguous()
         q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
-        for other, kv in going_round(qkv[:, :, 1:], group):                                   # (B, T/N, 2, H, D)
+        for other, kv in going_round_ahead(qkv[:, :, 1:], group):                             # (B, T/N, 2, H, D)
             (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
             part, its = kernels.tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
@@ -2363,9 +2372,9 @@ class TunedRing(RingAttention):
             return RingAttention.backward(ctx, do)
         (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
         (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), kernels.aligned(do.transpose(1, 2)), torch.empty_like(lse)
-        grads, came, handles = torch.empty_like(qkv), None, []  # came: dK and dV that have come with the keys
+        grads, dkv, handles = torch.empty_like(qkv), None, []  # dkv: dK and dV received with the keys
         dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
-        for other, kv in going_round(qkv[:, :, 1:], ctx.group):
+        for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
             if other == rank:
                 kernels.tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
                 total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
@@ -2375,15 +2384,15 @@ class TunedRing(RingAttention):
                                                   kv[:, keys])
             kernels.add_rows(total[:, rows], dq_part)
             wait(handles)
-            first = came is None
+            first = dkv is None
             if first:
-                came = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
-                came[:, dkv_part.shape[1]:] = 0
-            kernels.add_rows(came[:, keys], dkv_part, first)
-            handles, came = faster(shift)(came, ctx.group)
+                dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                dkv[:, dkv_part.shape[1]:] = 0
+            kernels.add_rows(dkv[:, keys], dkv_part, first)
+            handles, dkv = start_shift(dkv, ctx.group)
         kernels.tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
         wait(handles)
-        kernels.add_rows(grads[:, :, 1:], came)
+        kernels.add_rows(grads[:, :, 1:], dkv)
         if dist.get_world_size(ctx.group) > 2:
             grads[:, :, 0] = total
         return grads, None
@@ -2941,7 +2950,8 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
                scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
-               GatheringLinear: FusableGathering, shift: shift_directly, RingAttention: TunedRing})
+               GatheringLinear: FusableGathering, RingAttention: TunedRing,
+               going_round: going_round_ahead})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
