@@ -1598,12 +1598,12 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. ZeRO-3 stands in step 4;
-        # ZeRO-1, ZeRO-2 and masters in `make_optimizer`.
+        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. (ZeRO-3 stands in step 4,
+        # ZeRO-1 and ZeRO-2 and float32 masters in `make_optimizer`.)
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(runs), zero, reduce_dtype, sequence, context)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, runs, zero, reduce_dtype, sequence, context)
 
 
 def make_groups(mesh, zero_within, ep, around, tied):
@@ -1658,20 +1658,20 @@ class ParallelGPT(Replaceable):
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, groups, device, dtype, stages, count, zero, reduce_dtype, sequence, context):
+    def __init__(self, config, mesh, groups, device, dtype, stages, runs, zero, reduce_dtype, sequence, context):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
-        self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
+        self.stages, self.count, self.zero, self.reduce_dtype = stages, len(runs), zero, reduce_dtype
         vars(self).update(vars(groups))  # self.pp, self.dp, self.replicas, ...
         self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all
         self.counted = [self.replicas, self.pp] + [self.tp] * sequence  # whose ranks have routed different tokens
         self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.p, self.context, self.lists = mesh.shape[0], context, {}
+        self.p, self.context = mesh.shape[0], context
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
-        for stage, pieces in enumerate(faster(even_pieces)(config, count)):
+        for stage, pieces in enumerate(runs):
             model = GPT(config, seed=None, pieces=pieces)
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device),
+        self.pipeline = Pipeline(stages, len(runs), mesh, self.loss, dtype, config.n_embd, torch.device(device),
                                  groups.channels, mesh["tp"].size() if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
@@ -1680,10 +1680,9 @@ class ParallelGPT(Replaceable):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
         groups = []
         for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
-            params = list(model.parameters())
-            groups += [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
-                       {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+            for matrix, decay in (True, weight_decay), (False, 0.0):
+                params = [p for p in model.parameters() if is_matrix(p) == matrix]
+                groups += [{"params": params, "weight_decay": decay}] if params else []
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
             self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
             self.params = [p for group in groups for p in group["params"]]
@@ -1697,15 +1696,13 @@ class ParallelGPT(Replaceable):
 
     def actions(self, schedule, m):
         """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
-        if (schedule, m) not in self.lists:
-            if schedule == "forward":
-                lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
-                               for r in range(self.p)])
-            else:
-                lists = lower(SCHEDULES[schedule](self.p, m, self.count // self.p))
-                check(lists)
-            self.lists[schedule, m] = lists[self.mesh.get_coordinate()[0]]
-        return self.lists[schedule, m]
+        if schedule == "forward":
+            lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
+                           for r in range(self.p)])
+        else:
+            lists = lower(SCHEDULES[schedule](self.p, m, self.count // self.p))
+            check(lists)
+        return lists[self.mesh.get_coordinate()[0]]
 
     def loss(self, logits, targets):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
@@ -2208,6 +2205,15 @@ class FetchingFSDP(FSDP):
 
 class LeanGPT(ParallelGPT):
     """Under kernels.AdamW gradients stay as they are: the kernel scales them as it reads them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lists = {}  # (schedule, micro-batches) -> this rank's actions
+
+    def actions(self, schedule, m):
+        if (schedule, m) not in self.lists:
+            self.lists[schedule, m] = super().actions(schedule, m)
+        return self.lists[schedule, m]
 
     @torch.no_grad()
     def add_up_gradients(self):
