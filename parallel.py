@@ -232,7 +232,7 @@ class Reducer(Replaceable):
                 param.grad = None
 
     def total_dtype(self, bucket):
-        return bucket.dtype
+        return bucket.dtype if bucket.shard is None else bucket.shard.dtype
 
     def send(self, bucket):
         handle, _, average = self.start(bucket)
@@ -323,9 +323,6 @@ class ShardReducer(Reducer):
             self.missing[bucket] = set(bucket.params)
             self.on_complete(bucket)
             self.send(bucket)
-
-    def total_dtype(self, bucket):
-        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
 
     def start(self, bucket):
         if self.stage == 0:
@@ -1943,6 +1940,9 @@ class BucketwiseReducer(ShardReducer):
     def complete(self, bucket):
         self.on_complete(bucket)
         self.collect(bucket)
+
+    def total_dtype(self, bucket):
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
 
     @contextmanager
     def no_sync(self):
