@@ -41,6 +41,7 @@ except ImportError:  # the kernels below stay unused, and decorating them does n
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
 
 FASTER = {}  # function: another one, from below the bar, of the same arguments and results; read at every call
+CHECKS = []  # from below the bar: f(choice), which raises ValueError for what `use` cannot take
 
 
 def faster(function):
@@ -56,13 +57,10 @@ _choice = "auto"
 
 def use(choice):
     """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own operations; "auto": our kernels
-    from Hopper on, except in float64. ValueError for another word, or where Triton cannot run."""
+    from Hopper on, except in float64."""
     global _choice
-    if choice not in ("auto", "torch", "triton"):
-        raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
-    if choice == "triton" and not (HAVE_TRITON and (INTERPRETED or torch.cuda.is_available())):
-        raise ValueError("triton kernels need " + ("a CUDA GPU" if HAVE_TRITON else "the package triton")
-                         + ", or TRITON_INTERPRET=1 to run them slowly on the CPU")
+    for check in CHECKS:
+        check(choice)
     _choice = choice
 
 
@@ -870,6 +868,19 @@ def matmul(a, b, function=None, tiles=None):
 # The kernels that training runs. Tiles, warps and stages were chosen on an H200.
 
 import contextlib
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+def check_choice(choice):
+    if choice not in ("auto", "torch", "triton"):
+        raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
+    if choice == "triton" and not (HAVE_TRITON and (INTERPRETED or torch.cuda.is_available())):
+        raise ValueError("triton kernels need " + ("a CUDA GPU" if HAVE_TRITON else "the package triton")
+                         + ", or TRITON_INTERPRET=1 to run them slowly on the CPU")
+
+
+CHECKS.append(check_choice)
+
 
 # ------------------------------------------------------------------------------------------------ activations, linear
 #

@@ -380,7 +380,7 @@ class Run:
 
 def main():
     """Read the command line and train. What stands below the files' bars is reached through these tables alone."""
-    tables = [dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, model.CHECKS, parallel.FASTER,
+    tables = [dist.LINKS, dist.PREPARE, kernels.FASTER, kernels.CHECKS, model.FASTER, model.CHECKS, parallel.FASTER,
               parallel.BUCKET_MB, FASTER]
     for table in tables if "--plain" in sys.argv else ():
         table.clear()
