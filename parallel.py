@@ -697,6 +697,10 @@ class Cut:
         parts = [part.tensor_split(self.size, self.dim)[rank] for part in full.chunk(self.parts, self.dim)]
         return torch.cat(parts, self.dim)
 
+    def first(self, rows):
+        """The first of so many rows that this rank has."""
+        return self.rank * (rows // self.size) + min(self.rank, rows % self.size)
+
     def gather(self, local, shape):
         """The whole tensor, of `shape`, on every rank of the group."""
         pieces = [self.part(torch.empty(shape, device="meta"), r) for r in range(self.size)]  # each rank's shape
@@ -745,7 +749,7 @@ class RowParallelExperts(nn.Module):
         super().__init__()
         cut, out = Cut(group, 1), layer.bias.shape[1]
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
-        first = first_row(out, cut)
+        first = cut.first(out)
         self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
     def forward(self, rows, counts):
@@ -767,7 +771,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.g, cut = group, g, Cut(group, 0)
         self.weight = local_parameter(embedding.weight, cut)
-        self.first = first_row(embedding.num_embeddings, cut)
+        self.first = cut.first(embedding.num_embeddings)
 
     def forward(self, tokens):
         local = tokens - self.first
@@ -796,11 +800,6 @@ def cut_in_place(layer, cut):
 
 def cuts(param):
     return getattr(param, "cuts", ())
-
-
-def first_row(rows, cut):
-    """The first of `rows` rows that this rank holds."""
-    return cut.rank * (rows // cut.size) + min(cut.rank, rows % cut.size)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -832,7 +831,7 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.shape[1] == vocab_size:
         return kernels.cross_entropy(logits, targets)
-    return VocabParallelCrossEntropy.apply(logits, targets, group, first_row(vocab_size, Cut(group, 0)))
+    return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size))
 
 
 GPT2_PLAN = {  # how each layer of a GPT-2 is cut; what is not named (layer norms, positions) stays whole
@@ -1111,7 +1110,7 @@ def exchange(rows, group, sends, receives):
 def visit(mlps, group, rows, counts):
     """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
 
-    mlps: the same of this rank's E/N experts. The CPU must know how many rows travel, so it waits for the GPU.
+    mlps: the same of this rank's E/N experts. The CPU must know how many rows are sent, so it waits for the GPU.
     """
     n = dist.get_world_size(group)
     dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
@@ -2863,17 +2862,17 @@ def replay_micro_batches(net):
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
 
-def without_sorting(mlps, rows, coming):
+def without_sorting(mlps, rows, counts):
     """through_experts where kernels put rows in order: where each belongs follows from the counts."""
-    if len(coming) == 1:  # of one rank, so they are in order
-        return mlps(rows, coming[0])
+    if len(counts) == 1:  # of one rank, so they are in order
+        return mlps(rows, counts[0])
     if not kernels.on_triton(rows):
-        return through_experts(mlps, rows, coming)
-    by_expert, by_rank = coming.T.flatten(), coming.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(coming)).T.flatten()              # of what a rank sent
+        return through_experts(mlps, rows, counts)
+    by_expert, by_rank = counts.T.flatten(), counts.flatten()
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # of what a rank sent
     moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
-    return kernels.combine(mlps(kernels.dispatch(rows, places), coming.sum(0)), places)
+    return kernels.combine(mlps(kernels.dispatch(rows, places), counts.sum(0)), places)
 
 
 class Travel(torch.autograd.Function):
@@ -2932,8 +2931,8 @@ def visit_under_own_rows(mlps, group, rows, counts):
     if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
     n, rank, kernels.SPARED = link.size, link.rank, 2
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()
     first = sum(sends[:rank])                                                                 # for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
@@ -3330,8 +3329,8 @@ def demo_experts(arguments):
     dist.print_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
 
     counts = count_of_each(chosen, E)
-    rows, coming = counts.view(N, 2).sum(1), counts.new_empty(N)
-    dist.all_to_all_single(coming, rows)
+    rows, incoming = counts.view(N, 2).sum(1), counts.new_empty(N)
+    dist.all_to_all_single(incoming, rows)
     say("\n           rows for expert" + "".join(f"{e:4}" for e in range(E)) + "    so for rank"
         + "".join(f"{r:4}" for r in range(N)))
     dist.print_in_order(f"  rank {rank:<3}" + 16 * " " + "".join(f"{n:4}" for n in counts) + 15 * " "
@@ -3341,7 +3340,7 @@ def demo_experts(arguments):
     there = traffic_of("all_to_all_single").bytes
     Y_cut.backward(dY[mine])
     back = traffic_of("all_to_all_single").bytes
-    law = 8 * C * (rows.sum() + coming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
+    law = 8 * C * (rows.sum() + incoming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
     errors = [off(Y_cut, Y[mine]), off(x_cut.grad, x.grad[mine])]
     errors.append(max(off(p.grad, q.grad.chunk(N)[rank])
                       for p, q in zip(cut.experts.parameters(), one.experts.parameters())))
