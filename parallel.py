@@ -1101,7 +1101,8 @@ def context_parallel(module, group, kind):
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. Of the result the first receives[0] are its."""
+    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The result begins with receives[0] rows of rank
+    0."""
     incoming = rows.new_empty(sum(receives), rows.shape[1])
     dist.all_to_all_single(incoming, rows.contiguous(), receives, sends, group)
     return incoming
