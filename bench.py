@@ -1527,7 +1527,7 @@ def has_grouped(device, dtype):
 
 
 def torch_grouped(rows, weight, counts):
-    """x A_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
+    """x W_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
     one, else a loop that waits for the counts."""
     if has_grouped(rows.device, rows.dtype):
         return torch._grouped_mm(rows, weight.transpose(1, 2), counts.cumsum(0).int())
@@ -2169,16 +2169,16 @@ def draw_buckets():
         method = getattr(parallel.EarlyReducer, name)
         return call
 
-    with patch.multiple(parallel.EarlyReducer, **{name: watched(name) for name in ("came", "start", "arrive")}):
+    with patch.multiple(parallel.EarlyReducer, **{name: watched(name) for name in ("computed", "start", "store")}):
         net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
         net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
         net.finish_grad_sync()
     names, step = {param: name for name, param in net.module.named_parameters()}, 790 / len(events)
-    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "came"))
+    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "computed"))
     for b, bucket in enumerate(net.buckets):
         y, (came, (left,), (there,)) = 62 + 40 * b, (
             [190 + step * i for i, event in enumerate(events) if event == (what, bucket)]
-            for what in ("came", "start", "arrive"))
+            for what in ("computed", "start", "store"))
         out += [words(20, y + 10, f"bucket {b}", 11, "start"),
                 words(20, y + 22, f"{len(bucket.params)} tensors from {names[bucket.params[0]]}", 9, "start"),
                 boxes(COLOURS[0], [(came[0], y, left - came[0], 22)], 0.35),

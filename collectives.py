@@ -93,8 +93,8 @@ class Handle:
 class Link:
     """One process group as the algorithms see it: `rank`, `size`, and messages to the other ranks of the group.
 
-    A message is a flat tensor. It travels as bytes, so every dtype does. Receivers know the sizes, so empty messages
-    are not sent at all. Algorithms rely on one thing: messages from one rank to another arrive in the order of sending.
+    A message is a flat tensor of any dtype, sent as bytes. Receivers know the sizes, so empty messages are not sent at
+    all. Algorithms rely on one thing: messages from one rank to another are received in the order in which it sends.
     """
 
     def __init__(self, group):

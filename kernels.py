@@ -2,7 +2,7 @@
 
     activations      ELU and GELU
     linear           cuBLAS's product, with a backward that can be cut in two
-    grouped product  rows sorted by group, each group times its own matrix: a mixture of experts
+    grouped product  rows sorted by group, each times its own matrix: a mixture of experts (kernels below the bar)
     layer norm       of the residual stream
     attention        flash attention
     cross-entropy    never writes a probability, puts the gradient where the logits were
@@ -41,6 +41,7 @@ except ImportError:  # the kernels below stay unused, and decorating them does n
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
 
 FASTER = {}  # function: another one, from below the bar, of the same arguments and results; read at every call
+CHECKS = []  # from below the bar: f(choice), which raises ValueError for what `use` cannot take
 
 
 def faster(function):
@@ -56,13 +57,10 @@ _choice = "auto"
 
 def use(choice):
     """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own operations; "auto": our kernels
-    from Hopper on, except in float64. ValueError for another word, or where Triton cannot run."""
+    from Hopper on, except in float64."""
     global _choice
-    if choice not in ("auto", "torch", "triton"):
-        raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
-    if choice == "triton" and not (HAVE_TRITON and (INTERPRETED or torch.cuda.is_available())):
-        raise ValueError("triton kernels need " + ("a CUDA GPU" if HAVE_TRITON else "the package triton")
-                         + ", or TRITON_INTERPRET=1 to run them slowly on the CPU")
+    for check in CHECKS:
+        check(choice)
     _choice = choice
 
 
@@ -194,13 +192,13 @@ def gelu(x, bias=None):
 
 # ------------------------------------------------------------------------------------------------------------- linear
 #
-#     y = x A^T + b        dx = dy A        dA = dy^T x        db = sum over rows of dy
+#     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 #
-# cuBLAS computes the products. Another pipeline stage waits for dx, but none for dA and db: a zero-bubble pipeline
+# cuBLAS computes the products. Another pipeline stage waits for dx, but none for dW and db: a zero-bubble pipeline
 # takes over what they are computed from, and computes them later.
 
 class Linear(torch.autograd.Function):
-    """x A^T + b. take: None, or take(dy, x), of rows, which computes dA and db in autograd's place, now or later."""
+    """x W^T + b. take: None, or take(dy, x), of rows, which computes dW and db in autograd's place, now or later."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, take=None):
@@ -219,7 +217,7 @@ def linear_forward(ctx, x, weight, bias):
 
 
 def linear_backward(ctx, dy):
-    """(dx, dA, db)."""
+    """(dx, dW, db)."""
     x, weight = ctx.saved_tensors
     dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                            # (rows, out)
     dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -227,7 +225,7 @@ def linear_backward(ctx, dy):
 
 
 def weight_gradients(ctx, dy, x):
-    """(dA, db) of rows; both None where `take` computes them."""
+    """(dW, db) of rows; both None where `take` computes them."""
     if ctx.take:
         ctx.take(dy, x)
         return None, None
@@ -243,9 +241,9 @@ def sum_columns(dy):
     return dy.sum(0)
 
 
-def linear(x, weight, bias=None):
-    """x A^T + b for x (..., in), weight A (out, in), bias (out)."""
-    return faster(F.linear)(x, weight, bias)
+def linear(x, weight, bias=None, take=None):
+    """x W^T + b for x (..., in), weight W (out, in), bias (out). take: as for Linear."""
+    return Linear.apply(x, weight, bias, take) if take else faster(F.linear)(x, weight, bias)
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -253,19 +251,10 @@ def linear(x, weight, bias=None):
 # A mixture of experts multiplies each token by its expert's matrix. Rows of x come sorted by group, as many as `counts`
 # says. For row r of group e, and sums over the rows of e:
 #
-#     y_r = A_e x_r + b_e        dx_r = A_e^T dy_r        dA_e = sum of dy_r x_r^T        db_e = sum of dy_r
+#     y_r = W_e x_r + b_e        dx_r = W_e^T dy_r        dW_e = sum of dy_r x_r^T        db_e = sum of dy_r
 #
 # A loop of products wants counts on the CPU, which then waits for the GPU, and small groups leave multiprocessors idle.
-# One launch does it if each program finds its own group. Each group is cut into tiles of BM rows by itself, so no tile
-# has rows of two groups. At counts 5, 0, 3 and BM = 4:
-#
-#     row        0  1  2  3 | 4           | 5  6  7    |
-#     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
-#
-# E groups have at most ceil(R / BM) + E row tiles, whatever counts says: so many are launched. Tile t belongs to the
-# first group with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product, A's strides swapped. In dA
-# rows are what is summed over: a program owns a tile of one dA_e and walks over e's rows, if any, so that no other
-# row's number, be it NaN, is touched. FLOPs: 2 R in out each, as for one matrix.
+# Below the bar one launch serves all groups.
 
 def grouped_reference(x, weight, bias, counts):
     """A product for each group: y (R, out)."""
@@ -274,119 +263,39 @@ def grouped_reference(x, weight, bias, counts):
 
 
 def grouped_backward_reference(dy, x, counts):
-    """(dA, db): zero for groups without rows."""
+    """(dW, db): zero for groups without rows."""
     groups = list(zip(dy.split(counts.tolist()), x.split(counts.tolist())))
     return torch.stack([d.T @ rows for d, rows in groups]), torch.stack([d.sum(0) for d, _ in groups])
 
 
-@triton.jit
-def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
-    """(group, first row, the group's end) of a row tile. The group is E or more for a surplus tile."""
-    group = tl.arange(0, E_PAD)
-    count = tl.load(counts + group, group < E, 0)
-    tiles = (count + BM - 1) // BM
-    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # so many groups end before this tile
-    start = tl.sum(tl.where(group < e, count, 0), 0)
-    first = start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM
-    return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
-
-
-@triton.jit
-def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_column, E_PAD: tl.constexpr,
-                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
-    if e >= E:
-        return
-    rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    # Beyond the edges, the last row and the first columns are read again, and never stored.
-    x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
-    weight += e.to(tl.int64) * w_group + (columns % N)[None].to(tl.int64) * w_row
-    weight += ks[:, None] * w_column                                                            # (BK, BN)
-    tile = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        tile = tl.dot(tl.load(x, ks[None] < K - k, 0), tl.load(weight, ks[:, None] < K - k, 0), tile,
-                      input_precision="tf32x3")
-        x += BK
-        weight += BK * w_column
-    if bias is not None:
-        tile += tl.load(bias + e * N + columns, columns < N, 0).to(tl.float32)[None]
-    tl.store(y + rows[:, None] * N + columns[None], tile, (rows[:, None] < end) & (columns[None] < N))
-
-
-@triton.jit
-def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A (BN, BK) tile of dA_e, and where db is wanted, the first program of its rows adds up BN of db_e."""
-    e, group = tl.program_id(2), tl.arange(0, E_PAD)
-    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
-    end = first + tl.load(counts + e)
-    n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK + tl.arange(0, BK)
-    tile, total = tl.zeros((BN, BK), tl.float32), tl.zeros((BN,), tl.float32)
-    for row in range(first, end, BM):
-        rows = row + tl.arange(0, BM)
-        d = tl.load(dy + rows[None] * N + n[:, None], (rows[None] < end) & (n[:, None] < N), 0)     # (BN, BM)
-        v = tl.load(x + rows[:, None] * K + k[None], (rows[:, None] < end) & (k[None] < K), 0)      # (BM, BK)
-        tile = tl.dot(d, v, tile, input_precision="tf32x3")
-        total += tl.sum(d.to(tl.float32), 1)
-    n = n.to(tl.int64)
-    tl.store(dw + (e.to(tl.int64) * N + n)[:, None] * K + k[None], tile, (n[:, None] < N) & (k[None] < K))
-    if db is not None:
-        if tl.program_id(0) == 0:
-            tl.store(db + e * N + n, total, n < N)
-
-
 class GroupedLinear(torch.autograd.Function):
-    """x A_e^T + b_e, e the group of each row. Keeps x, A and counts."""
+    """x W_e^T + b_e, e the group of each row. Keeps x, W and counts."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, counts):
         ctx.save_for_backward(x, weight, counts)
-        return grouped_product(x, weight, bias, counts)
+        return faster(grouped_reference)(x, weight, bias, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight, counts = ctx.saved_tensors
-        dx = grouped_product(dy, weight.transpose(1, 2), None, counts) if ctx.needs_input_grad[0] else None
+        dx = faster(grouped_reference)(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
         needs_dw, needs_db = ctx.needs_input_grad[1:3]
-        dw, db = grouped_weight_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
+        dw, db = None, None
+        if needs_dw or needs_db:
+            dw, db = faster(grouped_weight_gradients)(dy, x, counts, needs_db)
         return dx, dw, db, None
 
 
-def grouped_product(x, weight, bias, counts):
-    return (faster(launch_grouped) if on_triton(x) else grouped_reference)(x, weight, bias, counts)
-
-
 def grouped_weight_gradients(dy, x, counts, biased):
-    """(dA, db), db None where it is not wanted."""
-    if on_triton(x):
-        return faster(launch_grouped_gradients)(dy, x, counts, biased)
+    """(dW, db), db None where it is not wanted."""
     dw, db = grouped_backward_reference(dy, x, counts)
     return dw, db if biased else None
 
 
-GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
-
-
-def launch_grouped(x, weight, bias, counts):
-    """weight (E, out, in) of any strides."""
-    x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
-    y, (BM, BN, BK) = x.new_empty(len(x), N), GROUPED_TILES
-    _grouped_product[triton.cdiv(len(x), BM) + E, triton.cdiv(N, BN)](
-        x, weight, bias, y, counts, E, N, K, *weight.stride(), triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
-    return y
-
-
-def launch_grouped_gradients(dy, x, counts, biased):
-    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
-    dw, db, (BM, BN, BK) = x.new_empty(E, N, K), x.new_empty(E, N) if biased else None, GROUPED_TILES
-    _grouped_weight_gradient[triton.cdiv(K, BK), triton.cdiv(N, BN), E](
-        dy, x, dw, db, counts, N, K, triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
-    return dw, db
-
-
 def grouped_linear(x, weight, bias, counts):
-    """x A_e^T + b_e for x (R, in), its rows sorted by group e; weight A (E, out, in), bias (E, out) or None: (R, out).
+    """x W_e^T + b_e for x (R, in), its rows sorted by group e; weight W (E, out, in), bias (E, out) or None: (R, out).
 
     counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
     one dtype. Deterministic.
@@ -960,6 +869,19 @@ def matmul(a, b, function=None, tiles=None):
 
 import contextlib
 
+# ------------------------------------------------------------------------------------------------------------- checks
+
+def check_choice(choice):
+    if choice not in ("auto", "torch", "triton"):
+        raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
+    if choice == "triton" and not (HAVE_TRITON and (INTERPRETED or torch.cuda.is_available())):
+        raise ValueError("triton kernels need " + ("a CUDA GPU" if HAVE_TRITON else "the package triton")
+                         + ", or TRITON_INTERPRET=1 to run them slowly on the CPU")
+
+
+CHECKS.append(check_choice)
+
+
 # ------------------------------------------------------------------------------------------------ activations, linear
 #
 # A bias is added in the pass that the activation makes anyway. Its gradient, the sum over the rows of dx, would cost
@@ -1109,6 +1031,93 @@ FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward,
 
 # ----------------------------------------------------------------------------------------------------- grouped product
 #
+# One launch serves all groups if each program finds its own. Each group is cut into tiles of BM rows by itself, so no
+# tile has rows of two groups. At counts 5, 0, 3 and BM = 4:
+#
+#     row        0  1  2  3 | 4           | 5  6  7    |
+#     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
+#
+# E groups have at most ceil(R / BM) + E row tiles, whatever counts says: so many are launched. Tile t belongs to the
+# first group with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product, W's strides swapped. In dW
+# rows are what is summed over: a program owns a tile of one dW_e and walks over e's rows, if any, so that no other
+# row's number, be it NaN, is touched. FLOPs: 2 R in out each, as for one matrix.
+
+@triton.jit
+def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """(group, first row, the group's end) of a row tile. The group is E or more for a surplus tile."""
+    group = tl.arange(0, E_PAD)
+    count = tl.load(counts + group, group < E, 0)
+    tiles = (count + BM - 1) // BM
+    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # so many groups end before this tile
+    start = tl.sum(tl.where(group < e, count, 0), 0)
+    first = start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM
+    return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
+
+
+@triton.jit
+def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_column, E_PAD: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
+    if e >= E:
+        return
+    rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    # Beyond the edges, the last row and the first columns are read again, and never stored.
+    x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
+    weight += e.to(tl.int64) * w_group + (columns % N)[None].to(tl.int64) * w_row
+    weight += ks[:, None] * w_column                                                            # (BK, BN)
+    tile = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        tile = tl.dot(tl.load(x, ks[None] < K - k, 0), tl.load(weight, ks[:, None] < K - k, 0), tile,
+                      input_precision="tf32x3")
+        x += BK
+        weight += BK * w_column
+    if bias is not None:
+        tile += tl.load(bias + e * N + columns, columns < N, 0).to(tl.float32)[None]
+    tl.store(y + rows[:, None] * N + columns[None], tile, (rows[:, None] < end) & (columns[None] < N))
+
+
+@triton.jit
+def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A (BN, BK) tile of dW_e, and where db is wanted, the first program of its rows adds up BN of db_e."""
+    e, group = tl.program_id(2), tl.arange(0, E_PAD)
+    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
+    end = first + tl.load(counts + e)
+    n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK + tl.arange(0, BK)
+    tile, total = tl.zeros((BN, BK), tl.float32), tl.zeros((BN,), tl.float32)
+    for row in range(first, end, BM):
+        rows = row + tl.arange(0, BM)
+        d = tl.load(dy + rows[None] * N + n[:, None], (rows[None] < end) & (n[:, None] < N), 0)     # (BN, BM)
+        v = tl.load(x + rows[:, None] * K + k[None], (rows[:, None] < end) & (k[None] < K), 0)      # (BM, BK)
+        tile = tl.dot(d, v, tile, input_precision="tf32x3")
+        total += tl.sum(d.to(tl.float32), 1)
+    n = n.to(tl.int64)
+    tl.store(dw + (e.to(tl.int64) * N + n)[:, None] * K + k[None], tile, (n[:, None] < N) & (k[None] < K))
+    if db is not None:
+        if tl.program_id(0) == 0:
+            tl.store(db + e * N + n, total, n < N)
+
+
+GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
+
+
+def launch_grouped(x, weight, bias, counts):
+    """weight (E, out, in) of any strides."""
+    x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
+    y, (BM, BN, BK) = x.new_empty(len(x), N), GROUPED_TILES
+    _grouped_product[triton.cdiv(len(x), BM) + E, triton.cdiv(N, BN)](
+        x, weight, bias, y, counts, E, N, K, *weight.stride(), triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
+    return y
+
+
+def launch_grouped_gradients(dy, x, counts, biased):
+    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
+    dw, db, (BM, BN, BK) = x.new_empty(E, N, K), x.new_empty(E, N) if biased else None, GROUPED_TILES
+    _grouped_weight_gradient[triton.cdiv(K, BK), triton.cdiv(N, BN), E](
+        dy, x, dw, db, counts, N, K, triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
+    return dw, db
+
+
 # For 16-bit rows that TMA can address. A group's end is no edge of a tensor, where TMA would stop by itself. So tensors
 # of R rows of `width` are described with two more dimensions: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides
 # (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
@@ -1124,10 +1133,10 @@ FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward,
 #                ours               cuBLAS             _grouped_mm
 #     forward    685 | 644 | 627    695 | 649 | 579    673 | 620 | 585
 #     dx         715 | 720 | 619    728 | 706 | 578    698 | 700 | 610
-#     dA         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
+#     dW         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
 #
 # Slower forward: a tile a program (620 | 598 | 546), stored through pointers (483), 128 x 128 (537), BK = 128 in 2
-# stages (510). Warps that only load gain nothing forward, and Triton 3.6 miscompiles dA with them.
+# stages (510). Warps that only load gain nothing forward, and Triton 3.6 miscompiles dW with them.
 
 @triton.jit
 def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
@@ -1180,7 +1189,7 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
 @triton.jit
 def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
                                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """A (BN, BK) tile of dA_e a program, not persistent: where groups differ in rows, programs differ in work, and the
+    """A (BN, BK) tile of dW_e a program, not persistent: where groups differ in rows, programs differ in work, and the
     hardware starts the next one wherever a multiprocessor gets free."""
     e = tl.program_id(1)
     end = tl.load(ends + e).to(tl.int32)
@@ -1277,7 +1286,16 @@ def check_grouped(x, weight, bias, counts):
 # BM, BN, BK, GROUP, stages
 GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 3)}
 
-FASTER.update({launch_grouped: tuned_grouped, launch_grouped_gradients: tuned_grouped_gradients})
+
+def fast_grouped(x, weight, bias, counts):
+    return (tuned_grouped if on_triton(x) else grouped_reference)(x, weight, bias, counts)
+
+
+def fast_grouped_gradients(dy, x, counts, biased):
+    return (tuned_grouped_gradients if on_triton(x) else grouped_weight_gradients)(dy, x, counts, biased)
+
+
+FASTER.update({grouped_reference: fast_grouped, grouped_weight_gradients: fast_grouped_gradients})
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts

@@ -14,7 +14,7 @@ Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting param
 import functools
 import math
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,13 +23,14 @@ import kernels
 
 ACTIVATIONS = {"gelu": kernels.gelu, "elu": kernels.elu}
 FASTER = {}  # class: a subclass from below the bar that computes the same faster; read when a model is built
+CHECKS = []  # from below the bar: f(config), which raises ValueError for values that are no sizes
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """All sizes of a model, and what follows from them. ValueError for values that are no sizes."""
+    """All sizes of a model, and what follows from them."""
     vocab_size: int = 256
     seq_len: int = 128
     n_layer: int = 4
@@ -44,23 +45,9 @@ class GPTConfig:
     expert_every: int = 1      # of how many blocks the last has experts
 
     def __post_init__(self):
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("inner", "experts") else 1
-            if type(value) is not field.type:  # True is no int here
-                raise ValueError(f"{field.name} {value!r} must be of type {field.type.__name__}")
-            if field.type is int and not least <= value < 2**31:
-                raise ValueError(f"{field.name} {value} must be at least {least} and less than 2^31")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        if self.experts and self.top_k > self.experts:
-            raise ValueError(f"top_k {self.top_k} must be at most the number of experts, {self.experts}")
-        if self.experts and self.expert_every > self.n_layer:
-            raise ValueError(f"expert_every {self.expert_every} must be at most the number of blocks, {self.n_layer}")
-        if not 0 <= self.norm_eps <= 1:
-            raise ValueError(f"norm_eps {self.norm_eps} must be between 0 and 1")
-        object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)
+        for check in CHECKS:
+            check(self)
+        object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)  # the class is frozen
 
     @property
     def head_dim(self):
@@ -95,9 +82,8 @@ class GPTConfig:
 
         6 a parameter that is multiplied, of experts those the token goes through: position embeddings (T C) are only
         added, an embedding that is no head as well is only read. 12 L C T is Q K^T and P V, in full though a causal
-        kernel skips half. PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at most, and comparable with
-        others' figures. Long sequences count the causal half, 6 L C T, because with the full term a fast kernel's MFU
-        would pass 100 %.
+        kernel skips half, as others count, too. PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at
+        most. Longer sequences count the causal half, 6 L C T: with all of it a fast kernel's MFU would pass 100 %.
         """
         read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
         scores = (6 if self.long_sequences else 12) * self.n_layer * self.n_embd * self.seq_len
@@ -117,7 +103,7 @@ PRESETS = {
 # ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
-    """x A^T + b, by `self.linear`, in whose place a zero-bubble pipeline puts one that computes A's gradient later."""
+    """x W^T + b, by `self.linear`, in whose place a zero-bubble pipeline puts one that computes W's gradient later."""
 
     linear = staticmethod(kernels.linear)
 
@@ -175,20 +161,20 @@ class Block(nn.Module):
 
 
 # Mixture of experts: in place of one MLP a block has E, and a router sends each token through k of them. Parameters
-# grow with E, FLOPs with k. A router left alone learns to use few experts. Two older remedies give other results when
-# the same batch is cut into other micro-batches, or over other ranks: an auxiliary loss, because it is a product of two
-# means over the tokens of one of them, and a capacity, because each expert drops the tokens that come after it is full.
-# Here no token is dropped. Each expert has a bias, which is added to its scores when experts are chosen, and not when
-# their outputs are weighed. After a step it falls by `rate` if more than 1/E of the batch's choices fell on the expert;
-# if fewer did, it rises. How many did is a sum of integers, so it is the same in every layout.
+# grow with E, FLOPs with k. A router left alone learns to use few experts. Two older remedies depend on how a batch is
+# cut into micro-batches and over ranks: an auxiliary loss is a product of two means over a part's tokens, and with a
+# capacity each expert drops the tokens that a part has beyond it. Here no token is dropped. Each expert has a bias,
+# which is added to its scores when experts are chosen, and not when their outputs are weighed. After a step it falls
+# by `rate` if more than 1/E of the batch's choices fell on the expert; if fewer did, it rises. How many did is a sum of
+# integers, so it is the same in every layout.
 # Shazeer et al., "Outrageously Large Neural Networks" (2017); Wang et al., "Auxiliary-Loss-Free Load Balancing" (2024);
 # DeepSeek-V3 (2024), section 2.1.2. CS336 lecture 4.
 
 class Router(nn.Module):
     """Chooses k of E experts for each token, and weighs them. In float32, or float64, whatever layers compute in.
 
-    load: int64 (E), how often each expert was chosen since somebody set it to 0. It is counted in backward, once for
-    each forward. So evaluation does not count, and a forward that backward runs again does not count twice.
+    load: int64 (E), how often each expert was chosen since somebody set it to 0. Backward counts, so evaluation does
+    not count, and a forward that backward runs again does not count twice.
     """
 
     def __init__(self, config):
@@ -334,7 +320,7 @@ class GPT(nn.Module):
         """Continue tokens (B, T) by n sampled ones: (B, T + n).
 
         Temperature 0 takes the likeliest token, top_k samples among the k likeliest. Each token runs the whole
-        context again. A cache of keys and values would save this, and take forty lines more.
+        context again, because there is no cache of keys and values.
         """
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         for _ in range(n):
@@ -372,8 +358,8 @@ def initial_value(config, name, shape, seed):
 
 
 def names_of_experts(config, name):
-    """What each expert's part of a stacked parameter is called in files: ["h.0.mlp.experts.0.c_fc.weight", ...]. By
-    these names the parts get their initial values. Empty for other parameters."""
+    """What each expert's part of a stacked parameter is called in files and for its initial values:
+    ["h.0.mlp.experts.0.c_fc.weight", ...]. Empty for other parameters."""
     numbered = name.replace(".experts.", ".experts.{}.")
     return [numbered.format(e) for e in range(config.experts)] if numbered != name else []
 
@@ -419,6 +405,31 @@ import json
 import mmap
 import os
 import struct
+from dataclasses import fields
+
+# --------------------------------------------------------------------------------------------------------- bad sizes
+
+def check_sizes(config):
+    for field in fields(config):
+        value, least = getattr(config, field.name), 0 if field.name in ("inner", "experts") else 1
+        if type(value) is not field.type:  # True is no int here
+            raise ValueError(f"{field.name} {value!r} must be of type {field.type.__name__}")
+        if field.type is int and not least <= value < 2**31:
+            raise ValueError(f"{field.name} {value} must be at least {least} and less than 2^31")
+    if config.n_embd % config.n_head:
+        raise ValueError(f"n_embd {config.n_embd} must be a multiple of n_head {config.n_head}")
+    if config.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {config.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if config.experts and config.top_k > config.experts:
+        raise ValueError(f"top_k {config.top_k} must be at most the number of experts, {config.experts}")
+    if config.experts and config.expert_every > config.n_layer:
+        raise ValueError(f"expert_every {config.expert_every} must be at most the number of blocks, {config.n_layer}")
+    if not 0 <= config.norm_eps <= 1:
+        raise ValueError(f"norm_eps {config.norm_eps} must be between 0 and 1")
+
+
+CHECKS.append(check_sizes)
+
 
 # ------------------------------------------------------------------------------------------------------ fused blocks
 

@@ -1,4 +1,4 @@
-"""Parallel training, applied to a model from outside. In lecture order, each section the previous one plus one idea:
+"""Parallel training, applied to a model from outside. In lecture order, each section adds one idea:
 
     mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
     data        replicas average their gradients: one all-reduce a parameter, then one a bucket
@@ -13,8 +13,8 @@
 
 `python parallel.py data`, `memory`, `tensor`, `context`, `experts` and `pipeline` show six of them on a laptop.
 
-Groups are arguments, never globals; `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any
-nn.Module. The other sections are for the GPT of model.py. What they must tell each other stands on the parameters:
+`group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module, the other sections on the
+GPT of model.py. What sections must tell each other stands on the parameters:
 
     param.split_over    the groups whose ranks hold other parts of the parameter, or the layers of other stages
     param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
@@ -31,7 +31,7 @@ import itertools
 import math
 import weakref
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -68,12 +68,12 @@ class Replaceable:
 def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's group along tp.
 
-    tp is innermost, because tensor-parallel ranks talk in every layer: neighbours share a node. Call it on all ranks,
-    as every function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
+    tp is innermost, because its ranks talk in every layer, and neighbours share a node. Call it on all ranks, as every
+    function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
     """
-    if pp * dp * cp * tp != dist.get_world_size():
-        raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {pp * dp * cp * tp} processes, there are "
-                         f"{dist.get_world_size()}")
+    there, needed = dist.get_world_size(), pp * dp * cp * tp
+    if needed != there:
+        raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {needed} processes, there are {there}")
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
@@ -119,8 +119,8 @@ def groups_of(grids):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """The lecture's data parallelism: after backward, one all-reduce a parameter. It is slow, because every small
-    tensor pays the latency of a collective of its own."""
+    """The lecture's data parallelism: after backward, one all-reduce a parameter. Each tensor, however small, pays the
+    latency of a collective."""
     for param in module.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # else other ranks would hang
@@ -153,16 +153,14 @@ class Bucket:
 
     def overlap(self, param, part):
         """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
-        start = sum(p.numel() for p in self.params[:next(i for i, p in enumerate(self.params) if p is param)])
+        start = sum(p.numel() for p in itertools.takewhile(lambda p: p is not param, self.params))
         low = max(start, part.start)
         high = max(low, min(start + param.numel(), part.stop))
         return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
     def gather_one(self, param, local):
-        """One whole parameter, or its moment. local: this rank's shard of the vector of all. Call it on all ranks.
-
-        Each piece comes from the rank that keeps it, so no more than this one parameter is ever whole.
-        """
+        """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard
+        of the vector of all. Call it on all ranks."""
         whole, width = local.new_empty(param.shape), len(local)
         for rank in range(self.numel // width):  # one turn where nothing is sharded
             there, here = self.overlap(param, slice(rank * width, (rank + 1) * width))
@@ -181,7 +179,7 @@ BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own cho
 
 
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
-    """Parameters in buckets of about `megabytes`, last layers first, the order in which backward finishes gradients.
+    """Parameters in buckets of about `megabytes`, last layers first, because backward computes their gradients first.
 
     All parameters of a bucket have the same dtype, device, `kind`, and groups that they are cut, summed, averaged over.
     """
@@ -209,7 +207,7 @@ class Reducer(Replaceable):
 
     Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
     `bucket.total`, and averages that. Each .grad is then a view of the average. (Below the bar `EarlyReducer` sends a
-    bucket while backward goes on.) reduce_dtype: what travels.
+    bucket while backward goes on.) reduce_dtype: of what is sent.
     """
     no_sync = nullcontext  # goes around every backward but the step's last one; here no backward sends anything
 
@@ -234,26 +232,26 @@ class Reducer(Replaceable):
                 param.grad = None
 
     def total_dtype(self, bucket):
-        return bucket.dtype
+        return bucket.dtype if bucket.shard is None else bucket.shard.dtype
 
     def send(self, bucket):
-        handle, wire, average = self.start(bucket)
+        handle, _, average = self.start(bucket)
         handle.wait()
-        self.arrive(bucket, average)
+        self.store(bucket, average)
 
     def start(self, bucket):
-        """Begin to average a total: (handle, what is sent, what comes); both tensors must live until handle.wait()."""
-        wire = self.wire(bucket)
-        return dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, wire
+        """Begin to average a total: (handle, message, average); both tensors must live until handle.wait()."""
+        message = self.message(bucket)
+        return dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True), message, message
 
-    def wire(self, bucket):
-        """The total in the dtype that travels. The bucket forgets it, so that its memory can go."""
+    def message(self, bucket):
+        """The total, in the dtype that is sent. The bucket forgets it, so that its memory can go."""
         total, bucket.total = bucket.total, None
         if bucket.fed > 1:  # an expert has the gradient of the sum of so many ranks' losses, and wants that of the mean
             total /= bucket.fed
         return total.to(self.reduce_dtype or total.dtype)
 
-    def arrive(self, bucket, average):
+    def store(self, bucket, average):
         """Put an average where the optimizer looks for it."""
         for view, param in zip(bucket.views(average.to(bucket.dtype)), bucket.params):
             param.grad = view
@@ -262,7 +260,7 @@ class Reducer(Replaceable):
 class DDP(Replaceable, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket.
 
-        model = DDP(module, group)                  all take the first rank's parameters and buffers (broadcast)
+        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
@@ -286,8 +284,7 @@ class DDP(Replaceable, nn.Module):
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
-# Adam keeps 8 bytes a parameter beside 4 of gradient and 4 of weight, and in data parallel every rank keeps the same.
-# ZeRO lets each rank keep an Nth. K parameters, float32, bytes a rank:
+# In data parallelism every rank keeps the same. ZeRO lets each keep an Nth. K parameters, float32, Adam; bytes a rank:
 #
 #                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
@@ -296,8 +293,8 @@ class DDP(Replaceable, nn.Module):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
 # Besides, stage 2 has one bucket's whole gradient, stage 3 also one unit's parameters. (The last unit is gathered once,
-# because backward begins with it.) Where nodes are far apart, the n ranks of a node can shard among themselves (hybrid
-# sharding). The table then holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
+# because backward begins with it.) In hybrid sharding the n ranks of a node shard among themselves. The table then
+# holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardReducer(Reducer):
@@ -305,57 +302,39 @@ class ShardReducer(Reducer):
 
     stage 0: all-reduce, in `finish`; the shard is all of the bucket                     2(N-1)/N x K sent a step
     stage 1: reduce-scatter, in `finish`                                                  (N-1)/N x K
-    stage 2: reduce-scatter, when a backward has brought a bucket's last gradient       m (N-1)/N x K
+    stage 2: reduce-scatter, when a backward has computed a bucket's last gradient      m (N-1)/N x K
 
-    When a backward has brought a bucket's last gradient, on_complete(bucket) is called and .grad is emptied into
-    `bucket.total`. That has the shard's dtype, float32 for 16-bit weights, so micro-batches do not add up in 16 bits.
-    Stage 2 sends the bucket at that moment, so no rank keeps a full gradient.
+    A gradient moves into `bucket.total` as soon as a backward has computed it. The total has the shard's dtype, float32
+    for 16-bit weights, so micro-batches do not add up in 16 bits. At stage 2 no rank keeps a full gradient: when a
+    bucket's last one is there, on_complete(bucket) is called, and the bucket is sent.
     """
 
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
         super().__init__(buckets, reduce_dtype)
         self.stage, self.on_complete = stage, on_complete
-        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
         self.missing = {bucket: set(bucket.params) for bucket in buckets}  # whose gradient this backward lacks
-        call_when_gradients_come(self.bucket_of, self.came)
+        call_when_computed(self.bucket_of, self.computed)
 
-    def came(self, param):
+    def computed(self, param):
         bucket = self.bucket_of[param]
-        self.missing[bucket].discard(param)
-        if not self.missing[bucket]:
-            self.missing[bucket] = set(bucket.params)
-            self.complete(bucket)
-
-    def complete(self, bucket):
-        self.on_complete(bucket)
         self.collect(bucket)
-        if self.stage == 2:
+        self.missing[bucket].discard(param)
+        if self.stage == 2 and not self.missing[bucket]:
+            self.missing[bucket] = set(bucket.params)
+            self.on_complete(bucket)
             self.send(bucket)
 
-    @contextmanager
-    def no_sync(self):
-        try:
-            yield
-        finally:
-            for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
-                    self.collect(bucket)
-
-    def total_dtype(self, bucket):
-        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
-
     def start(self, bucket):
-        if bucket.between:
-            self.apart.add(bucket)
         if self.stage == 0:
             return super().start(bucket)
-        wire = self.wire(bucket)
-        average = wire[bucket.own]
+        message = self.message(bucket)
+        average = message[bucket.own]
         if self.stage == 2:
             average = torch.empty_like(average)  # so that the full vector can go
-        return dist.reduce_scatter_tensor(average, wire, dist.ReduceOp.AVG, bucket.group, async_op=True), wire, average
+        handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+        return handle, message, average
 
-    def arrive(self, bucket, average):
+    def store(self, bucket, average):
         if bucket.shard.grad is None:
             bucket.shard.grad = average.to(bucket.shard.dtype)
         else:
@@ -363,7 +342,7 @@ class ShardReducer(Reducer):
 
     def finish(self):
         for bucket in self.buckets:
-            if self.stage < 2 or self.holds(bucket):  # stage 2 has sent what was complete
+            if self.stage < 2 or bucket.total is not None:  # stage 2 has sent what was complete
                 self.collect(bucket)
                 self.send(bucket)
             self.missing[bucket] = set(bucket.params)
@@ -372,18 +351,14 @@ class ShardReducer(Reducer):
     @torch.no_grad()
     def average_between(self):
         """Average shards over `bucket.between`, once a step, however many micro-batches it has."""
-        for bucket in filter(self.apart.__contains__, self.buckets):  # in one order on all ranks
-            wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
-            dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between)
-            bucket.shard.grad.copy_(wire)
-        self.apart.clear()
-
-    def holds(self, bucket):
-        """Whether gradients of this bucket have not been sent yet."""
-        return bucket.total is not None or any(p.grad is not None for p in bucket.params)
+        for bucket in self.buckets:
+            if bucket.between and bucket.shard.grad is not None:
+                message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
+                dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between)
+                bucket.shard.grad.copy_(message)
 
 
-def call_when_gradients_come(params, method):
+def call_when_computed(params, method):
     """Let autograd call method(param) when a backward has added all it has to param.grad."""
     method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
     for param in params:
@@ -402,7 +377,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     compute_dtype: the parameters become bf16 or fp16, and the shards are their float32 masters. reduce_dtype: what
-    gradients travel in. stage=0 shards nothing, and has masters. stage=2: all ranks must use the same parameters in
+    gradients are sent in. stage=0 shards nothing, and has masters. stage=2: all ranks must use the same parameters in
     each backward. between: the ranks that keep the same shard, where `group` is not all replicas.
     """
 
@@ -475,9 +450,9 @@ def is_matrix(param):
 
 
 def make_shard(bucket, sharded):
-    """Make the Parameter that an optimizer steps for a bucket: this rank's Nth of the values; all, if not `sharded`.
+    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
 
-    16-bit values become float32. Returns all values, as the first rank has them; the shard is a view or a float32 copy.
+    Returns all values, as the first rank has them; the shard is a view, or of 16-bit values a float32 copy.
     """
     values, first = bucket.new(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -494,12 +469,12 @@ def make_shard(bucket, sharded):
 class FlatParameter(Replaceable, Bucket):
     """The parameters of one unit of FSDP, of which this rank keeps an Nth, `shard`.
 
-    `weights` is the flat buffer whose views the layers compute with. `free` shrinks its storage to 0 bytes, `gather`
-    refills it. The views stay the same objects, so what autograd saved in forward is right again in backward.
+    Layers compute with views of `weights`, a flat buffer. `free` shrinks its storage to 0 bytes, `gather` refills it.
+    The views stay the same objects, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep the shard, and make parameters that are views of `weights`. Returns {old: new}; none has memory yet."""
+        """Keep the shard alone. Returns {old parameter: new one}, views of `weights` with no memory until `gather`."""
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # so that the other values can go
@@ -550,9 +525,10 @@ class FSDP(Replaceable, nn.Module):
 
     Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
     are all-reduced once a step. A tied parameter stays whole from its first use to its last, a frozen one, once
-    gathered in backward, until `finish_grad_sync`. compute_dtype: what layers compute in, e.g. torch.bfloat16; shards
-    and their gradients keep the module's own dtype. A module on the meta device is never whole anywhere: name its
-    device, and give its values to `load`. All ranks must use the same parameters in each backward. between: as for
+    gathered in backward, until `finish_grad_sync`. All ranks must use the same parameters in each backward.
+
+    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. between: as for
     ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
@@ -624,12 +600,12 @@ class FSDP(Replaceable, nn.Module):
         self.in_backward = False
 
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's flat shards; of 1-D parameters all, in flat vectors."""
+        """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     @torch.no_grad()
     def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps what lies in its shard."""
+        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
         for name, param in self.module.named_parameters():
             flat = self.bucket_of[param]
             there, here = flat.overlap(param, flat.own)
@@ -671,12 +647,13 @@ def tensors_in(value):
 #     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
-# Attention is the same with heads for columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward.
-# (The lecture's code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.) Until
-# backward a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
+# columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward. (The lecture's code all-gathers after
+# every matrix. With B cut by rows, one all-reduce serves two matrices.) Until backward a rank keeps all of X and an Nth
+# of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce, BTC elements: X went into every rank's columns of A, so dX adds up."""
+    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -707,7 +684,7 @@ class ReduceFromGroup(torch.autograd.Function):
 class Cut:
     """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=3 is for the fused q, k, v matrix: each third is cut by itself, so a rank gets its heads of q, of k and of v.
+    parts=3: each third of the fused q, k, v matrix is cut by itself, so a rank gets its heads of q, of k and of v.
     """
 
     def __init__(self, group, dim, parts=1):
@@ -720,6 +697,10 @@ class Cut:
         parts = [part.tensor_split(self.size, self.dim)[rank] for part in full.chunk(self.parts, self.dim)]
         return torch.cat(parts, self.dim)
 
+    def first(self, rows):
+        """The first of so many rows that this rank has."""
+        return self.rank * (rows // self.size) + min(self.rank, rows % self.size)
+
     def gather(self, local, shape):
         """The whole tensor, of `shape`, on every rank of the group."""
         pieces = [self.part(torch.empty(shape, device="meta"), r) for r in range(self.size)]  # each rank's shape
@@ -731,7 +712,7 @@ class Cut:
 
 
 class ColumnParallelLinear(Replaceable, nn.Module):
-    """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), A transposed; bias (out/N)."""
+    """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
     linear = staticmethod(kernels.linear)
 
     def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
@@ -761,14 +742,14 @@ class RowParallelExperts(nn.Module):
     """A RowParallelLinear of each expert, before g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
     (E, out, in/N), bias (E, out/N).
 
-    A token's k experts, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
+    A token's k outputs, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
     """
 
     def __init__(self, layer, group):
         super().__init__()
         cut, out = Cut(group, 1), layer.bias.shape[1]
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
-        first = first_row(out, cut)
+        first = cut.first(out)
         self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
     def forward(self, rows, counts):
@@ -776,8 +757,8 @@ class RowParallelExperts(nn.Module):
 
 
 def between_f_and_g(experts, group, f, g):
-    """Put f before and g after an `Experts`, in place. Its inputs, tokens, choices and weights, all go through f,
-    because each rank has only a term of the weights' gradient, too."""
+    """Put f before and g after an `Experts`, in place. Tokens, choices and weights all go through f, because each rank
+    has only a term of the weights' gradient, too."""
     forward = experts.forward
     experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
     return experts
@@ -790,7 +771,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.g, cut = group, g, Cut(group, 0)
         self.weight = local_parameter(embedding.weight, cut)
-        self.first = first_row(embedding.num_embeddings, cut)
+        self.first = cut.first(embedding.num_embeddings)
 
     def forward(self, tokens):
         local = tokens - self.first
@@ -821,13 +802,8 @@ def cuts(param):
     return getattr(param, "cuts", ())
 
 
-def first_row(rows, cut):
-    """The first of `rows` rows that this rank holds."""
-    return cut.rank * (rows // cut.size) + min(cut.rank, rows % cut.size)
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits (n, V/N), each rank holding its slice of the vocabulary, against targets (n).
+    """Mean cross-entropy of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
 
     loss = log(sum exp z) - z_target: the maximum, the sum of exponentials and the target's logit are all-reduced, 3n
     elements in place of nV. Backward sends nothing: it is softmax minus one-hot, slice by slice.
@@ -855,10 +831,10 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.shape[1] == vocab_size:
         return kernels.cross_entropy(logits, targets)
-    return VocabParallelCrossEntropy.apply(logits, targets, group, first_row(vocab_size, Cut(group, 0)))
+    return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size))
 
 
-GPT2_PLAN = {  # how each layer of a GPT-2 is cut; whatever is not named (layer norms, positions) stays whole
+GPT2_PLAN = {  # how each layer of a GPT-2 is cut; what is not named (layer norms, positions) stays whole
     "wte": VocabParallelEmbedding,
     "attn.c_attn": partial(ColumnParallelLinear, parts=3),
     "attn.c_proj": RowParallelLinear,
@@ -897,11 +873,11 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
-# That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. But A's layer
-# would keep the T tokens that f has gathered, because dA = dY^T X needs them. So it keeps its own T/N and gathers again
-# in backward: a sublayer takes 5 halves of an all-reduce in place of 4. A parameter that sees T/N tokens alone (of a
-# norm, a bias added after g, positions) has these tokens' part of its gradient: the group must add the parts up
-# (`param.sums`).
+# That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
+# the T tokens that f has gathered, because dA = X^T dY needs them. (Below the bar it keeps its own T/N, and gathers in
+# backward, too, so a sublayer takes 5 halves of an all-reduce in place of 4.) A parameter that sees T/N tokens alone
+# (of a norm, a bias added after g, positions) has a part of its gradient: the group must add the parts up, which its
+# `param.sums` says.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -942,35 +918,11 @@ def scattered(x, group):
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
-class GatherThenProduct(torch.autograd.Function):
-    """f, then X A^T + b. Keeps this rank's tokens of X, and gathers the others again in backward.
-
-    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, take=None):
-        ctx.group, ctx.take = group, take
-        ctx.save_for_backward(x, weight)
-        return F.linear(faster(gather_tokens)(x, group), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx = scatter_tokens(dy @ weight, ctx.group) if ctx.needs_input_grad[0] else None
-        rows = gather_tokens(x, ctx.group).flatten(0, -2)
-        return dx, *kernels.weight_gradients(ctx, dy.flatten(0, -2), rows), None, None
-
-
 class GatheringLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear whose product includes f: X (B, T/N, in) -> (B, T, out/N)."""
+    """A ColumnParallelLinear behind this f: X (B, T/N, in) -> (B, T, out/N)."""
 
     def __init__(self, linear, group, parts=1):
-        super().__init__(linear, group, parts, f=lambda x, group: x)
-
-    def linear(self, x, weight, bias=None, take=None):
-        return faster(GatherThenProduct).apply(x, weight, bias, self.group, take)
+        super().__init__(linear, group, parts, f=gathered)
 
 
 GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers stay as they were
@@ -979,13 +931,13 @@ GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers s
     "attn.c_proj": partial(RowParallelLinear, g=scattered),
     "mlp.c_fc": GatheringLinear,
     "mlp.c_proj": partial(RowParallelLinear, g=scattered),
-    "lm_head": partial(ColumnParallelLinear, f=gathered),  # it keeps all of X, as one layer of the model may
+    "lm_head": partial(ColumnParallelLinear, f=gathered),  # it keeps all of X below the bar, too
     "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
 }
 
 
 def sequence_parallel(module, group):
-    """Tensor parallelism of a GPT with tokens cut between its sublayers, in place. N must divide T."""
+    """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
     tensor_parallel(module, group, GPT2_SEQUENCE_PLAN)
     for param in module.parameters():
         if all(cut.group != group for cut in cuts(param)):
@@ -997,19 +949,19 @@ def sequence_parallel(module, group):
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
 #
 # Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at other ranks' tokens. In ring
-# attention queries stay, and keys and values go round, N-1 times to the right. Step s brings the keys of rank r-s.
+# attention queries stay, and keys and values go round, N-1 times to the right. In step s a rank has those of rank r-s.
 # Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores. They are merged
-# into O and L, those of all keys that came before (at first 0 and -inf):
+# into O and L, those of all earlier steps (at first 0 and -inf):
 #
 #     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
 #
 # Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
-# them, and each rank adds its part, until they come home. A rank sends (N-1)/N x 2BTC elements forward, as many
+# them, and each rank adds its part, until they are home. A rank sends (N-1)/N x 2BTC elements forward, as many
 # backward, and as many again of dK and dV, in float32. (With tensor parallelism, C/tp stands for C.)
 #
 # A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
-# 0, while the last rank works in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks have
-# equal work in each step:
+# 0, and the last rank would work in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks
+# have equal work in each step:
 #
 #     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
 #     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
@@ -1017,7 +969,7 @@ def sequence_parallel(module, group):
 #     rank 3           3     4
 #
 # Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
-# ordinary attention for its heads, and a second all-to-all trades back. q, k, v go there and o comes back:
+# ordinary attention for its heads, and a second all-to-all trades back. q, k, v and o make it
 # (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
 # Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
 
@@ -1028,22 +980,22 @@ def own_tokens(tokens, rank, n, kind, device="cpu"):
 
 
 def shift(tensor, group):
-    """Start to send a tensor to the right and to receive the left rank's: (handles, the tensor that comes)."""
+    """Send a tensor to the right rank, and return the left rank's."""
     rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
-    return dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+    for handle in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]):
+        handle.wait()
+    return incoming
 
 
 def going_round(tensor, group):
-    """Yields (rank, its tensor), this rank first, then those to its left. Each travels on while the caller computes."""
-    n = dist.get_world_size(group)
-    for s in range(n):
-        handles, incoming = faster(shift)(tensor, group) if s < n - 1 else ([], None)
-        yield (dist.get_rank(group) - s) % n, tensor
-        for handle in handles:
-            handle.wait()
-        tensor = incoming
+    """Yields (rank, its tensor): this rank's, then in step s that of the rank s to its left."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    yield rank, tensor
+    for s in range(1, n):
+        tensor = shift(tensor, group)
+        yield (rank - s) % n, tensor
 
 
 def seen(rank, other, half):
@@ -1061,7 +1013,7 @@ class RingAttention(torch.autograd.Function):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
         ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
         o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
-        for other, (k, v) in going_round(torch.stack(kv), group):
+        for other, (k, v) in faster(going_round)(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
@@ -1077,8 +1029,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
         (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, handles, dkv = torch.zeros_like(q, dtype=lse.dtype), [], None  # dkv: what came, summed over other ranks
-        for other, (k, v) in going_round(torch.stack(kv), ctx.group):
+        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), 0  # dkv: as received, the sum of other ranks' parts
+        for other, (k, v) in faster(going_round)(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attention_block_backward(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
@@ -1086,15 +1038,10 @@ class RingAttention(torch.autograd.Function):
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
-                own = mine  # the others' parts of this rank's dK and dV come home last
-                continue
-            for handle in handles:
-                handle.wait()
-            handles, dkv = shift(mine if dkv is None else mine + dkv, ctx.group)
-        for handle in handles:
-            handle.wait()
-        own = own if dkv is None else own + dkv
-        return torch.stack([dq, *own]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None             # as qkv
+                own = mine  # the others' parts of this rank's dK and dV are received last
+            else:
+                dkv = shift(mine + dkv, ctx.group)
+        return torch.stack([dq, *(own + dkv)]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None     # as qkv
 
 
 def heads_for_tokens(x, group):
@@ -1144,9 +1091,9 @@ def context_parallel(module, group, kind):
 #     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
 #
 # Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. First the
-# ranks exchange E counts, because each must know how many rows will come. Then there are four exchanges of rows: there
-# and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load is
-# balanced.
+# ranks exchange E counts, because each must know how many rows it will receive. Then there are four exchanges of rows:
+# there and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load
+# is balanced.
 #
 # The same expert lies on dp/N x cp ranks, its copies. Each rank's loss is the mean over its own tokens, and a copy gets
 # the tokens of N ranks, so it has the gradient of a sum of N losses. The gradient of the mean over all ranks is
@@ -1154,32 +1101,33 @@ def context_parallel(module, group, kind):
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def exchange(rows, group, sends, receives):
-    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The first receives[0] that come are rank 0's."""
-    arrived = rows.new_empty(sum(receives), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group)
-    return arrived
+    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The result begins with receives[0] rows of rank
+    0."""
+    incoming = rows.new_empty(sum(receives), rows.shape[1])
+    dist.all_to_all_single(incoming, rows.contiguous(), receives, sends, group)
+    return incoming
 
 
 def visit(mlps, group, rows, counts):
     """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
 
-    mlps: the same of this rank's E/N experts. The CPU must know how many rows travel, so it waits for the GPU.
+    mlps: the same of this rank's E/N experts. The CPU must know how many rows are sent, so it waits for the GPU.
     """
     n = dist.get_world_size(group)
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()                                                    # rows of each rank
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
     y = faster(through_experts)(mlps, Trade.apply(rows, group, there, back), both[1])
     return Trade.apply(y, group, back, there)
 
 
-def through_experts(mlps, rows, coming):
-    """Rows (R, C) by rank of origin and then by expert, coming (N, E/N) of each -> (R, C) in the same order."""
-    expert = torch.arange(coming.shape[1], device=rows.device).repeat(len(coming)).repeat_interleave(
-        coming.flatten(), output_size=len(rows))                                              # of each row
+def through_experts(mlps, rows, counts):
+    """Rows (R, C) by rank of origin and then by expert, counts (N, E/N) of each -> (R, C) in the same order."""
+    expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts)).repeat_interleave(
+        counts.flatten(), output_size=len(rows))                                              # of each row
     order = expert.argsort(stable=True)
-    y = mlps(rows.index_select(0, order), coming.sum(0))
+    y = mlps(rows.index_select(0, order), counts.sum(0))
     return y.index_select(0, order.argsort())
 
 
@@ -1195,8 +1143,8 @@ def expert_parallel(module, group, copies):
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
 #
 # Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule
-# is data: one list of actions a rank, in the order in which that rank runs them. Functions below write lists, `lower`
-# adds the transfers, `check` proves that they can run, and `Pipeline` runs them.
+# is a list of actions for each rank, in the order in which it runs them. Functions below write lists, `lower` adds the
+# transfers, `check` proves that they can run, and `Pipeline` runs them.
 #
 #     F   forward of one micro-batch through one stage
 #     B   backward = I, then W:   I gradient of the input, which the stage before waits for
@@ -1231,10 +1179,10 @@ def take_turns(forwards, ahead, backwards):
 
 
 def one_f_one_b(p, m, v=1):
-    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn.
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
-    So it holds at most p-r activations, whatever m is. A micro-batch goes through p-1-r more ranks and back, and its B
-    ends p-r turns (F + B) after its F began. So p-r micro-batches keep the rank busy.
+    A micro-batch goes through p-1-r more ranks and back, so its B ends p-r turns (F + B) after its F began. So p-r
+    micro-batches keep the rank busy.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
             for r in range(p)]
@@ -1272,7 +1220,7 @@ def stages_of(lists):
 
 
 def needs(action, stages):
-    """The actions whose results an action computes with: of its own stage, and of a neighbour stage."""
+    """The actions whose results an action computes with."""
     kind, s, i = action
     if kind == "F":
         return [Action("F", s - 1, i)] if s else []
@@ -1298,10 +1246,8 @@ class ScheduleError(ValueError):
 
 def walk(lists, ready, stuck):
     """Go through all ranks' lists together. Each turn yields [(rank, action)]: the next action of each rank that is
-    ready(action, done, heads).
-
-    done: the actions of earlier turns; heads: the next of each rank. Raises ScheduleError(stuck) if no rank is ready.
-    """
+    ready(action, done, heads). done: the actions of earlier turns; heads: the next of each rank. Raises
+    ScheduleError(stuck) if no rank is ready."""
     at, done = [0] * len(lists), set()
     while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
         now = [(r, action) for action, r in heads.items() if ready(action, done, heads)]
@@ -1321,11 +1267,9 @@ def in_order(lists):
 
 
 def lower(lists):
-    """Add the transfers: an output that another rank needs is sent as soon as it is made.
-
-    The send is appended to its rank's list and the receive to the other's, before all that the other has still to run.
-    So both ranks see their transfers in the same order, and no two of them wait for each other.
-    """
+    """Add the transfers: an output that another rank needs is sent as soon as it is made. The send is appended to its
+    rank's list, the receive to the other's, before all that the other has still to run. So both see their transfers in
+    the same order, and do not wait for each other."""
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
         lowered[r].append(action)
@@ -1338,11 +1282,9 @@ def lower(lists):
 
 
 def check(lists):
-    """Prove that lowered lists can run: raises ScheduleError where they cannot.
-
-    Each stage runs F and B (or I and W) of each micro-batch once, on its rank, after what they need; each receive has
-    its send; and there is no deadlock even if each send waits for its receive.
-    """
+    """Prove that lowered lists can run: raises ScheduleError unless each stage runs F and B (or F, I and W) of each
+    micro-batch once, on its rank, after what they need, each receive has its send, and there is no deadlock even if
+    each send waits for its receive."""
     p, stages, listed = len(lists), stages_of(lists), set()
     for r, actions in enumerate(lists):
         for i, action in enumerate(actions):
@@ -1373,8 +1315,8 @@ def check(lists):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 class WeightGradients:
-    """Takes the weight gradients of a stage's Linears, dA = dy^T x and db, which no other stage waits for."""
-    put_off = None  # a list: they are appended to it as functions, for a "W" to call; None: they are computed at once
+    """Computes the weight gradients of a stage's Linears, dW = dy^T x and db, which no other stage waits for."""
+    put_off = None  # a list: it gets functions that compute them, for a "W" to call; None: they are computed at once
 
     def take(self, weight, bias, dy, x):
         @torch.no_grad()
@@ -1394,11 +1336,9 @@ class WeightGradients:
 
 
 def split_linears(module):
-    """Let every Linear of the module hand its weight gradients to the WeightGradients that this returns.
-
-    Autograd sees detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and
-    tied weights stay with autograd, in "I".
-    """
+    """Let every Linear of the module leave its weight gradients to the WeightGradients that this returns. Autograd sees
+    detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and tied weights
+    stay with autograd, in "I"."""
     weight_gradients = WeightGradients()
 
     def linear(product, x, weight, bias=None):
@@ -1408,7 +1348,7 @@ def split_linears(module):
     owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
     for layer in module.modules():
         if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
-            layer.linear = partial(linear, layer.linear if isinstance(layer, GatheringLinear) else kernels.Linear.apply)
+            layer.linear = partial(linear, layer.linear)
     return weight_gradients
 
 
@@ -1421,8 +1361,9 @@ def even_pieces(config, stages):
 def pipeline_groups(mesh, around, tied):
     """({(from, to): group of two neighbours}, group of the first and the last rank) of this rank's pipeline.
 
-    from, to: places in the pipeline. Each direction has its own group, so activations and gradients go separate ways.
-    around: the last rank sends to the first one, too. tied: these two keep the same embedding; else they have no group.
+    from, to: places in the pipeline. Each direction has its own group, so that activations and gradients do not wait
+    for each other. around: the last rank sends to the first one, too. tied: these two keep the same embedding; else
+    they have no group.
     """
     p, channels, ends = mesh.shape[0], {}, None
     neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
@@ -1438,7 +1379,7 @@ def pipeline_groups(mesh, around, tied):
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
-    In between it holds the input, and the edge of autograd's graph that the output came from. The output itself may go.
+    In between it holds the input, and the output's edge in autograd's graph. The output itself may go.
     """
 
     def __init__(self, module, loss, weight_gradients):
@@ -1471,8 +1412,8 @@ class Passage:
 class Pipeline(Replaceable):
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
-    stages: {stage: module}, of `count` on all ranks; loss(output, target): the last stage's; dtype, width: of the
-    activations (B, T / cut, width) that pass between stages; channels: of `pipeline_groups`.
+    stages: {stage: module}, of `count` on all ranks. loss(output, target): the last stage's. dtype, width: of what is
+    sent between stages, activations and their gradients (B, T / cut, width). channels: of `pipeline_groups`.
     """
 
     def __init__(self, stages, count, mesh, loss, dtype, width, device, channels, cut=1):
@@ -1508,7 +1449,7 @@ class Pipeline(Replaceable):
     def begin(self, actions, x, y, scale, syncs):
         self.x, self.y, self.scale = x, y, scale / len(x)
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.values = {}    # receive action -> (handle, tensor); the tensor may have been made on this rank
+        self.values = {}  # receive -> (handle, tensor) that it fills, or that a stage here has made for another stage
         self.passages, self.losses, self.sending = {}, [], deque()
         self.syncs, self.last = syncs, {(action.kind, action.stage): action for action in actions}
         if any(action.kind == "I" for action in actions):
@@ -1520,13 +1461,13 @@ class Pipeline(Replaceable):
             self.split, self.weight_gradients = True, {s: split_linears(module) for s, module in self.stages.items()}
 
     def expect(self, receive):
-        """Post the receive of an activation or a gradient. The other end sends in the same order."""
+        """Post a receive into a new buffer, which `take` hands out. The other end sends in the same order."""
         source = other_end(receive).stage % self.p
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.values[receive] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
 
     def take(self, receive):
-        """What a stage computes with: from another rank, or from another stage of this one."""
+        """What a stage computes with, received or made by another stage of this rank."""
         handle, tensor = self.values.pop(receive)
         handle.wait()
         return tensor
@@ -1583,11 +1524,10 @@ def inside(group, groups):
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
-    norm, float64.
+    norm, float64. Call it after finish_grad_sync, on all ranks.
 
-    Call after finish_grad_sync, on all ranks. Every rank adds up the squares of its gradients, each divided by the
-    number of ranks that hold the same one. Then one number is all-reduced over each group in turn, so each element of
-    the model counts once. With dp 2, tp 2, pp 2, ZeRO-1:
+    Every rank adds up the squares of its gradients, each divided by the number of ranks that hold the same one. This
+    number is all-reduced over each group in turn, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
         shard of a matrix of stage 0       dp, tp, pp    1         8 different parts, of stage 0 and of stage 1
@@ -1627,7 +1567,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
                 recompute="none", virtual_stages=1, zero_within=None, sequence=False, context="ring", ep=1):
     """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
 
-    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients travel in float32 or
+    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients are sent in float32 or
     `reduce_dtype`. source(name) gives a parameter's whole initial value; left out, seed and name decide it. zero: the
     ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute: "block" or "attention" is run again
     in backward, not kept. sequence: tp cuts the tokens, too. context: of ATTENTION, for cp. ep: ranks of dp that share
@@ -1655,12 +1595,12 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. ZeRO-3 came in step 4;
-        # ZeRO-1, ZeRO-2 and masters come with the optimizer, in `make_optimizer`.
+        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. (ZeRO-3 stands in step 4,
+        # ZeRO-1 and ZeRO-2 and float32 masters in `make_optimizer`.)
         if zero == 0 and dtype == master and not reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, len(runs), zero, reduce_dtype, sequence, context)
+    return ParallelGPT(config, mesh, groups, device, dtype, stages, runs, zero, reduce_dtype, sequence, context)
 
 
 def make_groups(mesh, zero_within, ep, around, tied):
@@ -1683,8 +1623,7 @@ def cut_layers(model, groups, sequence, context):
     if dist.get_world_size(groups.pp) > 1:
         for name, param in model.named_parameters():
             param.split_over = split_over(param) + (groups.pp,)
-            # A tied weight lies on the first stage and on the last. Both start alike and step alike, because their
-            # gradients are added up.
+            # The first and the last stage have a tied weight. Both start alike and step alike: their gradients add up.
             if model.config.tied and name in ("wte.weight", "lm_head.weight"):
                 param.sums = sums(param) + (groups.ends,)
 
@@ -1697,7 +1636,7 @@ def cut_like(param, whole):
 
 
 def gather_cuts(param, local, shape):
-    """The way back: the whole tensor, of `shape`, on all ranks that the parameter is cut over."""
+    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
     whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
     for cut in cuts(param):
         whole.append(cut.part(whole[-1]))
@@ -1716,20 +1655,20 @@ class ParallelGPT(Replaceable):
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, groups, device, dtype, stages, count, zero, reduce_dtype, sequence, context):
+    def __init__(self, config, mesh, groups, device, dtype, stages, runs, zero, reduce_dtype, sequence, context):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
-        self.stages, self.count, self.zero, self.reduce_dtype = stages, count, zero, reduce_dtype
+        self.stages, self.count, self.zero, self.reduce_dtype = stages, len(runs), zero, reduce_dtype
         vars(self).update(vars(groups))  # self.pp, self.dp, self.replicas, ...
         self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all
         self.counted = [self.replicas, self.pp] + [self.tp] * sequence  # whose ranks have routed different tokens
         self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.p, self.context, self.lists = mesh.shape[0], context, {}
+        self.p, self.context = mesh.shape[0], context
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
-        for stage, pieces in enumerate(faster(even_pieces)(config, count)):
+        for stage, pieces in enumerate(runs):
             model = GPT(config, seed=None, pieces=pieces)
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.pipeline = Pipeline(stages, count, mesh, self.loss, dtype, config.n_embd, torch.device(device),
+        self.pipeline = Pipeline(stages, len(runs), mesh, self.loss, dtype, config.n_embd, torch.device(device),
                                  groups.channels, mesh["tp"].size() if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
@@ -1738,10 +1677,9 @@ class ParallelGPT(Replaceable):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
         groups = []
         for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
-            params = list(model.parameters())
-            groups += [{"params": [p for p in params if is_matrix(p)], "weight_decay": weight_decay},
-                       {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+            for matrix, decay in (True, weight_decay), (False, 0.0):
+                params = [p for p in model.parameters() if is_matrix(p) == matrix]
+                groups += [{"params": params, "weight_decay": decay}] if params else []
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
             self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
             self.params = [p for group in groups for p in group["params"]]
@@ -1755,22 +1693,20 @@ class ParallelGPT(Replaceable):
 
     def actions(self, schedule, m):
         """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
-        if (schedule, m) not in self.lists:
-            if schedule == "forward":
-                lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
-                               for r in range(self.p)])
-            else:
-                lists = lower(SCHEDULES[schedule](self.p, m, self.count // self.p))
-                check(lists)
-            self.lists[schedule, m] = lists[self.mesh.get_coordinate()[0]]
-        return self.lists[schedule, m]
+        if schedule == "forward":
+            lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
+                           for r in range(self.p)])
+        else:
+            lists = lower(SCHEDULES[schedule](self.p, m, self.count // self.p))
+            check(lists)
+        return lists[self.mesh.get_coordinate()[0]]
 
     def loss(self, logits, targets):
         return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: `scale` times the mean over lists of micro-batches x, y (B, T), and
-        over replicas (dp and cp). Returns the mean loss of this rank's own tokens, on every rank of the pipeline."""
+        """One step's gradients, after zero_grad: of `scale` times the mean loss over micro-batches x, y, lists of
+        (B, T), and over replicas. Returns the mean loss of this rank's own tokens, on every rank of the pipeline."""
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, schedule, scale, self.syncs)
@@ -1781,14 +1717,14 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`: a tied embedding's two stages, ranks with T/N tokens. Last, because shards are small."""
+        """Over `param.sums`. Last, because shards are small."""
         for param in self.params:
             for group in sums(param):
                 dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move the routers' biases against the load of the last forward_backward, after the optimizer's step. Returns
+        """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns
         how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
         loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
         for i, router in self.routers.items():
@@ -1833,9 +1769,8 @@ class ParallelGPT(Replaceable):
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Call it on all ranks.
-
-        A rank gathers the bucket's pieces, then the cuts' parts. Then the stage that has them sends to all."""
+        (zeros before its first step); or a buffer. Gathered from the bucket's ranks, then the cuts'; then its stage
+        sends to all. Call it on all ranks."""
         owner, is_buffer = self.owners[name], name in buffers(self.config)
         shape = {**shapes(self.config), **buffers(self.config)}[name]
         dtype = torch.float32 if is_buffer else master_dtype(self.dtype)
@@ -1856,7 +1791,7 @@ class ParallelGPT(Replaceable):
 
     @torch.no_grad()
     def load_state(self, name, key, whole):
-        """The way back: the optimizer keeps under `key` this rank's part of `whole`, of a parameter's shape."""
+        """Let the optimizer keep under `key` this rank's part of `whole`, of a parameter's shape."""
         names = {self.owners[name]: name}
         if self.config.tied and name == "wte.weight":
             names.setdefault(self.count - 1, "lm_head.weight")
@@ -1873,6 +1808,7 @@ import argparse
 import functools
 import os
 import time
+from contextlib import contextmanager
 
 from model import PRESETS, GPTConfig, count_of_each
 
@@ -1900,12 +1836,12 @@ class Early:
         self.next, self.ready = 0, set()  # the bucket that leaves next; those that are complete
         self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # in the step's last backward
 
-    def came(self, param):
+    def computed(self, param):
         bucket = self.bucket_of[param]
         if self.stage < 2 and self.place[bucket] < self.next:
             raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
                                "all but the last one under no_sync(), or zero_grad() of the model")
-        super().came(param)
+        super().computed(param)
         if self.stage < 2 and self.syncing:
             self.waiting[bucket].discard(param)
             if not self.waiting[bucket]:
@@ -1926,7 +1862,7 @@ class Early:
     def collect(self, bucket):
         fresh = bucket.total is None
         if not fresh and all(param.grad is None for param in bucket.params):
-            return  # a complete bucket is emptied when its last gradient comes, and asked again when it leaves
+            return  # a complete bucket is emptied when its last gradient is computed, and asked again when it leaves
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -1948,14 +1884,14 @@ class Early:
     def start(self, bucket):
         if dist.get_world_size(bucket.group) > 1 or bucket.between:
             return super().start(bucket)
-        wire = self.wire(bucket)
-        return SimpleNamespace(wait=lambda: None), wire, wire
+        message = self.message(bucket)
+        return SimpleNamespace(wait=lambda: None), message, message
 
     @torch.no_grad()
     def receive(self):
         bucket, handle, _, average = self.under_way.popleft()
         handle.wait()
-        self.arrive(bucket, average)
+        self.store(bucket, average)
 
     def finish(self):
         while self.next < len(self.buckets):
@@ -1976,15 +1912,55 @@ class Early:
 
 
 class HookedReducer(Reducer):
-    """A Reducer that hears of gradients as they come."""
+    """A Reducer that hears of gradients as they are computed."""
     stage = 0  # ZeRO's
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        call_when_gradients_come(self.bucket_of, self.came)
+        call_when_computed(self.bucket_of, self.computed)
 
-    def came(self, param):
+    def computed(self, param):
         pass
+
+
+class BucketwiseReducer(ShardReducer):
+    """Moves a bucket's gradients into its total together, in few kernels, when a backward has computed the last one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
+
+    def computed(self, param):
+        bucket = self.bucket_of[param]
+        self.missing[bucket].discard(param)
+        if not self.missing[bucket]:
+            self.missing[bucket] = set(bucket.params)
+            self.complete(bucket)
+
+    def complete(self, bucket):
+        self.on_complete(bucket)
+        self.collect(bucket)
+
+    def total_dtype(self, bucket):
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
+
+    @contextmanager
+    def no_sync(self):
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
+                    self.collect(bucket)
+
+    def start(self, bucket):
+        if bucket.between:
+            self.apart.add(bucket)
+        return super().start(bucket)
+
+    def holds(self, bucket):
+        """Whether gradients of this bucket have not been sent yet."""
+        return bucket.total is not None or any(p.grad is not None for p in bucket.params)
 
 
 class EarlyReducer(Early, HookedReducer):
@@ -2000,7 +1976,7 @@ class EarlyReducer(Early, HookedReducer):
                     self.collect(bucket)
 
 
-class EarlyShardReducer(Early, ShardReducer):
+class EarlyShardReducer(Early, BucketwiseReducer):
     """At stage 2 the first micro-batch's average is the shard's .grad from its start on, and fills later."""
 
     def restart(self):
@@ -2009,11 +1985,9 @@ class EarlyShardReducer(Early, ShardReducer):
         self.promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
 
     def complete(self, bucket):
-        if self.stage < 2:
-            return super().complete(bucket)
-        self.on_complete(bucket)
-        self.collect(bucket)
-        self.ready.add(bucket)
+        super().complete(bucket)
+        if self.stage == 2:
+            self.ready.add(bucket)
 
     def leave(self):
         super().leave()
@@ -2033,10 +2007,10 @@ class EarlyShardReducer(Early, ShardReducer):
             raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
                                "model")
 
-    def arrive(self, bucket, average):
+    def store(self, bucket, average):
         self.keeps_promise(bucket)
         if average is not bucket.shard.grad:
-            super().arrive(bucket, average)
+            super().store(bucket, average)
 
     def finish(self):
         while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):
@@ -2050,12 +2024,12 @@ class EarlyShardReducer(Early, ShardReducer):
         """All of them are under way before the first is waited for."""
         waiting = []
         for bucket in filter(self.apart.__contains__, self.buckets):
-            wire = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(wire, dist.ReduceOp.AVG, bucket.between, async_op=True)
-            waiting.append((bucket.shard.grad, wire, handle))
-        for grad, wire, handle in waiting:
+            message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
+            handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
+            waiting.append((bucket.shard.grad, message, handle))
+        for grad, message, handle in waiting:
             handle.wait()
-            grad.copy_(wire)
+            grad.copy_(message)
         self.apart.clear()
 
     def forget(self):
@@ -2232,6 +2206,15 @@ class FetchingFSDP(FSDP):
 class LeanGPT(ParallelGPT):
     """Under kernels.AdamW gradients stay as they are: the kernel scales them as it reads them."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lists = {}  # (schedule, micro-batches) -> this rank's actions
+
+    def actions(self, schedule, m):
+        if (schedule, m) not in self.lists:
+            self.lists[schedule, m] = super().actions(schedule, m)
+        return self.lists[schedule, m]
+
     @torch.no_grad()
     def add_up_gradients(self):
         """Those of a group and a dtype in one message."""
@@ -2291,8 +2274,18 @@ def scatter_in_place(x, group):
     return start_scattering(x, group)[1]
 
 
-class OverlappedProduct(GatherThenProduct):
-    """In backward X is gathered under dY A, and the terms of dX are added up under dY^T X."""
+class RegatheredProduct(torch.autograd.Function):
+    """f, then X W^T + b. Keeps this rank's tokens of X, and gathers the others again in backward, under dY W. The terms
+    of dX are added up under dY^T X.
+
+    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, take=None):
+        ctx.group, ctx.take = group, take
+        ctx.save_for_backward(x, weight)
+        return F.linear(faster(gather_tokens)(x, group), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -2317,18 +2310,38 @@ class FusableColumns(ColumnParallelLinear):
 
 
 class FusableGathering(FusableColumns, GatheringLinear):
-    pass
+    """Its product includes f."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.f = lambda x, group: x
+
+    def linear(self, x, weight, bias=None, take=None):
+        return RegatheredProduct.apply(x, weight, bias, self.group, take)
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
 
-def shift_directly(tensor, group):
-    """`shift` of any strides, where ranks reach each other's memory."""
+def start_shift(tensor, group):
+    """`shift`, under way: (handles, the tensor to be received). Tensors of any strides."""
     link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
-    if not isinstance(link, dist.Direct):
-        return shift(tensor.contiguous(), group)
-    return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
-                     {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+    if isinstance(link, dist.Direct):  # ranks reach each other's memory
+        return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
+                         {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+
+
+def going_round_ahead(tensor, group):
+    """`going_round`, where each tensor travels on while the caller computes."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    for s in range(n):
+        handles, incoming = start_shift(tensor, group) if s < n - 1 else ([], None)
+        yield (rank - s) % n, tensor
+        wait(handles)
+        tensor = incoming
 
 
 class TunedRing(RingAttention):
@@ -2347,7 +2360,7 @@ class TunedRing(RingAttention):
             return RingAttention.forward(ctx, qkv, group)
         qkv = qkv.contiguous()
         q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
-        for other, kv in going_round(qkv[:, :, 1:], group):                                   # (B, T/N, 2, H, D)
+        for other, kv in going_round_ahead(qkv[:, :, 1:], group):                             # (B, T/N, 2, H, D)
             (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
             part, its = kernels.tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
@@ -2365,9 +2378,9 @@ class TunedRing(RingAttention):
             return RingAttention.backward(ctx, do)
         (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
         (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), kernels.aligned(do.transpose(1, 2)), torch.empty_like(lse)
-        grads, came, handles = torch.empty_like(qkv), None, []  # came: dK and dV that have come with the keys
+        grads, dkv, handles = torch.empty_like(qkv), None, []  # dkv: dK and dV received with the keys
         dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
-        for other, kv in going_round(qkv[:, :, 1:], ctx.group):
+        for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
             if other == rank:
                 kernels.tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
                 total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
@@ -2377,15 +2390,15 @@ class TunedRing(RingAttention):
                                                   kv[:, keys])
             kernels.add_rows(total[:, rows], dq_part)
             wait(handles)
-            first = came is None
+            first = dkv is None
             if first:
-                came = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
-                came[:, dkv_part.shape[1]:] = 0
-            kernels.add_rows(came[:, keys], dkv_part, first)
-            handles, came = faster(shift)(came, ctx.group)
+                dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                dkv[:, dkv_part.shape[1]:] = 0
+            kernels.add_rows(dkv[:, keys], dkv_part, first)
+            handles, dkv = start_shift(dkv, ctx.group)
         kernels.tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
         wait(handles)
-        kernels.add_rows(grads[:, :, 1:], came)
+        kernels.add_rows(grads[:, :, 1:], dkv)
         if dist.get_world_size(ctx.group) > 2:
             grads[:, :, 0] = total
         return grads, None
@@ -2573,7 +2586,7 @@ class Totals:
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
-    def add(self, param, a, b=None, overwrite=False, came=True):
+    def add(self, param, a, b=None, overwrite=False, computed=True):
         """A gradient, or the product a b: the product itself adds bf16 products to a float32 total, in one pass."""
         total, beta = self.of[param], 0 if overwrite else 1
         if b is None:
@@ -2582,8 +2595,8 @@ class Totals:
             total.addmm_(a, b, beta=beta)
         else:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
-        if came:
-            self.reducer.came(param)
+        if computed:
+            self.reducer.computed(param)
 
     def forget(self):
         """Drop what recording has left in .grad: views of flat vectors, which would be added to themselves."""
@@ -2850,17 +2863,17 @@ def replay_micro_batches(net):
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
 
-def without_sorting(mlps, rows, coming):
+def without_sorting(mlps, rows, counts):
     """through_experts where kernels put rows in order: where each belongs follows from the counts."""
-    if len(coming) == 1:  # of one rank, so they are in order
-        return mlps(rows, coming[0])
+    if len(counts) == 1:  # of one rank, so they are in order
+        return mlps(rows, counts[0])
     if not kernels.on_triton(rows):
-        return through_experts(mlps, rows, coming)
-    by_expert, by_rank = coming.T.flatten(), coming.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(coming)).T.flatten()              # of what a rank sent
+        return through_experts(mlps, rows, counts)
+    by_expert, by_rank = counts.T.flatten(), counts.flatten()
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # of what a rank sent
     moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
-    return kernels.combine(mlps(kernels.dispatch(rows, places), coming.sum(0)), places)
+    return kernels.combine(mlps(kernels.dispatch(rows, places), counts.sum(0)), places)
 
 
 class Travel(torch.autograd.Function):
@@ -2919,8 +2932,8 @@ def visit_under_own_rows(mlps, group, rows, counts):
     if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
     n, rank, kernels.SPARED = link.size, link.rank, 2
-    dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, coming]).view(2, n, -1)                                       # (2, rank, expert)
+    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()
     first = sum(sends[:rank])                                                                 # for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
@@ -2942,9 +2955,9 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                ShardReducer: EarlyShardReducer, DDP: RestartableDDP, ShardedOptimizer: GuardedOptimizer,
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
-               scatter_tokens: scatter_in_place, GatherThenProduct: OverlappedProduct,
-               ColumnParallelLinear: FusableColumns, GatheringLinear: FusableGathering, shift: shift_directly,
-               RingAttention: TunedRing})
+               scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
+               GatheringLinear: FusableGathering, RingAttention: TunedRing,
+               going_round: going_round_ahead})
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
@@ -3317,8 +3330,8 @@ def demo_experts(arguments):
     dist.print_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
 
     counts = count_of_each(chosen, E)
-    rows, coming = counts.view(N, 2).sum(1), counts.new_empty(N)
-    dist.all_to_all_single(coming, rows)
+    rows, incoming = counts.view(N, 2).sum(1), counts.new_empty(N)
+    dist.all_to_all_single(incoming, rows)
     say("\n           rows for expert" + "".join(f"{e:4}" for e in range(E)) + "    so for rank"
         + "".join(f"{r:4}" for r in range(N)))
     dist.print_in_order(f"  rank {rank:<3}" + 16 * " " + "".join(f"{n:4}" for n in counts) + 15 * " "
@@ -3328,7 +3341,7 @@ def demo_experts(arguments):
     there = traffic_of("all_to_all_single").bytes
     Y_cut.backward(dY[mine])
     back = traffic_of("all_to_all_single").bytes
-    law = 8 * C * (rows.sum() + coming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
+    law = 8 * C * (rows.sum() + incoming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
     errors = [off(Y_cut, Y[mine]), off(x_cut.grad, x.grad[mine])]
     errors.append(max(off(p.grad, q.grad.chunk(N)[rank])
                       for p, q in zip(cut.experts.parameters(), one.experts.parameters())))

@@ -84,7 +84,7 @@ class Flags:
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(DTYPES))
-    reduce_dtype: str = flag("same", "what gradients travel in over dp; same: as they add up", choices=["same", "bf16"])
+    reduce_dtype: str = flag("same", "what replicas send gradients in; same: as they add up", choices=["same", "bf16"])
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper GPUs on, except in fp64", choices=["auto", "torch", "triton"])
@@ -380,7 +380,8 @@ class Run:
 
 def main():
     """Read the command line and train. What stands below the files' bars is reached through these tables alone."""
-    tables = dist.LINKS, dist.PREPARE, kernels.FASTER, model.FASTER, parallel.FASTER, parallel.BUCKET_MB, FASTER
+    tables = [dist.LINKS, dist.PREPARE, kernels.FASTER, kernels.CHECKS, model.FASTER, model.CHECKS, parallel.FASTER,
+              parallel.BUCKET_MB, FASTER]
     for table in tables if "--plain" in sys.argv else ():
         table.clear()
     FASTER.get(Run, Run)(sys.argv[1:]).start()
