@@ -32,6 +32,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -2597,7 +2598,8 @@ def main():
         torch_dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(0)  # everything is written, and now and then a thread that a peer has left aborts Python's own way out
+        if not multiprocessing.parent_process():  # of a rank that was forked, the launcher waits for the result
+            os._exit(0)  # all is written, and now and then a thread that a peer has left aborts Python's own way out
 
 
 if __name__ == "__main__":

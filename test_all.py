@@ -6411,6 +6411,26 @@ def test_readme_command_that_starts_processes_runs(tmp_path, monkeypatch):
         parallel.main()
 
 
+def test_a_command_that_starts_processes_ends(tmp_path):
+    """As a shell runs it: the ranks are copies of the launcher, which waits for what each of them returns."""
+    process = command(sys.executable, "bench.py", "collectives", "--gpus", "2", "--quick", "--only", "barrier")
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0 and re.search(r"\nbarrier +0 +\d+", printed), (printed, errors)
+
+
+def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
+    if sys.platform != "linux":
+        pytest.skip("only Linux says how many threads there are")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "_imported", dist.threads())
+    assert dist.may_fork()
+    with concurrent.futures.ThreadPoolExecutor(1) as one:
+        one.submit(int).result()
+        assert not dist.may_fork()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not dist.may_fork()
+
+
 def readme_code(folder):
     """README's Python as a module that has what parallel.py and kernels.py have."""
     code = "\n\n".join(["from kernels import *", "from parallel import *",

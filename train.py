@@ -1111,7 +1111,7 @@ class WatchedTrainer(Trainer):
             parallel.replay_micro_batches(self.net)
         mixed = self.net.dtype != parallel.master_dtype(self.net.dtype)
         flat = mixed and kernels.on_triton(torch.empty(0, device=self.device))
-        return super().make_optimizer(kernels.AdamW if flat else partial(adamw, fused=self.device.type == "cuda"))
+        return super().make_optimizer(kernels.AdamW if flat else partial(adamw, fused=True))
 
     # the loop
 
