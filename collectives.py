@@ -619,8 +619,8 @@ def destroy_process_group(group=None):
 
 # ============================================================ machinery: the same results, faster or safer ============
 #
-# Links that do what `Link` does, sooner: `PiecewiseLink` (rings in pieces) over gloo and NCCL, `NodeLink` for the GPUs
-# of one node. Then what keeps a run from hanging in silence, and what starts processes. At the end the demo.
+# Faster subclasses of `Link`: `PiecewiseLink` sends rings in pieces, over gloo and NCCL; `NodeLink` serves the GPUs of
+# one node. Then the code that starts processes, and `Watch`, which ends a run that hangs. The demo ends the file.
 
 import contextlib
 import functools
@@ -640,49 +640,51 @@ from concurrent.futures import Future
 
 import kernels
 
-# A ring cuts its chunks into pieces of at most this many bytes. Two or more pieces let one be summed while the next is
-# on the wire; but every message costs a wake-up or a kernel launch, so pieces are large.
+# A ring cuts its chunks into pieces of at most this many bytes, so that it sums one piece while the next is on the
+# wire. Pieces are large because every message costs a wake-up or a kernel launch.
 PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
-# Gloo sends nothing before the receiver has said that its receive is posted, so receives are posted this many messages
+# Gloo sends a message only after the receiver has announced its receive. So receives are posted this many messages
 # early: 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
 RECEIVES_AHEAD = 4
-# Processes of one machine hand messages on through slots of this size. With several, the sender fills one while the
-# receiver empties another. Each costs the sender a call of the system, which may wake the receiver.
+# `Mail` passes messages between processes of one machine through slots of this size. There are several, so that the
+# sender fills one while the receiver empties another. To fill one costs a system call, which may wake the receiver.
 SLOT_BYTES, SLOTS = 1 << 20, 4
-# Up to here a message costs its latency, not its bytes: log2(N) rounds with the whole tensor beat 2(N-1) steps with an
-# Nth. 4 processes on 2 cores: 256 KiB 0.8 ms against the ring's 2.1, 1 MiB 1.8 against 2.9, level at 4 MiB. NCCL
-# between nodes: not measured; with 8 us a message and 45 GB/s a GPU, 16 ranks are level at 4 MiB. Where a switch joins
-# all ranks, one round does: everybody sends everybody all of it (4 H200: 1 MiB 36 us against 40, 4 MiB 79 against 60).
+# Up to so many bytes an all-reduce takes recursive doubling. Small messages cost latency, not bytes, so log2(N) rounds
+# with the whole tensor beat 2(N-1) steps with an Nth. 4 processes on 2 cores: 256 KiB 0.8 ms against the ring's 2.1,
+# 1 MiB 1.8 against 2.9, equal at 4 MiB. NCCL between nodes is not measured: by formula, with 8 us a message and 45 GB/s
+# a GPU, both are equal at 4 MiB among 16 ranks. Where a switch joins all ranks, one round is enough: every rank sends
+# its whole tensor to every other (4 H200s: 1 MiB 36 us against 40 in two halves, 4 MiB 79 against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
-# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of it 25. So an operation called again
-# on the same memory is replayed: up to REPLAY_BYTES, because a graph keeps its receive buffers, and up to REPLAYS
-# different ones a group.
+# On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of the batch 25 us. So an operation
+# that is called again on the same memory is replayed from a graph. Its tensors have at most REPLAY_BYTES, because a
+# graph keeps its receive buffers. A group keeps at most REPLAYS graphs.
 REPLAY_BYTES, REPLAYS = 1 << 28, 512
-# Between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter's
-# into the receiver's window, an all-gather's out of the owner's. Copy engines make them; NCCL's messages are kernels,
-# and take multiprocessors from what computes beside them. Matrix products of 39 ms on 4 H200s took 42 while 2.4 GiB
-# were exchanged by copies, in 11 ms, and 45 while NCCL's messages did it, in 25 (14 when alone).
+# NCCL's messages are kernels, which take multiprocessors from the computation beside them; copy engines take none. So
+# between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter
+# copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix products of 39 ms took 42
+# while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
-# Where the caller waits, an all-to-all's kernel does smaller ones: up to so many bytes. (4 H200s, us: all-to-alls of
-# 16 and 64 MiB 102 and 268; by copies an all-gather of as many bytes 166 and 317, a reduce-scatter 138 and 261.)
+# If the caller waits, nothing computes beside the operation. Then up to so many bytes the all-to-all kernel is faster
+# than copies. (4 H200s, us for 16 and 64 MiB: the kernel 102 and 268; by copies an all-gather 166 and 317, a
+# reduce-scatter 138 and 261.)
 BY_KERNEL = {"all_gather": 1 << 26, "reduce_scatter": 1 << 24}
-# An all-reduce that the caller waits for has no computation to spare: from OPEN_FROM to OPEN_BYTES one kernel that
-# reads and writes all windows beats messages and copies, which start late (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2
-# MiB 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, level at 24 MiB; NCCL's own 28, 59, 95).
+# For the same reason one kernel that reads and writes all windows does an all-reduce that the caller waits for, from
+# OPEN_FROM to OPEN_BYTES. Messages and copies take longer to start (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2 MiB
+# 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, equal at 24 MiB; NCCL's own 28, 59, 95).
 OPEN_FROM, OPEN_BYTES = 1 << 12, 3 << 23
 
 
 # ---------------------------------------------------------------------------------------- the log, progress, lost peers
 
 def traffic_since(before):
-    """What has been added to the log since `before = traffic()`."""
+    """The traffic since `before = traffic()`: operation name -> Traffic."""
     zero = Traffic()
     return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes, t.outside - b.outside)
             for name, t in _traffic.items() for b in [before.get(name, zero)] if t != b}
 
 
 def count_traffic(more, times=1):
-    """Add `more` to the log, `times` times. For recorded graphs: in a replay no Python runs that could count."""
+    """Add `more` to the log, `times` times. Replayed graphs need it, because a replay runs no Python that counts."""
     for name, t in more.items():
         log = _traffic[name]
         log.calls += times * t.calls
@@ -695,7 +697,7 @@ _progress = [0, "starting", 0]
 
 
 def progress(what=None, step=None):
-    """[step, what this process does or did last, how many such things it has done]."""
+    """[step, what this process does or did last, how often that has changed], after setting what is given."""
     if step is not None:
         _progress[0] = step
     if what is not None:
@@ -704,28 +706,28 @@ def progress(what=None, step=None):
 
 
 class PeerError(RuntimeError):
-    """A message that will not come: its sender is gone, or silent for longer than the group's timeout."""
+    """A message cannot come, because its sender is gone or was silent for longer than the group's timeout."""
 
 
 @contextlib.contextmanager
 def lost_peer_named(what):
-    """Where messages inside fail, as they start or in wait(), a PeerError says what they were for."""
+    """If messages inside fail, as they start or in wait(), raise a PeerError that names `what` they were for."""
     try:
         yield
     except RuntimeError as error:
-        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file names and good wishes
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file name and advice
         raise PeerError(f"{what}: {text}") from None
 
 
 def tensors_of(arguments):
-    """[(argument's name, tensor)] of an operation, tensors in lists included."""
+    """[(argument's name, tensor)] of an operation's arguments, tensors in lists included."""
     return [(name, t) for name, value in arguments.items() for t in (value if isinstance(value, list) else [value])
             if isinstance(t, torch.Tensor)]
 
 
 class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
-    name, aside = None, False  # of the operation under way; whether it runs on a stream beside the caller's
+    name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
 
     def run(self, name, operation, arguments, async_op):
         progress(name)
@@ -736,7 +738,7 @@ class Watched(Link):
         return result
 
     def check(self, name, arguments):
-        """Before anything is sent."""
+        """ValueError for wrong arguments, before anything is sent."""
         for argument, t in tensors_of(arguments):
             if t.device.type != self.device:
                 raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
@@ -773,14 +775,14 @@ class Watched(Link):
             return super().post(sends, receives)
 
     def wait(self, handles):
-        """On NCCL the current stream waits, not the CPU."""
+        """Wait for messages. On NCCL the current stream waits, not the CPU."""
         with self.naming():
             for handle in handles:
                 handle.wait()
 
     def close(self):
         if self.backend == "nccl":
-            gc.collect()  # NCCL lets a group go only when all CUDA graphs of its kernels are gone
+            gc.collect()  # NCCL frees a group only when all CUDA graphs of its kernels are gone
 
 
 class WatchedLibrary(Watched, Library):
@@ -788,7 +790,7 @@ class WatchedLibrary(Watched, Library):
 
 
 class Pending(Handle):
-    """An operation under way. `wait()` raises what went wrong in it."""
+    """The handle of an operation under way. `wait()` raises the operation's error."""
 
     def __init__(self, wait, is_completed):
         self.wait, self.is_completed = wait, is_completed
@@ -797,16 +799,18 @@ class Pending(Handle):
 # ------------------------------------------------------------------------------------------------------ rings in pieces
 
 class PiecewiseLink(Watched):
-    """Rings that send a piece while they sum the one before, and recursive doubling up to DOUBLING_BYTES."""
+    """Rings in pieces: a rank sums one piece while the next is on the wire, where in `Link` the wire waits for the sum.
+    It costs more messages. Up to DOUBLING_BYTES an all-reduce takes recursive doubling."""
 
     @property
     def doubling_bytes(self):
-        """Up to here an all-reduce sends the whole tensor in few rounds, beyond it chunks."""
+        """The most bytes of a tensor that an all-reduce sends whole, in few rounds; a larger one goes in chunks."""
         return DOUBLING_BYTES["switched" if isinstance(self, Direct) else self.backend]
 
     def reduce_scatter(self, chunks, result, op):
-        """Partial sums go through the result, so it may not lie over the input, which other steps still read."""
-        if len({*map(len, chunks)}) > 1:  # the result has no room for the partial sums of others
+        """The ring leaves partial sums in `result`. If that lies in the input, which later steps still read, a buffer
+        of K/N elements takes its place."""
+        if len({*map(len, chunks)}) > 1:  # a result that is smaller than another chunk cannot hold its partial sums
             super().reduce_scatter(chunks, result, op)
             return
         if self.size == 1:
@@ -823,7 +827,7 @@ class PiecewiseLink(Watched):
         pieces, in_flight, ahead = self._pieces(chunks)
         order = [piece for s in range(self.size) for piece in pieces[(self.rank - s) % self.size]]
         count = len(pieces[0])
-        self._ring(order[:-count], order[count:], in_flight, ahead)  # what step s received is what step s+1 sends
+        self._ring(order[:-count], order[count:], in_flight, ahead)  # step s+1 sends what step s received
 
     def all_reduce(self, flat, op):
         if flat.nbytes <= self.doubling_bytes or len(flat) < self.size:
@@ -837,11 +841,11 @@ class PiecewiseLink(Watched):
         self.all_gather(chunks)
 
     def _ring_reduce_scatter(self, chunks, results, op):
-        """Sum chunk c over all ranks onto rank c. results[s]: where step s leaves its sums; the last is the answer."""
+        """Sum chunk c over all ranks onto rank c. results[s]: takes the sums of step s; the last one is the answer."""
         pieces, in_flight, ahead = self._pieces(chunks)
         mine = [piece for s in range(self.size - 1) for piece in pieces[(self.rank - 2 - s) % self.size]]
         sums = [piece for result in results for piece in result.tensor_split(len(pieces[0]))]
-        # What step s summed is what step s+1 sends.
+        # Step s+1 sends what step s summed.
         outgoing = [*pieces[(self.rank - 1) % self.size], *sums[:len(mine) - len(pieces[0])]]
         width = max(piece.numel() for piece in mine)
         slots = self.scratch(chunks[0], width * ahead)
@@ -849,7 +853,8 @@ class PiecewiseLink(Watched):
         self._ring(outgoing, incoming, in_flight, ahead, lambda t: COMBINE[op](incoming[t], mine[t], out=sums[t]))
 
     def _pieces(self, chunks):
-        """Cut every chunk into the same number of pieces: [[piece, ...], ...], sends in flight, receives ahead."""
+        """Cut every chunk into equally many pieces. Returns [[piece, ...] of each chunk], how many sends are in flight
+        at once, and how many messages early receives are posted."""
         count = max(1, -(-max(chunk.nbytes for chunk in chunks) // PIECE_BYTES[self.backend]))
         in_flight = min(2, count)
         ahead = in_flight if self.backend == "nccl" else RECEIVES_AHEAD
@@ -858,8 +863,8 @@ class PiecewiseLink(Watched):
     def _ring(self, outgoing, incoming, in_flight, ahead, arrived=lambda t: None):
         """Send outgoing[t] right and receive incoming[t] from the left, for every t; then call arrived(t).
 
-        Send t + in_flight is posted after arrived(t), so it may send what arrived(t) computed; with two in flight, one
-        piece is summed while the next is on the wire. Receives are posted `ahead` messages early.
+        Message t + in_flight is sent after arrived(t), so it may carry what arrived(t) computed. With two in flight,
+        one piece is summed while the next is on the wire. Receives are posted `ahead` messages early.
         """
         right, left, total = (self.rank + 1) % self.size, (self.rank - 1) % self.size, len(outgoing)
         handles = defaultdict(list)
@@ -870,7 +875,7 @@ class PiecewiseLink(Watched):
             s, q = t + in_flight, t + ahead
             send, receive = ([(tensors[i], peer)] if 0 <= i < total else []
                              for tensors, i, peer in ((outgoing, s, right), (incoming, q, left)))
-            if s == q:  # NCCL runs only a batch's messages at the same time
+            if s == q:  # in one batch, because NCCL runs only the messages of a batch at the same time
                 handles[s] = self.post(send, receive)
             else:
                 handles[q] += self.post(receives=receive)
@@ -880,7 +885,7 @@ class PiecewiseLink(Watched):
 # ----------------------------------------------------------------------------------------------------------------- gloo
 
 class Letter(Handle):
-    """A message through Mail. rest: the bytes of it that have not been copied yet."""
+    """The handle of a message through Mail. rest: its bytes that are not copied yet."""
 
     def __init__(self, mail, flat):
         self.mail, self.rest = mail, flat.view(torch.uint8)
@@ -892,29 +897,30 @@ class Letter(Handle):
         self.mail.carry(self)
 
     def cut(self):
-        """The next slot's worth."""
+        """Take the bytes for the next slot off the front of `rest`."""
         part, self.rest = self.rest[:SLOT_BYTES], self.rest[SLOT_BYTES:]
         return part
 
 
 class Mail:
-    """Messages between processes of one machine through memory that they share, without gloo's threads and TCP.
+    """Messages between processes of one machine through shared memory, which spares them gloo's threads and TCP. A
+    message costs a copy into the shared memory and one out of it.
 
-    From each rank to each other lead SLOTS slots of the sender's memory, and a pipe. The sender copies a message, or as
-    much of it as a slot holds, into a slot and writes FULL into the pipe. The receiver copies it out and writes EMPTY
-    into the pipe that leads back: together with a FULL of its own, or when half of the slots wait for it, because every
-    write may wake the other for nothing. Who has nothing to copy sleeps until a pipe says something. When a process
-    dies the system closes its pipes, so nobody waits for it.
+    From each rank to each other there are SLOTS slots in the sender's memory, and a pipe. The sender copies a message,
+    or as much of it as a slot holds, into a slot and writes FULL into the pipe. The receiver copies it out and writes
+    EMPTY into the pipe back to the sender. It does so with its next FULL, or when half of the slots are empty, because
+    every write may wake the sender for nothing. A rank with nothing to copy sleeps until it can read from a pipe. When
+    a process dies, the system closes its pipes, so no rank waits for it.
     """
     timeout = 600  # seconds
     FULL, EMPTY = b"F", b"E"
 
     def __init__(self, link):
-        """What this rank offers to the others, each of which then opens it by its number in this process."""
+        """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them."""
         self.link, self.others = link, [r for r in range(link.size) if r != link.rank]
-        fd = os.memfd_create("mail")  # it has no name and goes with the last process that maps it
+        fd = os.memfd_create("mail")  # a file in memory alone; the system frees it after the last process that maps it
         self.closed_later = [os.fdopen(fd, "r+b", 0)]
-        os.ftruncate(fd, link.size * SLOTS * SLOT_BYTES)  # only pages that somebody writes to take memory
+        os.ftruncate(fd, link.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
         self.mine, ends, self.ears = mmap.mmap(fd, 0), [0] * link.size, {}
         for r in self.others:
             self.ears[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
@@ -925,7 +931,7 @@ class Mail:
         self.offer = [os.getpid(), fd, int.from_bytes(secret, "little", signed=True), *ends]
 
     def open(self, offers):
-        """Open what rank r offers, for every r. Raises OSError or ValueError where it is not there."""
+        """Open every other rank's memory and pipe. OSError or ValueError: one cannot be opened."""
         rank, shape = self.link.rank, (self.link.size, SLOTS, SLOT_BYTES)
         self.mouths, self.to, self.source = {}, {}, {}
         for r in self.others:
@@ -939,8 +945,9 @@ class Mail:
             self.to[r] = itertools.cycle(torch.frombuffer(self.mine, dtype=torch.uint8).view(shape)[r])
             self.source[r] = itertools.cycle(torch.frombuffer(memory, dtype=torch.uint8).view(shape)[rank])
         self.sends, self.receives = ({r: deque() for r in self.others} for _ in range(2))
-        self.empty = dict.fromkeys(self.others, SLOTS)  # slots to rank r that may be filled
-        self.full, self.emptied = dict.fromkeys(self.others, 0), dict.fromkeys(self.others, 0)  # from rank r
+        self.empty = dict.fromkeys(self.others, SLOTS)  # how many slots to rank r are empty
+        # How many slots from rank r are full, and how many are empty but not yet reported to it.
+        self.full, self.emptied = dict.fromkeys(self.others, 0), dict.fromkeys(self.others, 0)
 
     def send(self, flat, peer):
         self.sends[peer].append(letter := Letter(self, flat))
@@ -952,8 +959,8 @@ class Mail:
         return letter
 
     def carry(self, letter):
-        """Copy, and sleep, until this message is through. Meanwhile all others go on, so that no two ranks that wait
-        for each other's slots stop."""
+        """Copy and sleep until this message is through. Other messages are copied, too: if each of two ranks served one
+        message alone, both could wait for ever for the other to empty a slot."""
         while True:
             for r in self.others:
                 self._copy(r)
@@ -982,11 +989,11 @@ class Mail:
 
     def _say(self, r, what):
         what, self.emptied[r] = what + self.EMPTY * self.emptied[r], 0
-        with contextlib.suppress(BrokenPipeError):  # rank r has gone; who waits for it learns that from its own pipe
+        with contextlib.suppress(BrokenPipeError):  # rank r is gone; `_listen` says so to those who wait for it
             self.mouths[r].write(what)
 
     def _listen(self):
-        """Sleep until one of those for whom something is under way says something."""
+        """Sleep until a rank with which a message is under way writes into its pipe, and count the slots it reports."""
         poll, of = select.poll(), {}
         for r in self.others:
             if self.sends[r] or self.receives[r]:
@@ -1008,7 +1015,7 @@ class Mail:
 
 
 def make_mail(link):
-    """Mail for this group, None where its processes cannot open each other's memory. Call it on all ranks."""
+    """Mail for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
     if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":
         return None
     mail, row = None, [0] * (3 + link.size)
@@ -1025,7 +1032,7 @@ def make_mail(link):
     torch_dist.all_reduce(opened, ReduceOp.MIN, link.group)
     if not opened:
         return None
-    for file in mail.closed_later:  # so that each pipe's end is open in one process alone
+    for file in mail.closed_later:  # a dead sender closes a pipe only if no other process has its write end open
         file.close()
     return mail
 
@@ -1035,11 +1042,12 @@ class GlooLink(PiecewiseLink):
 
     def __init__(self, group):
         super().__init__(group)
-        self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # said, for the default device may be a GPU
+        self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # named, because the default device may be a GPU
         self.mail = self._jobs = self._last = None
 
     def scratch(self, like, count):
-        """One buffer for all operations, which run one after the other: a fresh one costs a page fault every 4 KiB."""
+        """One buffer serves all operations, because they run one after the other. A new one would cost a page fault
+        every 4 KiB."""
         if self.room.numel() < count * like.element_size():
             self.room = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
         return self.room[:count * like.element_size()].view(like.dtype)
@@ -1063,7 +1071,7 @@ class GlooLink(PiecewiseLink):
     def run(self, name, operation, arguments, async_op):
         if not async_op and (self._last is None or self._last.is_completed()):
             return self._run(name, operation, arguments)
-        # It queues behind those under way: every rank runs them in the same order.
+        # Queue behind the operations under way, because every rank must run them in the same order.
         self._last = self._enqueue(functools.partial(self._run, name, operation, arguments))
         return self._last if async_op else self._last.wait()
 
@@ -1076,7 +1084,7 @@ class GlooLink(PiecewiseLink):
     def close(self):
         if self._jobs:
             self._jobs.put(None)
-            self._worker.join(2)  # because a daemon thread that the interpreter ends inside of C++ ends the process
+            self._worker.join(2)  # a daemon thread that is inside C++ when Python exits would abort the process
         if self.mail:
             self.mail.close()
         super().close()
@@ -1097,11 +1105,11 @@ class GlooLink(PiecewiseLink):
                 future.set_result(body())
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 future.set_exception(error)
-            future = body = None  # or its tensors would live until the next operation
+            future = body = None  # else they would keep this operation's tensors until the next one
 
 
 def scratches():
-    """The buffers that gloo groups keep for what arrives."""
+    """The receive buffers that gloo groups keep."""
     return [link.room for links in _links.values() for link in links.values() if isinstance(link, GlooLink)]
 
 
@@ -1109,14 +1117,16 @@ def scratches():
 
 @functools.cache
 def _recording_stream(device):
-    """One for all recordings, because graphs that share a pool can reuse its memory only on one stream."""
+    """One stream for all recordings, because graphs that share a pool can reuse its memory only on one stream."""
     return torch.cuda.Stream(device)
 
 
 class RecordedGraph:
-    """What `body()` does on the GPU, recorded as a CUDA graph, and what it sends. Recording runs nothing.
+    """The GPU's work in `body()` as a CUDA graph, so that a replay spares the CPU the launches. Recording runs nothing.
+    A graph works on the memory of its recording alone, and keeps that memory.
 
-    result: what body() returned, tensors that each replay fills. pool: that of graphs which never run at the same time.
+    result: the tensors that body() returned; each replay fills them. sends: a replay's traffic. pool: the memory pool
+    of graphs that never run at the same time as this one.
     """
 
     def __init__(self, body, pool=None):
@@ -1129,7 +1139,7 @@ class RecordedGraph:
             finally:
                 self.graph.capture_end()
         self.pool, self.sends = self.graph.pool(), traffic_since(before)
-        count_traffic(self.sends, -1)  # recording has counted messages, but sent none
+        count_traffic(self.sends, -1)  # recording has counted messages that it did not send
 
     def replay(self):
         self.graph.replay()
@@ -1137,10 +1147,11 @@ class RecordedGraph:
 
 
 def make_room():
-    """Before recordings that need much memory: no kernel runs, and PyTorch's unused memory goes back to the driver,
-    because graphs have memory of their own, and while one is recorded nothing can be given back.
+    """Call before recordings that need much memory. It waits for all kernels and gives PyTorch's unused memory back to
+    the driver, because graphs have memory of their own, and none can be given back while one is recorded.
 
-    Cycles go first: recomputation leaves some, and autograd's nodes in them would bring their stream into a recording.
+    Garbage is collected first, because recomputation leaves cycles, and the autograd nodes in them would bring their
+    stream into a recording.
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -1155,9 +1166,11 @@ def memory_given_back():
 
 
 class Replays:
-    """Graphs of one group's operations. The third call on the same memory records one and replays it.
+    """Replays a group's operations from CUDA graphs, because to issue their messages costs the CPU longer than a replay
+    (REPLAY_BYTES has the figures). Each graph keeps its receive buffers.
 
-    The first two calls connect the ranks, and show that the same addresses recur, as those of buckets do.
+    The third call on the same memory records a graph and replays it. The first two calls connect the ranks, and show
+    that the same addresses recur, as those of buckets do.
     """
 
     def __init__(self):
@@ -1165,12 +1178,12 @@ class Replays:
         self.copies = False  # whether the operation under way copies between GPUs
 
     def run(self, key, body):
-        """Run or replay body(). key: (operation, whether beside the caller, ..., the memory it is on)."""
-        if torch.cuda.is_current_stream_capturing():  # somebody records what this is part of
+        """Run or replay body(). key: (operation, whether it runs beside the caller, ..., the memory that it uses)."""
+        if torch.cuda.is_current_stream_capturing():  # the caller records a larger graph, which takes this in
             body()
             return
         graph = self.graphs.get(key)
-        if graph and graph.memory is not None and graph.memory != memory_given_back():  # slow to find out
+        if graph and graph.memory is not None and graph.memory != memory_given_back():  # a slow call, so it comes last
             del self.graphs[key]
         if self.calls.get(key) == 2:
             del self.calls[key]
@@ -1180,13 +1193,13 @@ class Replays:
             return
         body()
         if len(self.calls) + len(self.graphs) >= REPLAYS and key not in self.calls:
-            self.calls.clear()  # what did not come a third time makes room
+            self.calls.clear()  # forget operations that have not come a third time
         if key in self.calls or len(self.graphs) < REPLAYS:
             self.calls[key] = self.calls.get(key, 0) + 1
 
     def _record(self, key, body):
-        # What a graph allocates is free again at its end, so all graphs of a stream share a pool, as they run one after
-        # the other. A pool that has lost its last graph takes no other.
+        # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
+        # pool. It is taken from a graph that still exists, because a pool whose last graph is gone takes no other.
         pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
         self.copies = False
         self.graphs[key] = RecordedGraph(body, pool)
@@ -1195,7 +1208,7 @@ class Replays:
 
 # ----------------------------------------------------------------------------------------------------------------- NCCL
 
-REPLAYED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"  # what training does step after step
+REPLAYED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"  # training repeats these in every step
 
 
 class NcclLink(PiecewiseLink):
@@ -1213,14 +1226,15 @@ class NcclLink(PiecewiseLink):
             operation = lambda link: link.replays.run(key, body)  # noqa: E731
         if not async_op:
             return super().run(name, operation, arguments, False)
-        # A side stream: kernels and copies wait for what the caller has queued so far, and for nothing it queues after.
-        # Its barriers go before the rest of a kernel that fills the GPU: else they would wait for that kernel's end.
+        # A side stream waits for the work that the caller has queued so far, and for none that it queues later. Its
+        # priority is high, because its barriers would else wait for the end of a kernel that fills the GPU.
         self._stream = self._stream or torch.cuda.Stream(priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             super().run(name, operation, arguments, False)
             done = self._stream.record_event()
-        if torch.cuda.is_current_stream_capturing():  # a recording uses no memory again that has met record_stream
+        if torch.cuda.is_current_stream_capturing():
+            # The handle keeps the tensors, because a recording could not reuse their memory after record_stream.
             return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done), done.query)
         for t in tensors:
             t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done
@@ -1233,16 +1247,18 @@ class NcclLink(PiecewiseLink):
 
 # ----------------------------------------------------------------------------------------------------- GPUs of one node
 
-FREE, ARRIVED = 1, 2  # channels of signals; barriers use 0
+FREE, ARRIVED = 1, 2  # channels of the signals between two ranks; barriers use channel 0
 
 
 class Window:
-    """Memory of each GPU of a group that all of them write to and read from: a message is a copy or a kernel's access.
+    """Memory on each GPU that all GPUs of the group read and write, so that copy engines can carry messages and take no
+    multiprocessor from the computation. It costs its size on every GPU, and barriers in most operations.
 
-    Copies and barriers are work of a stream, like kernels: what was copied before a barrier is there after it, on every
-    rank. At the end of each operation nobody touches another's window any more.
+    A message is a copy, or an access of a kernel. Copies and barriers are work of a stream, like kernels: bytes that
+    were copied before a barrier have arrived after it, on every rank. When an operation ends, no rank accesses another
+    rank's window any more.
     """
-    made = 0  # by this process
+    made = 0  # windows that this process has made
     timeout = 600
 
     def __init__(self, link, mine):
@@ -1251,11 +1267,11 @@ class Window:
         self.handle = symmetric_memory.rendezvous(mine, link.group)
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
-        self.floats = mine[:4].view(torch.float32)  # for kernels.on_triton
+        self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
         self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
 
     def copy(self, to, source):
-        """By a copy engine. A recorded one is for the memory of its recording alone."""
+        """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
         self.link.replays.copies = True
         to.copy_(source)
 
@@ -1264,13 +1280,14 @@ class Window:
         self.handle.barrier(timeout_ms=1000 * (self.timeout + 60))
 
     def open(self, flat):
-        """Lay `flat` where all can read and write it, until the next barrier; returns what each rank has laid there."""
+        """Copy `flat` into my window, where all ranks can read and write it until the next barrier. Returns the tensors
+        that all ranks have put there."""
         _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def scatter(self, parts):
-        """Write parts[r] into rank r's window; returns what came here, one (n) a rank, of this rank its own part."""
+        """Write parts[r] into rank r's window. Returns the N parts (n) for this rank, its own included."""
         self.barrier()  # all ranks have finished reading their window's old contents
         for r in self.others:
             start = self.link.rank * parts[r].nbytes
@@ -1291,7 +1308,8 @@ class Window:
         self.barrier()
 
     def all_reduce(self, parts, op):
-        """`scatter`, and `gather` of sums that are written where the others fetch them, behind the N parts."""
+        """`scatter` the parts, sum them, and `gather` the sums. A rank writes its sum into its window, behind the N
+        parts, and the others fetch it there."""
         def place(r):
             return self.of[r][len(parts) * parts[r].nbytes:][:parts[r].nbytes].view(parts[r].dtype)
 
@@ -1304,7 +1322,7 @@ class Window:
         self.barrier()
 
     def gather_rows(self, whole, own):
-        """Copy `own` of rank r, (B, ...), to whole[r], for every r. Rows of `whole` (N, B, ...) may lie apart."""
+        """Copy `own` (B, ...) of rank r to whole[r], for every r. Rows of `whole` (N, B, ...) may have gaps between."""
         tensors = self.open(own.view(-1))
         whole[self.link.rank].copy_(own)
         for r in self.others:
@@ -1314,7 +1332,7 @@ class Window:
         self.barrier()
 
     def scatter_rows(self, parts):
-        """`scatter` of parts (N, B, ...) whose rows may lie apart: what came here, (B, ...) of each rank."""
+        """`scatter` of parts (N, B, ...) whose rows may have gaps between. Returns [(B, ...) from each rank]."""
         def of_rank(window, r):
             return window[r * own.nbytes:(r + 1) * own.nbytes].view(own.dtype).view(own.shape)
 
@@ -1328,18 +1346,18 @@ class Window:
         return [own if r == self.link.rank else of_rank(self.mine, r) for r in range(len(parts))]
 
     def shift(self, outgoing, incoming):
-        """Copy what the left rank sends out of its window."""
+        """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
         self.copy(incoming, self.open(outgoing)[self.link.rank - 1])
         self.link.log.count(outgoing)
         self.barrier()
 
     def all_to_all(self, outgoing, incoming):
-        """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each.
+        """Send outgoing[r] to every rank r, and put what rank r sends into incoming[r]; each is (address, bytes).
 
-        One kernel, without barriers: each two ranks count between them what has arrived and what was taken, so that
-        none needs the sizes of other pairs, and messages larger than the window go through it in pieces. It takes
-        multiprocessors, as copies would not, but who exchanges tokens has nothing to compute meanwhile. (2 H200s, us,
-        NCCL's beside: 1 KiB to 4 MiB 19 | 23, 16 MiB 35 | 54, 64 MiB 113 | 139, 1 GiB 1605 | 1627.)
+        One kernel does it without barriers. Every two ranks count what has arrived between them and what was taken, so
+        no rank needs the sizes of other pairs, and a message larger than the window goes through it in pieces. The
+        kernel takes multiprocessors, as copies would not, but a rank that exchanges tokens has nothing else to compute.
+        (2 H200s, us, ours | NCCL: 1 KiB to 4 MiB 19 | 23, 16 MiB 35 | 54, 64 MiB 113 | 139, 1 GiB 1605 | 1627.)
         """
         self.kernel(outgoing, incoming)
         for r in self.others:
@@ -1348,8 +1366,9 @@ class Window:
                 self.link.log.bytes += outgoing[r][1]
 
     def all_to_all_by_copies(self, outgoing, incoming):
-        """The same of flat tensors, but for my own block, by copy engines. Each sender has a slot in the receiver's
-        window. A larger block takes several turns: the receiver signals FREE when it has copied the slot out."""
+        """An all-to-all of flat tensors by copy engines, without my own block. Each sender has a slot in the receiver's
+        window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
+        which the receiver signals FREE when it has copied the slot out."""
         slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (self.timeout + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
@@ -1373,9 +1392,9 @@ class Window:
 def make_window(link, nbytes):
     """A Window for this group. Call it on all ranks; all get None if any GPU cannot reach another or has no room.
 
-    They also get None where ranks have made different numbers of windows, as those of a pipeline's first and last stage
-    have with one of their own for the tied embedding. Ranks meet under a number that each process counts for itself
-    (PyTorch up to 2.13 at least), so they would wait for each other for ever.
+    They also get None if they have made different numbers of windows, as the ranks of a pipeline's first and last stage
+    have, which share one for the tied embedding. PyTorch (up to 2.13 at least) lets ranks meet under the number of
+    windows that each has made, so ranks with different numbers would wait for each other for ever.
     """
     def agreed(*numbers):
         numbers = torch.tensor(numbers, dtype=torch.int64, device="cuda")
@@ -1399,7 +1418,8 @@ def make_window(link, nbytes):
 
 
 def _in_step(chunks, nbytes):
-    """Chunks cut into parts of at most `nbytes`; every rank gets as many, some are empty."""
+    """For each turn, [the part of each chunk], at most `nbytes` each. All ranks take equally many turns, so that their
+    barriers match; some parts are empty."""
     n = nbytes // chunks[0].itemsize
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
@@ -1407,11 +1427,12 @@ def _in_step(chunks, nbytes):
 def _by_kernel(tensor):
     """Whether kernels.py sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
-        kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # the kernel takes float64, too
+        kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # as float32, because sum_rows takes float64, too
 
 
 def _copy(window, to, source):
-    """Of a GPU's own memory: by a kernel, so that its recording is good for any memory at that address."""
+    """Copy within a GPU's memory, by a kernel where there is one: a graph that has recorded the kernel works on any
+    memory at that address, and one that has recorded a copy engine does not."""
     if _by_kernel(source):
         kernels.sum_rows([source], [to], False)
     else:
@@ -1419,7 +1440,7 @@ def _copy(window, to, source):
 
 
 def _sum_rows(rows, results, op):
-    """Combine rows, N tensors (n), into each of `results`; 16-bit sums in float32."""
+    """Combine `rows`, N tensors (n), into each of `results`. 16-bit rows are summed in float32."""
     if op in (ReduceOp.SUM, ReduceOp.AVG) and _by_kernel(rows[0]):
         kernels.sum_rows(rows, results, op == ReduceOp.AVG)
         return
@@ -1431,21 +1452,23 @@ def _sum_rows(rows, results, op):
 
 
 class Direct:
-    """Algorithms for ranks that a switch joins at full speed, every two of them. No rank needs to pass chunks on.
+    """Algorithms for ranks of which a switch joins every two at full speed, so that no rank need pass chunks on.
 
-    Rank r hands chunk c straight to rank c, for all c at once, and sums what it is handed. The ring's bytes in one
-    round instead of N-1 steps, and one sum over N rows, in float32 where they have 16 bits; it costs room for N chunks.
-    Between nodes the ring is better, because only two ranks of a node then talk outside. Large chunks go through
-    windows: summed where others wrote them, gathered from where their owners keep them. An all-reduce that the caller
-    waits for is one kernel over everybody's window, and so are an all-to-all and small gathers and reduce-scatters.
+    Rank r sends chunk c straight to rank c, for all c at once, and sums the chunks that it receives. This sends the
+    ring's bytes in one round instead of N-1 steps, and sums N rows at once, in float32 if they have 16 bits. It costs
+    room for N chunks. Between nodes the ring is better, because there one rank of a node sends out of it, not all.
+    Large chunks go through windows: they are summed where others wrote them, and gathered from their owners' windows.
+    If the caller waits, one kernel over all windows does an all-reduce, an all-to-all, or a small all-gather or
+    reduce-scatter.
     """
 
     def window(self, nbytes):
-        """No memory is shared here: NodeLink has some."""
+        """None, because this class shares no memory; `NodeLink` does."""
         return None
 
     def open_from(self):
-        """From so many bytes on, up to OPEN_BYTES, waited all-reduces go through the window. Call on all ranks."""
+        """All-reduces that the caller waits for go through the window from so many bytes on, up to OPEN_BYTES. Call on
+        all ranks."""
         self.aside = False
         return OPEN_FROM if self.window(OPEN_BYTES) else 1 << 62
 
@@ -1463,18 +1486,19 @@ class Direct:
             self.all_gather(chunks)
 
     def _open_all_reduce(self, window, flat, chunks, op):
-        """Everybody's tensor lies open: rank r combines chunk r of all, and writes it into all. chunks: of flat."""
+        """All tensors lie in windows: rank r combines chunk r of all of them and writes the result into all of them.
+        chunks: those of `flat`."""
         tensors = window.open(flat)
         rows = [tensor.tensor_split(self.size)[self.rank] for tensor in tensors]
         _sum_rows(rows, rows, op)
         window.barrier()
         _copy(window, flat, tensors[self.rank])
-        for r in window.others:  # who reads its chunk of mine, and whom I write mine
+        for r in window.others:  # it has read its chunk of my tensor, and I have written my chunk into its tensor
             self.log.count(chunks[r])
             self.log.count(chunks[self.rank])
 
     def window_for_copies(self, name, chunks):
-        """The window through which copies do an operation on N chunks, or None where something else is faster."""
+        """The window through which copies do an operation on N chunks, or None if messages or a kernel are faster."""
         nbytes = sum(chunk.nbytes for chunk in chunks)
         by_kernel = not self.aside and nbytes <= BY_KERNEL[name] and (
             kernels.on_triton(chunks[0].new_empty(0, dtype=torch.float32)))
@@ -1499,8 +1523,8 @@ class Direct:
             self._swap([chunks[self.rank]] * self.size, chunks)
 
     def shift(self, outgoing, incoming):
-        """Send a flat tensor to the right and receive the left one's. Between GPUs copy engines do it, which take no
-        multiprocessor from what computes beside them."""
+        """Send a flat tensor to the right rank and receive the left rank's. Between GPUs copy engines do it, because
+        they take no multiprocessor from the computation beside them."""
         if window := self.window(WINDOW_BYTES):
             for out, into in _in_step([outgoing, incoming], WINDOW_BYTES):
                 window.shift(out, into)
@@ -1517,9 +1541,10 @@ class Direct:
             self._swap(outgoing, incoming)
 
     def _by_one_kernel(self, outgoing, incoming, own):
-        """Do an all-to-all that the caller waits for through windows, `own` block included or not; False if none can be
-        shared."""
-        able = not self.aside and kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))  # it takes any dtype
+        """Do an all-to-all by one kernel, with my own block if `own`. Returns False, and does nothing, if the caller
+        does not wait or no window can be had."""
+        # The kernel takes any dtype, so on_triton is asked about float32.
+        able = not self.aside and kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))
         window = able and self.window(kernels.all_to_all_bytes(self.size))
         if window:
             window.all_to_all(*([(t.data_ptr(), t.nbytes * (own or r != self.rank)) for r, t in enumerate(tensors)]
@@ -1528,25 +1553,25 @@ class Direct:
         return bool(window)
 
     def _swap(self, outgoing, incoming):
-        """An all-to-all between others: one kernel, or messages, all at once."""
+        """An all-to-all without my own block, by one kernel or by messages that are all sent at once."""
         if not self._by_one_kernel(outgoing, incoming, own=False):
             others = [r for r in range(self.size) if r != self.rank]
             self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
 
 
-# Rows of a tensor that lie apart in memory are copied one by one if they have as many bytes; a copy costs 2 us.
+# Rows with gaps between them are copied one by one if each has at least so many bytes, because a copy costs 2 us.
 ROW_BYTES = 1 << 20
 BY_ROWS = {"all_gather_into_tensor": ("output_tensor", "input_tensor"), "reduce_scatter_tensor": ("input", "output")}
 
 
 def row_bytes(group):
-    """From so many bytes a row on, this group gathers (B, ...) into (N, B, ...) whose rows lie apart, and
-    reduce-scatters back, without a copy of its own before or after."""
+    """The fewest bytes of a row from which this group gathers (B, ...) into an (N, B, ...) with gaps between its rows,
+    and reduce-scatters back, without first making it contiguous."""
     return ROW_BYTES if isinstance(link_of(group), NodeLink) else float("inf")
 
 
 class NodeLink(Direct, NcclLink):
-    """GPUs of one node, taken to be joined by a switch."""
+    """GPUs of one node. It assumes that a switch joins them."""
 
     def __init__(self, group):
         super().__init__(group)
@@ -1564,12 +1589,12 @@ class NodeLink(Direct, NcclLink):
         return super().run(name, operation, arguments, async_op)
 
     def window_for_copies(self, name, chunks):
-        self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # of this rank's own part, at least
+        self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # at least of its own part
         return super().window_for_copies(name, chunks)
 
     def by_rows(self, flat, whole, own, op):
-        """Gather own (B, ...) into whole (N, B, ...), or, with an op, reduce-scatter back. flat: what does it without a
-        window."""
+        """Gather own (B, ...) into whole (N, B, ...), or, with an op, reduce-scatter back. flat: the operation that
+        does it without a window."""
         window = self.window(WINDOW_BYTES)
         if window is None:
             return flat(self)
@@ -1582,19 +1607,19 @@ class NodeLink(Direct, NcclLink):
                 _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
 
     def window(self, nbytes):
-        """The Window of `nbytes` for the operation under way, or None: isend and irecv do it. Operations beside the
-        caller have their own, because two that run at a time would write over each other."""
+        """The Window of `nbytes` for the operation under way, or None if it must use messages. Operations beside the
+        caller have a window of their own, because two operations at a time would overwrite each other's bytes."""
         key = nbytes, self.aside
         if self.size == 1:
             return None
         if key not in self._windows and not torch.cuda.is_current_stream_capturing():
-            self._windows[key] = make_window(self, nbytes)  # all ranks do it together, which cannot be recorded
+            self._windows[key] = make_window(self, nbytes)  # all ranks make it together, which cannot be recorded
         return self._windows.get(key)
 
     def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
-        """Do an all-to-all that the caller waits for, of contiguous tensors, by the addresses of their blocks. False if
-        it has to go through `run`. A view of each block, and what else `run` does, cost the CPU 80 us a call instead of
-        19: more than the kernel takes up to 16 MiB, and experts call it five times a block."""
+        """Do an all-to-all that the caller waits for without `run`, by the addresses of blocks in contiguous tensors.
+        `run` costs the CPU 80 us a call instead of 19, among others for a view of each block. That is more than the
+        kernel takes up to 16 MiB, and experts call it five times a block. Returns False if `run` must do it."""
         window = self._windows.get(self._waited_all_to_all)
         if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
@@ -1620,7 +1645,7 @@ class NodeLink(Direct, NcclLink):
 
 
 class WatchedLevels(TwoLevels, Watched):
-    """Both links do their parts of the operation under way as if it was theirs."""
+    """`TwoLevels` that tells both its links which operation is under way, for their error messages and windows."""
 
     def levels(self):
         for link in self.inside, self.between:
@@ -1636,7 +1661,7 @@ class TwoLevelNcclLink(WatchedLevels, NcclLink):
     """GPUs of several nodes: copies and windows inside, rings between."""
 
     def levels(self):
-        self.inside.replays = self.between.replays = self.replays  # a recording holds what all three do
+        self.inside.replays = self.between.replays = self.replays  # one recording holds the work of all three links
         return super().levels()
 
 
@@ -1664,15 +1689,15 @@ def start_again(processes, saved=lambda: True):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     end_with_launcher()
-    for name in list(os.environ):  # what an outer torchrun said of a world of one
+    for name in list(os.environ):  # an outer torchrun set these, for a world of one
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
                 name.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))):
             del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    here = ["--standalone", "--local-addr", "127.0.0.1"]  # else ranks look up this machine's name: it may not resolve
+    here = ["--standalone", "--local-addr", "127.0.0.1"]  # else ranks look up a machine name that may not resolve
     if may_fork():
-        # Ranks are copies of this process, so that not each of them spends four seconds on importing PyTorch.
-        from torch import _dynamo  # noqa: F401  which optimizers import
+        # Ranks are forked from this process, because a new process would spend four seconds on importing PyTorch.
+        from torch import _dynamo  # noqa: F401  optimizers need it: import it once, before the fork
         os.register_at_fork(after_in_child=forked)
         here += ["--run-path", "--start-method", "fork"]
         sys.argv[0] = os.path.abspath(sys.argv[0])
@@ -1689,7 +1714,7 @@ def start_again(processes, saved=lambda: True):
 
 
 def threads():
-    """How many this process has, as Linux sees them; 0 elsewhere."""
+    """The number of threads of this process on Linux; 0 elsewhere."""
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
@@ -1697,13 +1722,14 @@ _imported = threads()
 
 
 def may_fork():
-    """Whether copies of this process work. They do not where it has asked for GPUs, or has started threads, as the
-    first large tensor does on several cores: in a copy PyTorch would wait for ever for threads that were not copied."""
+    """Whether ranks can be forked from this process. They cannot if it has started threads since the imports, as the
+    first large tensor does on several cores, because a fork copies no threads and PyTorch would wait for them for ever.
+    They cannot if there are GPUs, because CUDA does not survive a fork."""
     return 0 < threads() == _imported and not torch.cuda.is_available()
 
 
 def forked():
-    """What a rank that is a copy of its launcher may not have from it: signals' meanings, threads for all cores."""
+    """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
     for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
         signal.signal(name, signal.SIG_DFL)
     if os.environ["OMP_NUM_THREADS"].isdigit():
@@ -1711,10 +1737,10 @@ def forked():
 
 
 def end_with_launcher(device_type=None, timeout=None):
-    """Whoever started this rank may die without a word, by SIGKILL: then go too, and leave no orphan behind."""
+    """Let the system kill this process when the one that started it dies, by SIGKILL too, so that no orphan stays."""
     if sys.platform == "linux" and "RANK" in os.environ:
         import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; at SIGTERM it would save, as if all were well
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; at SIGTERM a rank would save and exit with 0
 
 
 def settle(device_type, timeout):
@@ -1723,16 +1749,18 @@ def settle(device_type, timeout):
     if device_type == "cuda":
         # Pipelines send to one peer a group, so this warning means nothing.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # Graphs outlive the memory they were recorded on, so NCCL must not map it.
+        # Graphs outlive the memory that they were recorded on, so NCCL must not register that memory.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
-        # Ranks of one node meet on the loopback interface: gloo would look up this machine's name: it may not resolve.
+        # Ranks of one node meet on the loopback interface, because gloo would look up this machine's name, which may
+        # not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def own_store(device_type, timeout):
-    """On several nodes torchrun keeps its store over restarts, with the addresses of the processes that died still in
-    it (pytorch #135712): then rank 0 opens a store for this start alone, and the old one only says where."""
+    """On several nodes torchrun keeps its store over restarts, and the addresses of the processes that died are still
+    in it (pytorch #135712). So rank 0 opens a new store for each start and writes its port into the old one. Returns
+    arguments for init_process_group that name the new store, or None where the old one will do."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return None
     rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
@@ -1744,7 +1772,7 @@ def own_store(device_type, timeout):
         old.set("new store", str(store.port))
     while store is None:
         port = int(old.get("new store"))
-        try:  # where nobody listens, rank 0 of an earlier start had its store; this one will say soon where it is
+        try:  # if no one listens, the port is of an earlier start; this start's rank 0 will soon write its own
             socket.create_connection((host, port), 2).close()
             store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         except OSError:
@@ -1757,17 +1785,17 @@ def own_store(device_type, timeout):
 PREPARE.extend([end_with_launcher, settle, own_store])
 
 
-# ----------------------------------------------------------------------------------------- no silence, pictures, a demo
+# ---------------------------------------------------------------------------------- a watch for hung runs, and the demo
 
 class Watch:
-    """A run must not hang in silence. A thread gives signs of life, and ends the process when nothing moves for
-    `timeout` seconds.
+    """Ends a run that hangs, and says which rank is to blame. A thread of each rank writes a sign of life into the
+    store that torchrun keeps, every 0.2 s, and ends the process after `timeout` seconds without progress.
 
         watch = Watch("train.py", timeout); initialize(...); watch.start()
         except Exception as error: watch.give_up(error)
 
-    A sign is `progress()`, put into the store that torchrun keeps. Whoever gives up reads what the others said last,
-    and names those who are silent (killed, stopped, cut off); where all are alive, what each of them is doing.
+    A sign is `progress()`. A rank that gives up reads the last signs of the others and names those that are silent
+    (killed, stopped, cut off); if all are alive, it says what each of them is doing.
     """
 
     def __init__(self, name, timeout):
@@ -1775,7 +1803,7 @@ class Watch:
         self.store, self.beats, self.ending, self.ended, self.done = None, 0, threading.Lock(), False, False
 
     def start(self):
-        """Call when the process group stands."""
+        """Call after `initialize`."""
         if get_world_size() > 1:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # A connection of its own, because the group's may be blocked.
@@ -1803,7 +1831,7 @@ class Watch:
             time.sleep(self.pause)
 
     def _others(self):
-        """What the other ranks have to do with it, in words."""
+        """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
         def signs():
             keys = [f"watch/{r}" for r in range(get_world_size())]
             return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
@@ -1816,7 +1844,7 @@ class Watch:
         return "; ".join(silent or failed or [f"rank {r}: step {new[2]}, {new[3]}" for r, _, new in others][:8])
 
     def give_up(self, error):
-        """Say which rank, step and operation this is and what ails the others, and end the process."""
+        """Print this rank, its step and operation, the error, and the state of the other ranks; end the process."""
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to end this process
         step, what, _ = progress()
@@ -1843,8 +1871,8 @@ def print_in_order(text):
 
 
 def ring_states(device="cpu"):
-    """What this rank's tensor holds before and after each step of a ring all-reduce, a number a chunk: rank r starts
-    from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
+    """This rank's tensor, as a list with a number for each chunk, before and after each step of a ring all-reduce. Rank
+    r starts from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
     size, states = get_world_size(), []
     t = torch.full((size,), 1 << get_rank(), device=device)
 
@@ -1879,7 +1907,7 @@ def _demo(device):
     t = row(1, 2, 3) if rank == 0 else row(0, 0, 0)
     show("broadcast: one to all", lambda: broadcast(t, src=0), t=t)
     t, parts = row(0), [row(10 * i) for i in range(size)] if rank == 0 else None
-    show("scatter: one hands each its part", lambda: scatter(t, parts, src=0), parts=parts, t=t)
+    show("scatter: one sends each its part", lambda: scatter(t, parts, src=0), parts=parts, t=t)
     t, parts = row(10 + rank), [row(0) for i in range(size)] if rank == 0 else None
     show("gather: scatter backwards", lambda: gather(t, parts, dst=0), t=t, parts=parts)
     t = row(rank, 10 * rank)
@@ -1893,7 +1921,7 @@ def _demo(device):
     out, t = row(*[0] * size), torch.arange(size, device=device) + 10 * rank
     show("all-to-all: a transpose over ranks", lambda: all_to_all_single(out, t), input=t, output=out)
 
-    say("\nbarrier: rank r arrives after r/5 s, all leave with the last")
+    say("\nbarrier: rank r calls it after r/5 s, and all return when the last has called")
     start = time.perf_counter()
     time.sleep(rank / 5)
     barrier()
@@ -1901,7 +1929,7 @@ def _demo(device):
 
     whose, steps = "abcdefghijklmnopqrstuvwxyz", ring_states(device)
     for s, state in enumerate(steps):
-        say("\nring all-reduce, a row a rank, a column a chunk, a letter a rank whose data it holds:\n  start" if s == 0
+        say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has\n  start" if s == 0
             else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added" if s < size
             else f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
         cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
