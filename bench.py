@@ -1,19 +1,18 @@
-"""What the lecture predicts | what we measure | what PyTorch's own does, side by side:
+"""Measures this code beside PyTorch's own and beside the lecture's formulas:
 
-    python bench.py kernels               every kernel against eager, compiled, SDPA's backends, and the roofline
-    python bench.py lessons               lectures 5 to 8 claim by claim: two ways timed; figures beside ours
+    python bench.py kernels               every kernel beside eager, compiled, SDPA's backends, and the roofline
+    python bench.py lessons               lectures 5 to 8: each lesson's ways timed, the lecture's figures beside ours
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
-    python bench.py plan --published      the prediction held against runs that others have published
+    python bench.py plan --published      the same predictions beside runs that others have published
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
-    python bench.py pictures FILE...      SVG of what the code does, and of what these, and train.py --trace, have left
-                                          in files
+    python bench.py pictures FILE...      SVG of what the code does, and of files from --json and train.py --trace
 
-Each starts as many processes as it needs (or runs under torchrun), prints a table, and with `--json FILE` leaves its
-rows there with hardware, versions and commit. Ours and PyTorch's run in the same processes and take turns, so that both
-see the same machine. A time is the median over repeats of the slowest rank's. `--quick` only shows that it works.
-Tested with PyTorch 2.11 to 2.13; requirements.txt names the newest of them.
+Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
+rows with hardware, versions and commit. Our code and PyTorch's run in the same processes and take turns, so that both
+see the same machine. A time is the median over repeats of the slowest rank's time. `--quick` shows only that a command
+works. Tested with PyTorch 2.11 to 2.13; requirements.txt names the newest of them.
 
 Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches,
 p pipeline ranks.
@@ -77,9 +76,10 @@ def synchronize(device):
 
 
 def interleaved(steps, device, repeats, calls=1):
-    """{name: seconds a call} of {name: function}: the median over repeats of the slowest rank's time.
+    """Time {name: function}. Returns {name: seconds a call}, the median over repeats of the slowest rank's time.
 
-    They take turns, so that a slow moment of the machine hits all alike. All ranks start together, behind a barrier.
+    The functions take turns, so that a slow moment of the machine hits all alike. All ranks start a turn together,
+    behind a barrier.
     """
     seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
     for i in range(-3, repeats):  # the first three warm up
@@ -98,7 +98,7 @@ def interleaved(steps, device, repeats, calls=1):
 
 
 def mark(device):
-    """A moment on the device's own clock; ask only after synchronize."""
+    """The present moment on the device's own clock. A GPU's can be read only after synchronize."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -118,7 +118,7 @@ class Table:
     def __init__(self, title, columns):
         self.title, self.rows, self.columns = title, [], {}
         for key, (name, form) in ((key, text.rsplit(":", 1)) for key, text in columns.items()):
-            self.columns[key] = name, form, re.match(r"[<>]\d+", form)[0]  # the last: side and width
+            self.columns[key] = name, form, re.match(r"[<>]\d+", form)[0]  # last: its side and width
 
     def row(self, **values):
         if not self.rows:
@@ -134,7 +134,7 @@ def say(text):
 
 
 def write_json(path, what, device, tables, **more):
-    """The tables' rows, and what a figure is worth nothing without."""
+    """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
     if not path or int(os.environ.get("RANK", "0")):
         return
     here, commit, cuda = os.path.dirname(os.path.abspath(__file__)), "unknown", device.type == "cuda"
@@ -152,25 +152,26 @@ def write_json(path, what, device, tables, **more):
 
 # ------------------------------------------------------------------------------------------------------------- formulas
 #
-# What a step costs, before anything runs. `messages` says what every rank sends, in which collective and how often.
-# `sent` makes bytes of that, which `strategies` holds against the bytes counted; `message_seconds` makes seconds of it,
-# which `predict` puts together with those of the computation.
+# The planner predicts a step's time from formulas, so that layouts can be compared without a GPU; it needs the rates of
+# a machine (`Machine`). `messages` lists what each rank sends, in which collective and how often. `sent` turns that
+# into bytes, which `strategies` compares with the bytes counted. `message_seconds` turns it into seconds, and `predict`
+# adds the seconds of the computation.
 
 def law_of(group, waited=True):
-    """(small, switched) for `sent`, as collectives.py decides in this group. waited: all-reduces that the caller waits
-    for. Call on all ranks."""
+    """(small, switched), the arguments of `sent`, as collectives.py works in this group. waited: whether the caller
+    waits for its all-reduces. Call on all ranks."""
     link = dist.link_of(group)
     switched, small = isinstance(link, dist.Direct), getattr(link, "doubling_bytes", 0)
     return min(small, link.open_from() - 1) if waited and switched else small, switched
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
-    """Bytes that rank `rank` of n sends in one collective over `elements` elements of `width` bytes: all that are
-    gathered or scattered; of an all-to-all with uneven blocks, a tuple, how many for each rank. The root is rank 0.
+    """Bytes that rank `rank` of n sends in one collective. elements: of the whole tensor that is gathered or scattered,
+    of `width` bytes each; for an all-to-all with uneven blocks a tuple, how many for each rank. The root is rank 0.
 
     Rings and direct exchange send (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
-    all-reduce is log2(N) rounds of the whole tensor or, where a switch joins all ranks, one round of N-1 of them. In a
-    binomial tree each rank passes on what its own subtree needs.
+    all-reduce is log2(N) rounds of the whole tensor or, if a switch joins all ranks (`switched`), one round in which a
+    rank sends it N-1 times. In a binomial tree each rank passes on the data of its subtree.
     """
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
@@ -187,11 +188,12 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
             **dict.fromkeys((SCATTER, GATHER, "all_to_all_single"), (n - 1) * k // n)}[op]
 
 
-HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # of an all-reduce
+HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # the two halves of an all-reduce
 
 
 def in_two_levels(op, elements, inside, nodes, rank):
-    """A collective's parts for rank `rank` of a node's `inside` ones: [(times, op, elements, whether on the node)]."""
+    """The parts into which TwoLevels splits a collective, for rank `rank` of the `inside` ranks of a node: [(times, op,
+    elements, whether it stays on the node)]."""
     if op != "all_reduce":
         return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
     mine = elements // inside + (rank < elements % inside)
@@ -208,19 +210,22 @@ def sent_in(link, op, elements, width, waited=True):
 
 
 class Message(NamedTuple):
-    """axis: the group it goes through: "dp" (with cp), "tp", "cp", "ep", "pp", "all", or "ends", first and last stage;
-    ZeRO's: "within" and "between" where those that shard are not all of dp x cp; "copies" of the same experts;
-    "replicas", dp where the caller waits."""
+    """One kind of collective or message of a training step.
+
+    axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp", "world", "all"; "replicas", dp x cp
+    where the caller waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the
+    groups of ZeRO if it shards over a part of dp x cp; "copies", the ranks with the same experts.
+    """
     what: str
     op: str
     axis: str
-    elements: list  # of the tensor of each call, as for `sent`
+    elements: list  # for each call, as `sent` takes them
     width: int      # bytes an element
-    times: int = 1  # a step, for each of `elements`
+    times: int = 1  # how often a step repeats all these calls
 
 
 def contents(config, stages):
-    """How many blocks, blocks with experts, embeddings and heads a rank's stages (number, pieces) have."""
+    """(blocks, blocks with experts, embeddings, heads): how many a rank's stages, [(number, pieces)], have of each."""
     pieces = [i for _, run in stages for i in run]
     blocks = [i for i in pieces if 1 <= i <= config.n_layer]
     routed = sum(config.has_experts(i - 1) for i in blocks)
@@ -228,7 +233,7 @@ def contents(config, stages):
 
 
 def widths(s):
-    """Bytes of an element: of what layers compute in, of what gradients add up in."""
+    """(bytes of an element in the dtype that layers compute in, in the dtype that gradients are summed in)."""
     dtype = train.DTYPES[s.dtype]
     return dtype.itemsize, parallel.master_dtype(dtype).itemsize
 
@@ -239,8 +244,8 @@ def tokens_of(config, s):
 
 
 def messages_of_buckets(s, axis, buckets, shards):
-    """What averages gradients over an axis, and gathers weights there: the table in front of ShardedOptimizer, in code.
-    buckets: as for `messages`. shards: ranks that share them out."""
+    """Messages that average gradients over an axis and gather weights there, as the table above ShardedOptimizer says.
+    buckets: as for `messages`. shards: the number of ranks over which ZeRO cuts them."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     if s.zero == 3:
@@ -257,10 +262,11 @@ def messages_of_buckets(s, axis, buckets, shards):
 
 
 def messages_of_experts(config, s, routed, rows):
-    """What a rank sends for its `routed` blocks with experts. rows: as for `messages`.
+    """Messages for a rank's `routed` blocks with experts. rows: as for `messages`.
 
-    Rows of C elements travel there and back, forward and backward. Recomputing a block runs its forward again, the way
-    back included, because backward weighs what came back. Counts, E integers, go before the rows: to whom, how many.
+    Rows of C elements travel to their expert and back, in forward and in backward. Recomputing a block runs its forward
+    again, the way back included, because the gradients of the gates need the rows that came back. Before the rows go E
+    counts, which tell each expert's rank how many rows come.
     """
     c, m, (narrow, wide) = config.n_embd, s.micro_batches, widths(s)
     choices, forwards = config.top_k * tokens_of(config, s), 1 + (s.recompute == "block")
@@ -268,11 +274,11 @@ def messages_of_experts(config, s, routed, rows):
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
             [[choices * c] * m * routed] * 2)
         yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * m * routed)
-        for way in there, back:  # backward goes the other way: once each
+        for way in there, back:  # forward; then backward goes both ways in reverse, once
             yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
         for way in back, there:
             yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
-    if s.sp:  # f takes choices and gates along
+    if s.sp:  # f gathers choices and gates, too
         yield Message("choices", GATHER, "tp", [choices], 8, forwards * m * routed)
         yield Message("gates", GATHER, "tp", [choices], wide, forwards * m * routed)
     if s.tp > 1:
@@ -282,14 +288,15 @@ def messages_of_experts(config, s, routed, rows):
 
 
 def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(), rows=None):
-    """Everything one rank sends in a training step of train.py in layout s, as Messages.
+    """All Messages of one rank in a training step of train.py in layout s.
 
-    stages: this rank's (number, pieces). buckets: (elements, how often a micro-batch gathers them) of each bucket of
-    its parameters; under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays whole from forward to backward,
-    and 0 for 1-D parameters. partial: elements of the gradients that --sp adds up over tp; None: estimated. of_experts:
-    as buckets, of those parameters that --ep shares out. rows: how many a rank's tokens send to each other rank, and
-    how many of each other's come, call by call: ([(to rank 0, to rank 1, ...), ...], [(from rank 0, ...), ...]); None:
-    as many for each expert.
+    stages: this rank's [(number, pieces)].
+    buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
+        but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
+    of_experts: the same for the parameters that --ep cuts.
+    partial: how many elements of gradients --sp sums over tp; None: estimate it.
+    rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
+        ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
     count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
     c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
@@ -299,15 +306,15 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     activation = [tokens * c]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
-    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # of a block's two sublayers, so many run again
-    scatters = m * blocks * (4 + max(0, again - 1))  # but not the last g: nothing needs what it gives
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
+    scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
     if s.tp > 1:
         yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
         for op in HALVES if s.sp else ["all_reduce"]:
             yield Message("embedding, head", op, "tp", activation, narrow, m * (first + last))
     if s.sp:
-        # f gathers, g scatters; backward the other way round, and what f has gathered is gathered again. Experts keep
-        # theirs, sorted, so a block with experts takes 9 halves.
+        # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
+        # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
         gathers = m * (blocks * (6 + again) - routed)
         yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
         yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
@@ -317,12 +324,13 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     elif s.tp > 1:  # a block: g twice forward, f twice backward
         yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
     if s.cp > 1:
-        # Backward goes round again, with gradients in `wide`; recomputing runs attention's forward again.
+        # In backward keys and values go round again, with gradients in `wide`. Recomputing runs attention's forward
+        # again.
         part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
         if s.cp_kind == "ring":
             yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * (forwards + m * blocks))
             yield Message("their gradients", "isend", "cp", [2 * part], wide, (s.cp - 1) * m * blocks)
-        else:  # the all-to-all back carries nothing that backward needs: recomputing a block or attention leaves it out
+        else:  # recomputing runs both all-to-alls again, because c_proj's weight gradient needs the second one's result
             yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
     if s.pp > 1:
@@ -340,35 +348,35 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
 
 @dataclass(frozen=True)
 class Machine:
-    """What the time of a step follows from. Rates are those reached, but `peak`: MFU is a share of it."""
+    """The rates from which `predict` computes a step's time. They are reached in practice, except `peak`."""
     name: str
-    peak: float           # FLOP/s by the datasheet, dense, 16-bit; None: not known, no MFU
+    peak: float           # FLOP/s by the datasheet, dense, 16-bit, which MFU is a share of; None: not known, no MFU
     memory: float         # bytes
     matmul: float         # FLOP/s of a block's matrix products with 8192 tokens
-    attention: float      # FLOP/s from q, k, v to the heads' outputs, both ways, without what the mask skips. Known
-                          # GPUs': with 1024 tokens
-    elementwise: float    # bytes/s of a block's other operations, as `passes` counts; fused, faster than hbm
-    loss: float           # logits/s through cross-entropy, both ways
+    attention: float      # FLOP/s from q, k, v to the heads' outputs, forward and backward, counting only scores that
+                          # the mask leaves. In MACHINES: with 1024 tokens
+    elementwise: float    # bytes/s of a block's other operations, by `passes`' bytes; above hbm where they are fused
+    loss: float           # logits/s through cross-entropy, forward and backward
     hbm: float            # bytes/s of a copy, read plus written
-    launch: float         # s the CPU takes to issue one block's kernels, both ways; 0 by CUDA graphs
+    launch: float         # s that the CPU takes to issue a block's kernels, forward and backward; CUDA graphs take 0
     link: float = None         # bytes/s from one GPU to another of its node
-    hop: float = None          # s that a message takes however short it is
+    hop: float = None          # s of latency of a message inside a node
     network: float = None      # bytes/s from one GPU to another node; None: not known
-    network_hop: float = None
+    network_hop: float = None  # s of latency of a message between nodes
     node: int = 8              # GPUs of a node
-    switched: bool = True      # a switch joins the GPUs of a node: no ring is needed among them
-    units: float = None        # the same under ZeRO-3, with its hooks, without its collectives
-    fused: bool = True         # --kernels auto takes ours there, for the loss and AdamW, too: Hopper and later
-    long_attention: float = None  # attention's limit for long sequences; None: `attention` is of the model's own length
+    switched: bool = True      # a switch joins the GPUs of a node, so they need no ring
+    units: float = None        # `launch` under ZeRO-3, with its hooks but without its collectives
+    fused: bool = True         # --kernels auto takes our kernels, for the loss and AdamW, too: Hopper and later
+    long_attention: float = None  # what attention reaches in ever longer rows; None: `attention` has the model's length
 
     def attention_with(self, tokens):
-        """FLOP/s of attention over so many tokens: what each query costs whatever it sees weighs less in long rows."""
+        """FLOP/s of attention over so many tokens. Long rows are faster, because each query has a fixed cost, too."""
         slow, fast = 1 / self.attention, 1 / (self.long_attention or self.attention)
         return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
 
 
-# `peak` by the datasheet, `memory` as CUDA reports it. The rates: measured on four H200s; of the others, and of all
-# networks, of the order that is reached. So measure your own: --machine FILE
+# `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them. Rates of the
+# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured.
 MACHINES = {
     "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
                     long_attention=450e12),
@@ -380,7 +388,8 @@ MACHINES = {
 
 
 def rounds(op, elements, width, n, direct, small=False):
-    """(rounds one after the other, bytes sent) of a collective; direct: all ranks reach each other at full speed."""
+    """(number of rounds, one after the other; bytes sent) of a collective. direct: a switch joins all ranks. small: an
+    all-reduce sends the whole tensor in few rounds."""
     if op == "all_reduce" and small:
         count = 1 if direct else math.log2(n)
         return count, elements * width * (n - 1 if direct else count)
@@ -388,12 +397,12 @@ def rounds(op, elements, width, n, direct, small=False):
 
 
 def message_seconds(item, n, machine, here):
-    """Seconds of a Message in a group of n ranks, `here` of them on each node: rounds x hop + bytes / bandwidth, call
-    by call.
+    """Seconds of a Message in a group of n ranks, `here` of them on each node: rounds x hop + bytes / bandwidth for
+    each of its calls.
 
-    Where a node has some but not all, the group works in two levels, and each rank sends its part through a network
-    card of its own. A ring with one rank a node has one card, too. An all-reduce goes the faster of its two ways here;
-    collectives.py decides by DOUBLING_BYTES.
+    If a node has several of the ranks but not all, the group works in two levels, and each rank sends its part through
+    its own network card. If a node has one of them, that rank has a card, too. An all-reduce is taken to use the faster
+    of its two ways; collectives.py decides by DOUBLING_BYTES.
     """
     def seconds(op, elements, n, near):
         hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
@@ -413,17 +422,17 @@ def message_seconds(item, n, machine, here):
 
 
 class Costs(NamedTuple):
-    """Predicted seconds of a step of the busiest pipeline rank: one after the other, but for the last two."""
+    """Predicted seconds of a step on the busiest pipeline rank. A step is the sum of all but the last two."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives, less what is saved where products run under them
-    cp: float           # context parallelism's traffic, less what runs under attention
-    ep: float           # expert parallelism's all-to-alls: nothing runs under any of them
+    tp: float           # tensor parallelism's collectives, less the time that matrix products hide
+    cp: float           # context parallelism's traffic, less the time that attention hides
+    ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
-    transfers: float    # of the pipeline, where a rank waits for one; the tied embedding's gradient between its ends
-    dp: float           # data parallelism's collectives, less what is saved where they run under computation
+    transfers: float    # the pipeline's that a rank waits for, and the tied embedding's gradient between its ends
+    dp: float           # data parallelism's collectives, less the time that computation hides
     optimizer: float
-    cp_all: float       # hidden or not
-    dp_all: float
+    cp_all: float       # all of context parallelism's traffic, hidden or not
+    dp_all: float       # all of data parallelism's
 
     @property
     def step(self):
@@ -431,12 +440,13 @@ class Costs(NamedTuple):
 
 
 def passes(config, tp=1, sp=False, ep=1, routed=False):
-    """Elements a block reads and writes a token outside of matrix products and attention, kernel by kernel: (F, I, W).
+    """(F, I, W): elements that a block reads and writes for a token outside of matrix products and attention.
 
-    F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the biases' sums, 2C + (3C +
-    inner). Of what is cut over tp a rank has its part; sp: of the C, too. routed: with experts, balanced. A token has a
-    row of C for each of its experts. To sort rows reads the token and writes the rows, to weigh and add them up the
-    other way round; the router takes C, 3C in I. Where tokens travel, rows are sorted by expert and back once more.
+    F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the sums of the biases'
+    gradients, 2C + (3C + inner). tp cuts (3C + inner), sp also the other C. routed: the block has experts, with equal
+    loads. Then a token has a row of C for each of its experts. Sorting reads the token and writes its rows; weighing
+    and adding up reads the rows and writes the token. The router takes C, in I 3C. With ep > 1 rows are sorted by
+    expert and back once more.
     """
     c, k = config.n_embd, config.top_k if routed else 1
     own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
@@ -447,9 +457,9 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
 
 
 def block_seconds(config, s, machine, routed):
-    """(F, I, W) of one block and micro-batch, by what the GPU computes. routed: the block has experts."""
+    """(F, I, W): seconds that the GPU computes in one block for one micro-batch. routed: the block has experts."""
     c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
-    met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: by a token, on this rank
+    met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
     attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
@@ -460,19 +470,19 @@ def block_seconds(config, s, machine, routed):
     return f, i + again, w
 
 
-# Where tokens travel, the CPU asks for their counts in each block. So many seconds after the GPU could go on, it gets
-# its next kernel: a copy and a launch, by a rough estimate and not measured.
+# With ep > 1 the CPU waits for the counts of rows in each block. Meanwhile the GPU has nothing to do for so many
+# seconds, those of a copy and a launch: a rough estimate, not measured.
 WAIT = 2e-5
 
 
 def stage_seconds(config, s, machine, stages):
-    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s: each kind of work at its own
-    rate.
+    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s.
 
-    Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU works at the head, the
-    CPU already issues backward. So a micro-batch takes max(what the GPU computes, what the CPU issues), summed over all
-    blocks and the head; where the CPU waits for counts in forward, max for forward and for backward. A dense block runs
-    9 functions of autograd, one with experts 3 more, 7 where tokens travel.
+    Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
+    CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
+    all blocks and the head. If the CPU waits for counts in forward (ep > 1), this holds for forward and backward
+    separately. The CPU's seconds are proportional to autograd's functions: 9 in a dense block, 3 more with experts, or
+    7 more with ep > 1.
     """
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
@@ -488,24 +498,24 @@ def stage_seconds(config, s, machine, stages):
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
     if s.ep > 1 and routed:
         waits = routed * WAIT
-        slow = max(1.0, (launch - once / 3) / (i + w))  # a third of what is issued once is forward's
+        slow = max(1.0, (launch - once / 3) / (i + w))  # issuing forward takes a third of `once`
         return max(f, once / 3) + waits, slow * i + waits * (s.recompute == "block"), slow * w
     slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
     return slow * f, slow * i, slow * w
 
 
 def attention_seconds(config, s, machine):
-    """Of one block and micro-batch forward: Q K^T and P V, half masked, 2 T C FLOPs a token. A ring's kernels see T/N
-    tokens at once."""
+    """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T C FLOPs a
+    token. A ring's kernels see T/N tokens at once."""
     rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
     return 2 * config.seq_len * config.n_embd / s.tp * tokens_of(config, s) / rate
 
 
 def ring_hides(flops, link, dtype):
-    """(forward, backward): tokens T/N of a rank from which on a ring's traffic takes no longer than its attention, for
-    FLOP/s of attention and bytes/s between ranks; bf16: 2 F/W and 2.4 F/W.
+    """(forward, backward): from how many tokens T/N of a rank on attention hides a ring's traffic. flops: F, the FLOP/s
+    of attention. link: W, bytes/s between ranks. In bf16 they are 2 F/W and 2.4 F/W.
 
-    In a step a rank sends K and V of its T/N tokens, and computes half of (T/N)^2 scores, by the zigzag. A sequence:
+    In a ring's step a rank sends K and V of T/N tokens and, by the zigzag, computes half of (T/N)^2 scores. A sequence:
 
         forward     2 x T/N x C x 2 bytes               2 products:  2 x (T/N)^2 x C FLOPs      T/N >= 4/2 F/W
         backward    as many, with dK and dV in float32  5 products:  5 x (T/N)^2 x C FLOPs      T/N >= (4 + 8)/5 F/W
@@ -515,10 +525,10 @@ def ring_hides(flops, link, dtype):
 
 
 def context_seconds(config, s, machine, blocks, spent):
-    """(seconds of a step's traffic for context parallelism, those of them under which no attention runs).
+    """(seconds of context parallelism's traffic in a training step, those of them that attention does not hide).
 
-    A ring's rank sends keys on while it computes with them, in N-1 of N steps. In backward dK and dV follow a step
-    behind, so the last ones travel alone. Nothing runs under Ulysses' all-to-alls.
+    A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
+    follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
     """
     every = sum(seconds for (axis, _), seconds in spent.items() if axis == "cp")
     if s.cp == 1 or s.cp_kind == "ulysses":
@@ -531,25 +541,27 @@ def context_seconds(config, s, machine, blocks, spent):
 
 @functools.cache
 def splits_backward(schedule, p, m, v):
-    """Whether weight gradients are actions of their own, by the fewest micro-batches that fill a schedule and divide by
-    p as m does. None: it refuses."""
+    """Whether weight gradients are actions of their own, or None if the schedule refuses these numbers. It is tried
+    with the fewest micro-batches that fill it and leave m's remainder when divided by p."""
     with contextlib.suppress(ValueError):
         lists = parallel.SCHEDULES[schedule](p, p + m % p, v)
         return any(action.kind == "W" for actions in lists for action in actions)
 
 
-# Hidden traffic is not free: it takes memory bandwidth that computation then lacks. A byte that is sent is read here,
-# written there, and read there with the one that it is added to: 4 bytes moved. DDP of GPT-2 XL on four H200s saved
-# 64 % of its traffic's time; 4 x 330 / 4070 GB/s = 32 % is lost so, and the last bucket. Over a network it is less.
+# Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
+# here and written there, and the sum reads it and the byte that it is added to: 4 bytes moved. On an H200 that costs
+# 4 x 330 / 4070 GB/s = 32 % of the traffic's time, over a network less. DDP of GPT-2 XL on four H200s saved 64 % of the
+# traffic's time; these 32 % and the last bucket are the rest.
 MOVED = 4
 
 
 def hidden_under_products(config, s, machine, half):
-    """Seconds a block and micro-batch, of --sp's halves of `half` seconds each, that run under their own linear layer
-    where it multiplies in N chunks what comes, or leaves, in N chunks: as long as the product at most, less one chunk.
+    """Seconds of --sp's traffic that matrix products can hide, in one block for one micro-batch. half: seconds of one
+    all-gather or reduce-scatter.
 
-    A column layer has three halves (forward; backward, its input again and its input's gradient), a row layer two.
-    Recomputing runs forward's again, but for the last.
+    A linear layer can multiply in N chunks while its input arrives, or its output leaves, in N chunks. That hides at
+    most the product's time, less one chunk. A column layer has three halves (forward; in backward its input again and
+    its input's gradient), a row layer two. Recomputing runs forward's halves again, except the last.
     """
     c, again = config.n_embd, s.recompute == "block"
     layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
@@ -558,8 +570,8 @@ def hidden_under_products(config, s, machine, half):
 
 
 def predict(config, s, machine, overlap=None):
-    """Costs of a training step of train.py in layout s. overlap: False, no traffic is hidden; True, all that can be:
-    --sp's under products, ZeRO-1 and 2's new weights under forward; None: as train.py does."""
+    """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it; False, no
+    traffic is hidden; True, products also hide --sp's, and forward hides ZeRO-1 and 2's new weights."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
@@ -569,7 +581,7 @@ def predict(config, s, machine, overlap=None):
     if s.ep == 1:  # else experts have buckets of their own
         shared, experts = shared + experts, Counter()
 
-    # Seconds of what is sent, by axis and purpose. groups: {axis: (ranks, the distance of neighbours)}, tp innermost.
+    # Seconds of each Message, by axis and purpose. groups: {axis: (ranks, distance of neighbours)}, tp innermost.
     replicas = s.dp * s.cp
     each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
@@ -577,21 +589,21 @@ def predict(config, s, machine, overlap=None):
               "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
               "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
 
-    def buckets_of(elements, units, ranks=1):  # that share the elements out
+    def buckets_of(elements, units, ranks=1):  # ranks: how many share the elements out
         matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
         count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
         unit = matrices // max(1, count)
         return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
     buckets = buckets_of(shared, blocks + 1)
     of_experts = buckets_of(experts, routed, s.ep) if s.ep > 1 and routed else []
-    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # that leave one after the other
+    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # how many are sent in a row
     mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
-    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all wait
+    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all ranks wait
     spent, touched = Counter(), Counter()
     for item in mine + ends:
         n, distance = groups[item.axis]
         local = max(1, machine.node // distance)
-        here = n if n <= local else local if n % local == 0 else 1  # of the group's ranks, on each node
+        here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
         touched[item.axis] += MOVED / machine.hbm * item.times * sum(
             k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
@@ -604,15 +616,15 @@ def predict(config, s, machine, overlap=None):
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
     f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
-    # The lecture's bubble. A transfer is waited for where the pipe fills and drains, once a stage; a tied embedding's
-    # gradient at the end.
+    # The lecture's bubble. Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end
+    # for a tied embedding's gradient.
     splits, waits = splits_backward(s.schedule, s.pp, m, s.virtual_stages), s.pp - 1 + m * (overlap is False)
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
     transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
-    # Gradients leave under backward, all but the last bucket. ZeRO-1 and 2 gather new weights when nothing else is left
-    # to do; ZeRO-3 gathers each unit of forward under the unit before, all but the first, and in backward all but the
-    # last, which is there.
+    # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather new weights at the end of
+    # the step, where nothing hides them. ZeRO-3 gathers each unit while the one before computes: in forward nothing
+    # hides the first unit, and in backward the last unit is still whole.
     axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
     gather, reduce = (spent[axis, what] + spent["copies", what] for what in ("weights", "gradients"))
     if s.zero == 3:
@@ -623,9 +635,9 @@ def predict(config, s, machine, overlap=None):
         dp += max(gather / count, gather - f) if overlap else gather
     dp = gather + reduce if overlap is False else dp
     lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
-    dp += (gather + reduce - dp) * lost + between  # which leaves when all else is there
-    # Clipping reads gradients once and scales them; AdamW reads four numbers and writes three; then the cast down. Ours
-    # does all but the first in one pass.
+    dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived
+    # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
+    # down. Our kernel does all of this in one pass, except the first reading.
     moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
     stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
     return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
@@ -635,10 +647,11 @@ def predict(config, s, machine, overlap=None):
 # ---------------------------------------------------------------------------------------------------------- the machine
 
 def measure_machine(device, dtype, config, comms):
-    """{comm: Machine} of these processes, at this model's sizes. All ranks at once, as they share power in training."""
+    """{comm: Machine} with the rates of these processes at this model's sizes. All ranks measure at once, because in
+    training, too, they share power."""
     config = dataclasses.replace(config, experts=0)  # rates are a dense block's
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
-    b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so long that no CPU is waited for
+    b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so much that no GPU waits for its CPU
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def both_ways(module, x, dy=None):
@@ -650,14 +663,14 @@ def measure_machine(device, dtype, config, comms):
         return run
 
     block, attention = (FusedBlock(config, 0).to(device, dtype) for _ in range(2))
-    attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # what is left is what comes between them
+    attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # only attention itself is left
     tiny = torch.nn.Sequential(*(FusedBlock(GPTConfig(n_embd=32, n_head=1), 0) for _ in range(8))).to(device, dtype)
     loss, targets = torch.nn.Module(), torch.zeros(b, t, dtype=torch.int64, device=device)
     loss.forward = lambda logits: parallel.cross_entropy(logits, targets, config.vocab_size)
     a, wide, up = random(b * t, c), random(b * t, config.inner), random(c, config.inner)
     x, qkv, logits, row = random(b, t, c), random(b, t, 3 * c), random(b, t, config.vocab_size), random(1, 16, 32)
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
-    k = min(b * t, 8192)  # a step's on one GPU: products of more tokens are faster
+    k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
     steps = {
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "fewer": torch.no_grad()(lambda: (a[:k] @ up, wide[:k] @ up.T, a[:k].T @ wide[:k])),
@@ -707,7 +720,7 @@ def describe_machine(machine):
 
 
 def mfu(config, tokens, machine):
-    """Percent of the machine's peak that so many tokens/s a GPU take; None where the peak is not known."""
+    """Percent of the machine's peak FLOP/s that so many tokens/s a GPU use; None if the peak is not known."""
     return 100 * tokens * config.flops_per_token() / machine.peak if machine.peak else None
 
 
@@ -720,12 +733,12 @@ def mfu_note(config):
 class Operation(NamedTuple):
     name: str
     who: dict        # {who: (function, its inputs)}
-    moved: tuple     # bytes read and written at the least, forward and backward
+    moved: tuple     # the fewest bytes that can be read and written, forward and backward
     flops: tuple = (0, 0)
 
 
 def operations(device, dtype, n, only):
-    """What a training step is slow in, on tensors of about n elements, as Operations."""
+    """The Operations that take most of a training step, on tensors of about n elements."""
     random, large = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True), n > 1 << 20
 
     def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
@@ -769,8 +782,8 @@ def operations(device, dtype, n, only):
 
 
 def grouped_operations(device, dtype, large):
-    """The product of sorted rows with each group's own matrix; even groups, and each half as large as the one before.
-    The loop knows its counts on the CPU, so it does not wait for them."""
+    """The product of sorted rows with each group's own matrix, for equal groups and for groups that halve from one to
+    the next. The loop is given its counts on the CPU, so it does not wait for the GPU."""
     rows, n_in, n_out = (16384, 1536, 6144) if large else (40, 16, 24)
     for count, even in itertools.product((4, 16), (True, False)):
         sizes = [rows // count] * count if even else [rows >> min(e + 1, count - 1) for e in range(count)]
@@ -791,8 +804,8 @@ def grouped_operations(device, dtype, large):
 
 
 def seconds_of(functions, device, repeats):
-    """{who: (median seconds forward, backward)} of {who: (function, its inputs)}, in turns. A write of 2 GiB goes
-    first: it empties L2, and while it runs the CPU is done launching what is measured."""
+    """Time {who: (function, its inputs)} in turns. Returns {who: [median seconds forward, backward]}. A write of 2 GiB
+    goes first: it empties L2, and while it runs the CPU launches what is measured."""
     samples = {who: [] for who in functions}
     flush = torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
     for i in range(-2, repeats):
@@ -824,10 +837,10 @@ def measure_kernels(a):
     ceilings = seconds_of({"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}, device, repeats)
     hbm, peak = 2 * x.nbytes / ceilings["copy"][0], 2 * side**3 / ceilings["matmul"][0]
     del x, y, m
-    say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s: the roofline is the "
-        f"slower of bytes over the one and FLOPs over the other\n"
-        f"what torch.compile wrote: TORCH_LOGS=output_code python bench.py kernels --only elu")
-    table = Table("bytes that must move over seconds; bfloat16 but for the second ELU", {
+    say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s. The roofline is "
+        f"the longer time: bytes at the first rate, or FLOPs at the second\n"
+        f"to see what torch.compile has written: TORCH_LOGS=output_code python bench.py kernels --only elu")
+    table = Table("TB/s: the fewest bytes that must move, over seconds. All in bfloat16 except the second ELU", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
         "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8", "share": "% of roofline:>13.0f"})
     for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
@@ -844,11 +857,12 @@ def measure_kernels(a):
 
 # -------------------------------------------------------------------------------------------------------------- lessons
 #
-# What lectures 5 to 8 say in numbers. First 5 and 6: one result in several ways, the lecture's slow one first.
+# The numbers that lectures 5 to 8 state, beside ours. A lesson of 5 or 6 computes one result in several ways, the slow
+# one first, and times them on the device at hand.
 
 class Lesson(NamedTuple):
     says: str
-    read: str        # a file and a name in it
+    read: str        # the code to read: a file and a name in it
     measure: object  # function(device, size) -> [(way, seconds, bytes, FLOPs)]
     needs: str = ""  # "triton" or "cuda"
 
@@ -860,7 +874,7 @@ def timed(device, size, ways):
 
 
 def three_stopwatches(device, size):
-    """One product. It must be the first of the process: what comes later finds the libraries loaded."""
+    """Time one product in three ways. It must be the process's first product, because that one loads the libraries."""
     x = torch.ones(size.side, size.side, device=device)
 
     def stopwatch(waits):
@@ -877,12 +891,12 @@ def three_stopwatches(device, size):
 
 
 def one_by_one_and_fused(plain, passes, ours):
-    """A lesson: PyTorch's operations one by one, so many passes over memory, against one read and one write."""
+    """A lesson: PyTorch's operations one by one, in `passes` reads and writes of x, against one read and one write."""
     def measure(device, size):
         x = torch.randn(size.n, device=device)
         ways = {"one by one": (plain, [x], passes * x.nbytes, 0),
                 "ours" if kernels.on_triton(x) else "one operation": (ours, [x], 2 * x.nbytes, 0)}
-        if device.type == "cuda":  # a CPU wants a C++ compiler
+        if device.type == "cuda":  # on a CPU torch.compile needs a C++ compiler
             ways["torch.compile"] = torch.compile(plain, dynamic=False), [x], 2 * x.nbytes, 0
         return timed(device, size, ways)
     return measure
@@ -890,13 +904,14 @@ def one_by_one_and_fused(plain, passes, ours):
 
 @triton.jit
 def _copy_lines(x, y, line, step, BLOCK: tl.constexpr):
-    """A program copies BLOCK numbers of a line. From one to the next it is `step`, from line to line `line`."""
+    """A program copies BLOCK numbers of a line. Neighbours in a line are `step` elements apart, lines `line`."""
     at = tl.program_id(1) * line + (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) * step
     tl.store(y + at, tl.load(x + at))
 
 
 def columns_and_rows(device, size):
-    """A copy. A GPU's memory hands out sectors of 32 bytes: down a column each serves one number, unless L2 helps."""
+    """A copy, down columns or along rows. A GPU reads memory in sectors of 32 bytes. Down a column each sector serves
+    one number, unless L2 keeps it for the next column."""
     side = math.isqrt(size.n)
     x, y = torch.randn(2, side, side, device=device)
 
@@ -917,7 +932,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _sigmoids(x, s, t, y, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """s = sigmoid(x), t = sigmoid(s), y = sigmoid(t). Kept: 1 read, 3 writes; else 1 and 1."""
+    """s = sigmoid(x), t = sigmoid(s), y = sigmoid(t). With KEEP, which stores s and t, 1 read, 3 writes; else 1, 1."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     once = _sigmoid(tl.load(x + at))
     twice = _sigmoid(once)
@@ -929,7 +944,7 @@ def _sigmoids(x, s, t, y, KEEP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sigmoids_backward(x, s, t, dy, dx, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Kept: 3 reads, 1 write; else 2 and 1."""
+    """dx from dy. With KEEP, which reads s and t, 3 reads, 1 write; else, computing them again, 2 and 1."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     once = tl.load(s + at) if KEEP else _sigmoid(tl.load(x + at))
     twice = tl.load(t + at) if KEEP else _sigmoid(once)
@@ -951,7 +966,7 @@ def kept_and_recomputed(device, size):
                                 for way, keep, passes in (("s and t kept", True, 8), ("computed again", False, 5))})
 
 
-# Loops of 2 and 3 FLOPs a turn, so different that no compiler makes one of them.
+# Two loops of 2 and 3 FLOPs a turn. They differ, so that no compiler merges them.
 BRANCHES = """template <typename T> T branches(T x) {
     if (x > T(0)) for (int i = 0; i < 200; i++) x = x * T(0.99) + T(0.01);
     else for (int i = 0; i < 200; i++) x = x * x * T(0.3) - T(0.2);
@@ -960,14 +975,16 @@ BRANCHES = """template <typename T> T branches(T x) {
 
 
 def shuffled_and_sorted(device, size):
-    """The same numbers, half of them negative. Shuffled, each warp of 32 has both signs. PyTorch compiles the CUDA."""
+    """A branch on the sign of the same numbers, shuffled and sorted. When they are shuffled, a warp of 32 threads has
+    both signs and runs both sides of the branch. PyTorch compiles the CUDA."""
     x, branches = torch.randn(size.n, device=device), torch.cuda.jiterator._create_jit_fn(BRANCHES)
     return timed(device, size, {way: (branches, [numbers], 2 * x.nbytes, 500 * size.n)
                                 for way, numbers in (("shuffled", x), ("sorted", x.sort().values))})
 
 
 def ungrouped_and_grouped(device, size):
-    """A product that is wider than L2. Bytes: if what runs at once reads each row and column from memory once."""
+    """A product of matrices that exceed L2. Bytes are counted as if programs that run at the same time read each row
+    and column from memory once."""
     side, tile, at_once = 2 * size.side, 128, kernels.programs_at_once(device)
     a, b = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
     count = triton.cdiv(side, tile)
@@ -980,7 +997,7 @@ def ungrouped_and_grouped(device, size):
 
 
 def float32_and_bf16(function, matrices):
-    """A lesson: a product of two, or an operation on one that memory bounds."""
+    """A lesson: a product of two matrices, or an operation on one tensor that memory bounds, in both dtypes."""
     def measure(device, size):
         x = torch.randn(size.side, size.side, device=device) if matrices == 2 else torch.randn(size.n, device=device)
         return timed(device, size, {str(dtype)[6:]: (
@@ -1006,12 +1023,12 @@ LESSONS = {
 }
 
 
-# Then 7 and 8. What needs many GPUs is computed: by the formulas that `strategies` and the tests hold against bytes
-# counted and memory measured, by schedules on a clock, by `predict`.
+# The claims of lectures 7 and 8 need many GPUs, so they are computed: by the formulas that `strategies` and the tests
+# compare with counted bytes and measured memory, by simulated schedules, and by `predict`.
 
 class Claim(NamedTuple):
     claim: str
-    lecture: float  # None: no figure
+    lecture: float  # the lecture's figure; None: it has none
     ours: float
     note: str
     command: str    # measures it
@@ -1046,8 +1063,8 @@ def claims_of_traffic():
 
 
 def claims_of_memory():
-    """Of the lecture's 34 + 5 heads T/C bytes for each of BTC we keep 32: model.py has no dropout, which keeps 2, and
-    flash attention keeps statistics in place of the T x T scores."""
+    """A block of the lecture keeps 34 + 5 heads T/C bytes for each of BTC elements, ours 32: model.py has no dropout,
+    whose masks take 2, and flash attention keeps statistics instead of the T x T scores."""
     large, n = GPTConfig(50257, 2048, 36, 32, 4096), 64
     for zero, figure in enumerate((120, 31.4, 16.6, 1.88)):
         kinds = parallel.memory_bytes(large, zero, n, dtype=torch.bfloat16)
@@ -1123,7 +1140,7 @@ def lessons(a):
         lesson = LESSONS[name]
         try:
             rows = lesson.measure(device, size)
-        except Exception as problem:  # what one lesson lacks on this GPU leaves the others as they are
+        except Exception as problem:  # a lesson that fails on this GPU does not stop the others
             if not on_triton:
                 raise
             reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
@@ -1143,7 +1160,7 @@ def lessons(a):
 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
-# Bus bandwidth as nccl-tests defines it: bytes of the whole tensor / seconds x this. It is what a link carries.
+# Bus bandwidth, as nccl-tests defines it: bytes of the whole tensor / seconds x this factor. It is what a link carries.
 BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "reduce_scatter_tensor": lambda n: (n - 1) / n,
        "all_gather_into_tensor": lambda n: (n - 1) / n, "all_to_all_single": lambda n: (n - 1) / n,
        "broadcast": lambda n: 1, "reduce": lambda n: 1, "gather": lambda n: (n - 1) / n,
@@ -1151,7 +1168,7 @@ BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "reduce_scatter_tensor": lambda 
 
 
 def calls_of(op, size, device):
-    """({who: function} of one collective over a tensor of `size` bytes, ours and torch's; its elements)."""
+    """({"ours", "torch": function that runs one collective over a tensor of `size` bytes}, the tensor's elements)."""
     n, rank = dist.get_world_size(), dist.get_rank()
     count = max(1, size // 4 // n) * n if size else 0
     whole, other, part = (torch.zeros(k, device=device) for k in (count, count, count // n))
@@ -1159,7 +1176,7 @@ def calls_of(op, size, device):
     arguments = {"all_reduce": (whole,), "reduce_scatter_tensor": (part, whole),
                  "all_gather_into_tensor": (whole, part), "all_to_all_single": (other, whole), "broadcast": (whole, 0),
                  "reduce": (whole, 0), "gather": (part, parts, 0), "scatter": (part, parts, 0), "barrier": ()}
-    if op == "send right":  # no collective: what the link gives to one message
+    if op == "send right":  # one message, no collective: it shows the link's own speed
         link = dist.link_of(None)
         return {"ours": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
     return {"ours": lambda: getattr(dist, op)(*arguments[op]),
@@ -1167,11 +1184,11 @@ def calls_of(op, size, device):
 
 
 def fit(messages, sizes, seconds):
-    """(seconds a message, bytes a second): a and b of seconds = a messages + bytes / b. Each point is weighted by its
-    own size, so that microseconds count as much as seconds do. 0 and infinite are what cannot be seen."""
+    """Fit seconds = a messages + bytes / b; returns (a, b), seconds a message and bytes a second. Errors are relative,
+    so that short times count as much as long ones. a is 0, or b infinite, where the times do not show it."""
     m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
     a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
-    if a < 0 or per_byte <= 0:  # no latency to be seen, or no bandwidth: the other alone
+    if a < 0 or per_byte <= 0:  # the times show no latency, or no bandwidth: fit the other alone
         a, per_byte = (0.0, np.mean(t / k)) if a < 0 else (np.mean(t / m), 0.0)
     return float(a), float(1 / per_byte) if per_byte else math.inf
 
@@ -1221,7 +1238,7 @@ def collectives(a):
 # ----------------------------------------------------------------------------------------------------------- strategies
 
 def layouts(n, m, virtual, experts=8):
-    """{strategy: what it sets in train.py's Settings} for n processes. experts: of the strategy of that name."""
+    """{strategy: its fields of train.py's Settings} for n processes. experts: how many the strategy "experts" has."""
     every = {"one": {"dp": n}} if n == 1 else {}
     every |= {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     if n > 1:
@@ -1231,26 +1248,28 @@ def layouts(n, m, virtual, experts=8):
         every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
                   "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
                   "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
-    if n > 1:  # last, for after them the ranks between the ends have made fewer windows, and get no more
+    if n > 1:  # last, because after them ranks have made different numbers of windows, and `make_window` makes no more
         every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
         every["interleaved"]["virtual_stages"] = virtual
-    # Random tokens have nothing to teach a router, and steps on them would soon send all to a few experts.
+    # Random tokens teach a router nothing, and training on them would soon send all tokens to a few experts.
     still = {"lr": 0.0, "min_lr": 0.0}
     return every | {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
 
 
 def configs_of(config):
-    """(the dense model, that with experts, the dense twin of that one) of a model. Where it has no experts itself, each
-    second block gets 8, and 2 a token. A twin's MLPs are wider, so that a token meets as many parameters."""
+    """(the dense model, the model with experts, its dense twin) of a config. If the config has no experts, every second
+    block gets 8, of which a token uses 2. The twin has no experts, but MLPs so wide that a token uses as many
+    parameters."""
     dense = dataclasses.replace(config, experts=0)
     few = {"experts": 8, "top_k": 2, "expert_every": min(2, config.n_layer)}
     routed = config if config.experts else dataclasses.replace(config, **few)
-    mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # a token meets
+    mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # of a token
     return dense, routed, dataclasses.replace(dense, inner=config.inner * mlps // config.n_layer)
 
 
 def random_source(config, device):
-    """Weights made where they are used: drawing GPT-2 XL's on the CPU takes longer than the benchmark."""
+    """A function from names to random weights. It draws them on the device, because to draw GPT-2 XL's on the CPU takes
+    longer than the benchmark."""
     sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
     return lambda name: (torch.zeros(config.experts, device=device) if name.endswith("router.bias") else
                          torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
@@ -1262,13 +1281,13 @@ def make_trainer(config, s, device):
     return train.WatchedTrainer(s, config, random_source(config, device), (tokens, tokens, False), device)
 
 
-WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # whose all-reduces the caller waits for
+WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # axes on which the caller waits for all-reduces
 
 
 @contextlib.contextmanager
 def routes_of(net):
-    """Inside, keeps what the routers decide: int64 (E), the rows that this rank's tokens send to each expert, for each
-    forward of a block with experts; not those that backward runs again."""
+    """Inside, record for each forward of a block with experts int64 (E): how many rows this rank's tokens send to each
+    expert. Forwards that backward runs again are not recorded."""
     routes = []
 
     def kept(mlps, rows, counts):
@@ -1298,7 +1317,7 @@ def predicted_traffic(trainer, routes=()):
         there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
         rows = there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, net.ep))))
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
-    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # other axes are called as ParallelGPT does
+    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
@@ -1306,18 +1325,18 @@ def predicted_traffic(trainer, routes=()):
     return {op: n for op, n in total.items() if n}
 
 
-# What parallel.py calls while it trains, but for the pipeline's transfers, which its stages cannot go without.
+# The collectives of training. A pipeline's transfers are not among them, because its stages cannot run without them.
 TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
 
 
 def replaced(make, names=TRAINING):
-    """Inside, every collective of training is make(function) instead."""
+    """Inside, make(function) replaces every collective of training."""
     return patch.multiple(dist, **{name: make(getattr(dist, name)) for name in names})
 
 
 def left_out(function):
-    """A collective that does nothing. An all-to-all gives a rank what it sends: counts of rows must be some that there
-    can be, and then as many rows come as leave."""
+    """A collective that sends nothing. An all-to-all gives a rank its own data back, so that counts of rows stay
+    possible, and as many rows come as leave."""
     def call(*args, **kwargs):
         if function.__name__ == "all_to_all_single":
             args[0].copy_(args[1])
@@ -1326,8 +1345,8 @@ def left_out(function):
 
 
 def communication_alone(trainer, device, repeats):
-    """(seconds of a step's collectives one after the other and nothing else, seconds of the step without them): hidden
-    is 1 - (whole step - step without) / alone. Without its collectives a step's gradients are wrong, its time is not.
+    """(alone: seconds of a step's collectives, one after the other; without: seconds of the step without them). The
+    hidden share is 1 - (whole step - without) / alone. Without collectives gradients are wrong, but the time is right.
     """
     log, scratch = [], {}
 
@@ -1341,7 +1360,7 @@ def communication_alone(trainer, device, repeats):
             return function(*args, **kwargs)
         return call
 
-    trainer.net.pipeline.graphs = parallel.no_graphs()  # a graph would send by what it was recorded with
+    trainer.net.pipeline.graphs = parallel.no_graphs()  # a recorded graph would call the real collectives
     with replaced(recorded):
         trainer.step(0)
     alone = interleaved({"": lambda: [call() for call in log]}, device, repeats)[""]
@@ -1349,13 +1368,14 @@ def communication_alone(trainer, device, repeats):
     trainer.net.pipeline.graphs = parallel.no_graphs()
     with replaced(left_out):
         without = interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
-    trainer.net.pipeline.graphs = parallel.no_graphs()  # these send nothing
+    trainer.net.pipeline.graphs = parallel.no_graphs()  # the graphs just recorded send nothing
     return alone, without
 
 
 def stage_costs(gradients, trainer, repeats):
-    """(F, I, W): seconds of one micro-batch through this rank's stages, as the pipeline runs them, waiting apart; the
-    slowest rank's. Backward is halved where the schedule does not split it. gradients(): one step's."""
+    """(F, I, W): seconds of one micro-batch through a rank's stages in the pipeline, without waiting, on the slowest
+    rank. If the schedule does not split backward, I and W are half of it each. gradients(): runs a step's forward and
+    backward."""
     pipe, samples = trainer.net.pipeline, []
     for _ in range(repeats):
         parallel.record_times(pipe)
@@ -1367,13 +1387,14 @@ def stage_costs(gradients, trainer, repeats):
     return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
 
 
-# PyTorch's own, of the same kind: builder(config, s, device, x, y) -> (step, its name). x, y: ours' micro-batches.
+# The peers: the same strategies of PyTorch's own parts, so that our times can be judged. Each is a builder(config, s,
+# device, x, y) -> (step, its name). x, y: the micro-batches that ours trains on.
 
 def plain_model(config, device, dtype=torch.float32, pieces=None):
     model = GPT(config, seed=None, pieces=pieces)
     materialize(model, random_source(config, device), device, dtype)
     for block in model.h.values():
-        if isinstance(block.mlp, MLP):  # calls every layer as a module: hooks, which DTensor needs, see nothing else
+        if isinstance(block.mlp, MLP):  # call layers as modules, because DTensor works by their hooks
             block.mlp.forward = MethodType(MLP.forward, block.mlp)
     return model
 
@@ -1387,7 +1408,8 @@ def adamw(kinds, device, lr=1e-4):
 
 
 def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
-    """kinds: lists of parameters, each clipped on its own; left out, all are one. precision: left out, autocast."""
+    """A function that runs one training step. kinds: lists of parameters, each clipped by its own norm; left out, one
+    list of all. precision: the context of forward and backward; left out, autocast."""
     kinds = kinds or [list(model.parameters())]
     clip = clip or (lambda: [torch.nn.utils.clip_grad_norm_(kind, 1.0) for kind in kinds])
     optimizer = optimizer or adamw(kinds, device)
@@ -1427,7 +1449,7 @@ def torch_ddp(config, s, device, x, y):
 
 
 def torch_fsdp(config, s, device, x, y):
-    """fully_shard; with weights kept after forward (no second all-gather) it is what comes nearest to ZeRO-2."""
+    """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
     options = {"mesh": parallel.make_mesh(device.type, dp=s.dp)["dp"], "reshard_after_forward": not kept,
@@ -1439,8 +1461,8 @@ def torch_fsdp(config, s, device, x, y):
 
 
 def torch_tp(config, s, device, x, y):
-    """DTensor. Weights in the compute dtype, with no float32 masters: less work than ours. Its c_attn is cut through q,
-    k and v, not by heads: other numbers, the same work."""
+    """DTensor. Weights are in the compute dtype without float32 masters, so it does less work than ours. It cuts c_attn
+    into N equal parts, not by heads, so its results differ, but not its work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
     model = plain_model(config, device, train.DTYPES[s.dtype])
@@ -1456,7 +1478,8 @@ def torch_tp(config, s, device, x, y):
 
 
 def torch_pipeline(config, s, device, x, y):
-    """torch.distributed.pipelining. Less work: 16-bit weights alone, tied ones apart, a norm for each rank."""
+    """torch.distributed.pipelining. It does less work than ours: 16-bit weights have no masters, tied weights are not
+    kept equal, and each rank clips by its own norm."""
     from torch.distributed.pipelining import PipelineStage, schedules
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
         s.schedule]
@@ -1479,7 +1502,7 @@ def torch_pipeline(config, s, device, x, y):
 
 
 class TorchExperts(torch.nn.Module):
-    """What model.Experts computes, in PyTorch's operations: its parameters, or this rank's of a group's."""
+    """model.Experts in PyTorch's operations, with all of its parameters or, in a group, this rank's."""
 
     def __init__(self, experts, group):
         super().__init__()
@@ -1523,7 +1546,7 @@ class TorchExperts(torch.nn.Module):
 
 
 def has_grouped(device, dtype):
-    """Whether PyTorch has a grouped product there."""
+    """Whether PyTorch has a grouped product for this device and dtype."""
     return device.type == "cuda" and dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
 
 
@@ -1536,11 +1559,11 @@ def torch_grouped(rows, weight, counts):
 
 
 def torch_experts(config, s, device, x, y):
-    """The same model and router of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP for all but the
-    experts that ranks share out; all but experts compiled. The dense twin: DDP of compiled blocks. Weights and loss in
-    float32, layers under autocast, but for the router; rows travel in 16 bits."""
+    """The same model and router of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP for all parameters
+    but the experts that ranks share out. All but the experts is compiled. The dense twin is DDP of compiled blocks.
+    Weights, router and loss are in float32, other layers under autocast; rows travel in 16 bits."""
     ep, copies = parallel.split_experts(parallel.make_mesh(device.type, dp=s.dp), s.ep)
-    compiled = torch.compile if device.type == "cuda" else lambda function: function  # a CPU wants a C++ compiler
+    compiled = torch.compile if device.type == "cuda" else lambda function: function  # needs C++ on a CPU
     model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
     router_of = routers(model)
     for i, block in model.h.items():
@@ -1548,7 +1571,7 @@ def torch_experts(config, s, device, x, y):
             experts, router = TorchExperts(block.mlp.experts, ep), block.mlp.router
             block.mlp.experts, experts.activate = experts, compiled(experts.activate)
             router.choose = whole(compiled(router.choose))
-            block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # its sizes are the router's to say
+            block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # its sizes depend on the router
         block.forward = compiled(block.forward)
     named = dict(model.named_parameters())
     apart = [name for name in named if ".experts." in name] if s.ep > 1 else []
@@ -1558,7 +1581,7 @@ def torch_experts(config, s, device, x, y):
     ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def clip():
-        for param in kinds[1]:  # has added up a group's tokens, of as many mean losses
+        for param in kinds[1]:  # its gradient is a sum over the ranks of ep, each with a mean loss of its own
             torch_dist.all_reduce(param.grad, group=copies)
             param.grad /= s.dp
         norms = [torch.nn.utils.get_total_norm([p.grad for p in some]) for some in kinds if some]
@@ -1590,7 +1613,7 @@ def forget():
         torch.cuda.synchronize()
     for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
         dist.destroy_process_group(group)
-    torch.cuda.empty_cache()  # nothing, where CUDA is not used
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def peak_gib(device, build):
@@ -1614,9 +1637,9 @@ def strategies(a):
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
         say(f"left out: {reason}")
-    table = Table("A step: forward, backward, clip, AdamW; (plan): its predicted time. Predicted | measured: "
-                  "GiB of tensors on rank 0 (peak: the\n"
-                  "allocator's); MiB rank 0 sends; bubble. hidden: communication that runs under computation.", {
+    table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted | measured: "
+                  "GiB of tensors on rank 0\n"
+                  "(peak: the allocator's), MiB that rank 0 sends, bubble. hidden: communication under computation.", {
         "strategy": "strategy:<11", "who": "who:<31", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
         "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f",
         "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
@@ -1641,7 +1664,7 @@ def strategies(a):
 
 
 def describe_ring(name, s, config, machine):
-    """From which T/N on a ring's traffic is hidden, by the speeds that were measured beside it."""
+    """A text: from which T/N on attention hides a ring's traffic, by the measured speeds."""
     ways = [f"{factor:g} F/W = {factor * machine.attention / machine.link:,.0f} tokens {way}"
             for factor, way in zip(ring_hides(1, 1, train.DTYPES[s.dtype]), ("forward", "backward"))]
     return (f"\n{name}: T/N is {config.seq_len // s.cp:,}. Attention hides the ring's traffic from {', '.join(ways)},\n"
@@ -1650,23 +1673,24 @@ def describe_ring(name, s, config, machine):
 
 
 def describe_experts(rows, config):
-    """How a step with experts compares with that of a dense model that takes as many FLOPs; what all-to-alls take."""
+    """A text: tokens/s with experts over those of the dense twin, and the share of a step that all-to-alls take."""
     ours, twins = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
     count = sum(map(config.has_experts, range(config.n_layer)))
     lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
     lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
               for row, twin in zip(ours, twins)]
     if took := ours[0].get("all_to_all_ms"):
-        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %: with them, less "
-                     f"without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %, the difference to "
+                     f"a step without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
     return "\n" + "\n".join(lines)
 
 
 def warm_up(step, s, config):
-    """A step; with experts 64, in which the routers' biases move less and less: loads get even, as training makes them
-    soon. Then the biases stay, so that every step is as long."""
+    """Run one untimed step, because the first one takes longer. A model with experts takes 64, in which the routers'
+    biases move less and less and even out the loads, as training soon would. Then the biases stay, so that all steps
+    take equally long."""
     for i in range(64 if config.experts else 1):
-        s.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores between 0 and 1 differ; at the end 3e-5
+        s.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
         step()
     s.balance_rate = 0.0
 
@@ -1674,7 +1698,7 @@ def warm_up(step, s, config):
 def measure_strategy(name, s, a, device, machines):
     """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
     comms, config, tokens = list(machines), a.configs[name], a.batch_size * a.config.seq_len / a.gpus
-    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # it wants a C++ compiler
+    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # it needs a C++ compiler
 
     def build():
         trainer = make_trainer(config, s, device)
@@ -1685,7 +1709,7 @@ def measure_strategy(name, s, a, device, machines):
     def build_peer():
         step, title = peer(config, s, device, *batches)
 
-        def in_pytorch():  # PyTorch's own all the way down: its kernels know autocast and DTensor, ours do not
+        def in_pytorch():  # with PyTorch's kernels, because ours know neither autocast nor DTensor
             kernels.use("torch")
             step()
             kernels.use("auto")
@@ -1696,7 +1720,7 @@ def measure_strategy(name, s, a, device, machines):
     def ours(comm):
         for group in trainer.net.groups:
             dist.use(group, comm)
-        trainer.net.pipeline.graphs = graphs[comm]  # they send by what they were recorded with
+        trainer.net.pipeline.graphs = graphs[comm]  # a graph sends as it was recorded
         trainer.step(2)
 
     (trainer, peak), graphs = peak_gib(device, build), {comm: parallel.no_graphs() for comm in (*comms, "ours")}
@@ -1736,7 +1760,7 @@ def measure_strategy(name, s, a, device, machines):
             first |= {"all_to_all_ms": 1e3 * (whole - rest), **train.how_even(loads)}
         alone, without = communication_alone(trainer, device, a.repeats)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
-        if alone > 0.05 * seconds[comms[0]]:  # less is lost in the noise of the step
+        if alone > 0.05 * seconds[comms[0]]:  # less would drown in the step's noise
             first |= {"hidden": 100 * (1 - (seconds[comms[0]] - without) / alone)}
 
     def row(who, label, peak, **more):
@@ -1754,7 +1778,7 @@ def measure_strategy(name, s, a, device, machines):
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 
-ROOM = 0.9  # of a GPU's memory may be filled by what is predicted; temporaries, gaps and NCCL's buffers take the rest
+ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries, gaps and NCCL's buffers take the rest
 
 
 @functools.cache
@@ -1764,13 +1788,14 @@ def held(schedule, p, m, v):
 
 
 def needed_bytes(config, s, fused):
-    """Bytes of the fullest pipeline rank, with what one block computes again. fused: as in parallel.memory_bytes."""
+    """Bytes that the fullest pipeline rank needs, with the activations that one block recomputes. fused: as in
+    parallel.memory_bytes."""
     cuts, dtype = parallel.split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
     each, i = s.batch_size // s.dp // s.micro_batches, min(config.expert_every, config.n_layer)  # a block with experts
     again, kept = (parallel.activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(i, i + 1)],
                                              tokens_cut=s.tp if s.sp else 1, ep=s.ep) // s.cp
                    for recompute in ("none", s.recompute))
-    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change nothing
+    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
     return again - kept + max(
         sum(parallel.memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
                                   cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind, s.ep,
@@ -1783,11 +1808,12 @@ def divisors(n):
 
 
 PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "published.csv")
-WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # and stages a rank; GPipe keeps more
+WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # (schedule, stages a rank); GPipe keeps more
 
 
 def ways_to_cut_sequences(config, tp, ranks, dtype, machine):
-    """(cp, kind) that train.py takes, of sequences so long that a ring inside a node would be hidden."""
+    """Every (cp, kind) that train.py takes and that leaves ranks so many tokens that attention hides a ring's traffic
+    inside a node."""
     yield 1, "ring"
     for cp in divisors(ranks)[1:]:
         own = config.seq_len // cp
@@ -1800,20 +1826,20 @@ def ways_to_cut_sequences(config, tp, ranks, dtype, machine):
 
 
 def all_layouts(config, gpus, batch_size, dtype, machine):
-    """Every layout that train.py takes and that is worth a look: tp within a node, 2^n sequences a micro-batch, one
-    where sequences are cut."""
+    """Every layout that train.py takes and that may be fast: tp inside a node, 2^n sequences a micro-batch, or one if
+    sequences are cut."""
     for tp in divisors(math.gcd(config.n_head, gpus)):
         for (cp, kind), pp in itertools.product(ways_to_cut_sequences(config, tp, gpus // tp, dtype, machine),
                                                 divisors(gpus // tp)):
             dp, rest = divmod(gpus // tp // pp, cp)
             if rest or gpus > machine.node and machine.node % tp or pp > config.n_layer + 2 or batch_size % dp:
                 continue
-            each, local, replicas = batch_size // dp, machine.node // tp, dp * cp  # local: on a node without pipelines
+            each, local, replicas = batch_size // dp, machine.node // tp, dp * cp  # local: on a node, if pp = 1
             shards = [(zero, None) for zero in range(4 if replicas > 1 else 1)]
             if 1 < local < replicas and replicas % local == 0:
                 shards += [(zero, local) for zero in (1, 2, 3)]
             ways = [(recompute, False) for recompute in ("none", "attention", "block")]
-            if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves what recomputing would, or nearly all
+            if tp > 1 and config.seq_len % (cp * tp) == 0:  # sp saves about what "attention" does
                 ways += [("none", True), ("block", True)]
             shared = divisors(math.gcd(dp, config.experts)) if config.experts else [1]
             sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
@@ -1843,7 +1869,7 @@ def describe_parameters(config):
 
 
 def limit(costs):
-    """What takes most of the step beside the computation."""
+    """What takes most of the step besides computation, in words."""
     name, seconds = max(list(costs._asdict().items())[1:-2], key=lambda item: item[1])
     name = {"tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert-parallel traffic",
             "dp": "data-parallel traffic"}.get(name, name)
@@ -1851,12 +1877,13 @@ def limit(costs):
 
 
 def run_of(row):
-    """A published run, of a row {column: text}, empty where nothing is printed: config, machine, layouts (Settings, all
-    that may be meant), overlap, as for `predict`, mfu. ValueError, LookupError, ArithmeticError: no run is so.
+    """A published run, of a row {column: text}, where a text is empty if the source does not print it. Returns config,
+    machine, layouts (all Settings that the row can mean), overlap (as for `predict`) and mfu. ValueError, LookupError,
+    ArithmeticError: no run can have these numbers.
 
-    Our GPT has neither gates nor fewer heads for keys and values. Its MLP gets the width that makes as many weights,
-    and so as many FLOPs: with a gate it has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads).
-    FlashAttention's backward computes scores again, as selective recomputing does.
+    Our GPT has neither gated MLPs nor grouped queries, so its MLP gets the width that makes as many weights, and so as
+    many FLOPs: a gated MLP has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads). Selective
+    recomputing is taken for none, because FlashAttention's backward computes scores again anyway.
     """
     layers, c, heads, few, inner, vocab, seq, gpus, batch, dp, tp, pp, cp, each, v = sizes = [
         int(row[name] or 0) for name in "layers hidden heads kv_heads ffn vocab seq gpus batch dp tp pp cp micro_batch "
@@ -1867,12 +1894,12 @@ def run_of(row):
     config = GPTConfig(vocab, seq, layers, heads, c,
                        (2 + (gated or 0)) * (inner or 4 * c) // 2 - (c - c * few // heads if few else 0))
     machine, d = MACHINES[row["gpu"]], config.head_dim
-    # Others' kernels: each goes over memory at a copy's rate, and the loss over float32 logits: cast (6 bytes), maximum
-    # (4), difference (8), exp (8), sum (4), quotient (8), gradient (8), cast (6).
+    # Others' kernels are taken to move bytes at a copy's rate. Their loss moves 52 bytes for a float32 logit: cast (6),
+    # maximum (4), difference (8), exp (8), sum (4), quotient (8), gradient (8), cast (6).
     machine = dataclasses.replace(machine, elementwise=machine.hbm, loss=machine.hbm / 52)
     if flash is False:
-        # A query and a key take 4 D FLOPs, none is skipped, and 6 passes over their score of 16 bits: the product
-        # writes it, softmax and dropout each read and write it, the next product reads it. Half of the FLOPs count.
+        # A query and a key take 4 D FLOPs, masked or not, and 6 passes over their 16-bit score: the product writes it,
+        # softmax and dropout each read and write it, the next product reads it. `attention` counts half of the FLOPs.
         machine = dataclasses.replace(machine, attention=2 * d / (4 * d / machine.matmul + 6 * 2 / machine.hbm),
                                       long_attention=None)
     if min(sizes) < 0 or dp * tp * pp * cp != gpus or heads % tp or pp > layers:
@@ -1900,14 +1927,14 @@ def read_published(path):
 
 
 def spearman(a, b):
-    """The correlation of ranks; equal values share the mean of theirs."""
+    """Spearman's rank correlation of two lists. Equal values get the mean of their ranks."""
     ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in map(np.asarray, (a, b))]
     return np.corrcoef(ranks)[0, 1]
 
 
 def plan_published(a):
-    """What `predict` says of runs that others have published. What was not printed is as in the fastest layout that
-    fits."""
+    """Predict the MFU of runs that others have published. Settings that a source does not print are those of the
+    fastest layout that fits."""
     table = Table("published runs: MFU %", {
         "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
         "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
@@ -1948,7 +1975,7 @@ def plan(a):
         "gib": "GiB:>6.1f", "bubble": "bubble %:>8.1f", "dp": "dp %:>6.1f", "tp": "tp %:>6.1f", "cp": "cp %:>6.1f",
         **({"ep": "ep %:>6.1f"} if config.experts else {}), "pp": "pp %:>6.1f", "limit": "beside computation:<29"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
-    for costs, s in candidates:  # one row each, the fastest
+    for costs, s in candidates:  # a layout gets one row, for its fastest micro-batches and recomputing
         key = s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule
         if key in seen or (need := needed_bytes(config, s, machine.fused)) > ROOM * machine.memory:
             continue
@@ -1974,7 +2001,7 @@ def plan(a):
 # -------------------------------------------------------------------------------------------------------------- scaling
 
 def scaling(a):
-    """`strategies` with 1, 2, 4, ... processes: weak, the batch grows with them; strong, it stays."""
+    """Run `strategies` with 1, 2, 4, ... processes. In weak scaling the batch grows with them, in strong it stays."""
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
         "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
@@ -1982,7 +2009,7 @@ def scaling(a):
     names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
     given = [word for name in names if getattr(a, name) for word in (f"--{name.replace('_', '-')}", getattr(a, name))]
 
-    @functools.cache  # the largest world's two are one
+    @functools.cache  # in the largest world weak and strong are the same run
     def rows(n, batch):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "rows.json")
@@ -2005,8 +2032,8 @@ def scaling(a):
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 #
-# SVG text of words, boxes, and charts made of both. Colours of middle brightness on no background, so that a picture
-# can be read on a light page and on a dark one.
+# Pictures are SVG text: words, boxes, and charts made of both. Colours are of middle brightness, on no background, so
+# that a picture can be read on a light page and on a dark one.
 
 COLOURS = "#4c8dd6", "#e0883a", "#4ba36b", "#9a6fc4", "#c2577a", "#888"
 
@@ -2064,8 +2091,8 @@ def write_svg(folder, name, height, parts):
     say(path)
 
 
-# The next pictures want no file. The code's own functions are called on all ranks, and watched where they return too
-# little. draw_x() returns (height, parts) of the picture x; rank 0 writes it.
+# The next pictures need no file. They call the code's own functions on all ranks, and record the calls inside where the
+# results show too little. draw_x() returns (height, parts) of the picture x, and rank 0 writes it.
 
 def draw_ring():
     states = list(zip(*of_all_ranks(dist.ring_states())))  # [state][rank][chunk]
@@ -2083,7 +2110,7 @@ def draw_ring():
 
 
 def draw_mesh():
-    """Which of 16 ranks are a group, axis by axis. `make_mesh` is told that there are 16."""
+    """Which of 16 ranks are a group, axis by axis. Patches let `make_mesh` see 16 ranks."""
     with patch.object(dist, "get_world_size", lambda: 16), patch.object(
             parallel, "init_device_mesh", lambda device, sizes, mesh_dim_names: SimpleNamespace(
                 mesh=torch.arange(16).view(sizes), mesh_dim_names=mesh_dim_names)):
@@ -2109,7 +2136,7 @@ def draw_mesh():
 
 @contextlib.contextmanager
 def upper_halves():
-    """Inside, what stands above the files' bars works alone, as under train.py --plain; links are made anew."""
+    """Inside, only the code above the files' bars runs, as under train.py --plain, and links are made anew."""
     with contextlib.ExitStack() as stack:
         for table in (dist._links, dist.LINKS, kernels.FASTER, model.FASTER, parallel.FASTER, train.FASTER):
             stack.enter_context(patch.dict(table, clear=True))
@@ -2117,7 +2144,8 @@ def upper_halves():
 
 
 def calls_of_a_step():
-    """(a title, [(((file, function), ...) from train.py down to `isend`, bytes)] of the messages that a step sends)."""
+    """(title, [(path, bytes)] of the messages that rank 0 sends in a step). path: the calls, ((file, function), ...),
+    from train.py down to `isend`."""
     found, files = [], {module.__file__ for module in (dist, kernels, model, parallel, train)}
     tp, start = 2 - dist.get_world_size() % 2, torch_dist.batch_isend_irecv
 
@@ -2139,7 +2167,7 @@ def calls_of_a_step():
 
 
 def draw_calls():
-    """On the left down to the collective; on the right from there to `isend`, the same for all."""
+    """The calls of a step: on the left down to the collectives, on the right from them down to `isend`."""
     def lines(calls, depth=0):
         for first in dict.fromkeys(path[0] for path, _ in calls):
             inner = [(path[1:], sent) for path, sent in calls if path[0] == first]
@@ -2160,7 +2188,7 @@ def draw_calls():
 
 
 def draw_buckets():
-    """DDP's buckets in one backward, by the methods of EarlyReducer that are called."""
+    """DDP's buckets in one backward, drawn from recorded calls of EarlyReducer's methods."""
     events, out = [], []
 
     def watched(name):
@@ -2201,7 +2229,7 @@ def draw_zero_stages():
 
 
 def draw_f_and_g():
-    """Outputs of a block's layers, in backward their gradients, and the collectives of f and g, in order."""
+    """In order, the outputs of a block's layers, in backward their gradients, and the collectives of f and g."""
     n, run, out, y = dist.get_world_size(), dist.Link.run, [], 30
     for title, cut, tokens in (("tensor parallelism", parallel.tensor_parallel, 4 * n),
                                ("with sequence parallelism", parallel.sequence_parallel, 4)):
@@ -2235,7 +2263,7 @@ def draw_f_and_g():
 
 
 def draw_schedules():
-    """The four on one axis of time, of 4 ranks and 8 micro-batches; F, I and W take as long as each other."""
+    """The four schedules on one time axis, for 4 ranks and 8 micro-batches. F, I and W take equally long."""
     runs = {name: parallel.simulate(lists(4, 8, 1 + (name == "interleaved")))
             for name, lists in parallel.SCHEDULES.items()}
     unit, out, y = 880 / max(run.length for run in runs.values()), [], 24
@@ -2247,7 +2275,7 @@ def draw_schedules():
                          12, "start"))
         for rank, row in enumerate(run.spans):
             out.append(words(20, y + 34 + 20 * rank, f"rank {rank}", 10, "start"))
-            for (kind, colour), second in itertools.product(kinds.items(), (False, True)):  # of a rank's two stages
+            for (kind, colour), second in itertools.product(kinds.items(), (False, True)):  # a rank's two stages
                 out += cells(colour, [(80 + unit * a, y + 20 + 20 * rank, unit * (b - a) - 1, action.micro_batch)
                                       for action, a, b in row if (action.kind, action.stage > 3) == (kind[0], second)],
                              18, 0.7 if second else 1)
@@ -2278,8 +2306,8 @@ def draw_zigzag():
 
 
 def draw_experts():
-    """6 tokens of each rank, which go to 2 random ones of 2N experts: rows (rank, token), and how many of each expert,
-    as the rank sends them, as rows come to its experts, and as its own come back."""
+    """Each of a rank's 6 tokens goes to 2 random experts of 2N. Drawn are the rows (rank, token) of each expert: as the
+    rank sends them, as its experts get them, and as its own come back."""
     n, found, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
     group, _ = parallel.split_experts(parallel.make_mesh("cpu", dp=n), n)
     experts, x = Experts(GPTConfig(n_embd=8, n_head=1, experts=2 * n)), torch.zeros(1, 6, 8)
@@ -2334,7 +2362,7 @@ def draw_tiles():
 
 
 def timeline_of(found):
-    """The pipeline as it ran: what train.py's trace says of computation, as `parallel.draw_svg` takes it."""
+    """The Timeline of the computation in train.py's trace, so of the pipeline as it ran, for `parallel.draw_svg`."""
     events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
     first, spans = min(event["ts"] for event in events), defaultdict(list)
     for event in events:
@@ -2346,7 +2374,7 @@ def timeline_of(found):
 
 
 def grouped(values):
-    """{group: {bar: {part: value}}}, as `chart` takes them, of (group, bar, value or {part: value}) that are there."""
+    """{group: {bar: {part: value}}} for `chart`, of (group, bar, value or {part: value}). Empty values are left out."""
     groups = defaultdict(dict)
     for group, bar, value in values:
         if value:
@@ -2355,8 +2383,9 @@ def grouped(values):
 
 
 def comparisons(found):
-    """(picture, title, groups of its chart) of the rows that --json kept; no groups where they hold nothing for it."""
-    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # always in one colour
+    """(picture, title, groups) of each chart that the rows of a --json file can give. groups: empty if the rows hold
+    nothing for the chart."""
+    rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # ours: first colour
     if found["what"] == "kernels":
         for (picture, op, key, unit), way in itertools.product((
                 ("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")),
@@ -2383,7 +2412,7 @@ def comparisons(found):
 
 
 def pictures(a):
-    """SVG of what these processes and the code itself show, and of what the files hold."""
+    """Write SVG pictures of what the code does, and of the rows and traces in files."""
     dist.initialize("cpu")
     for draw in (draw_ring, draw_mesh, draw_calls, draw_buckets, draw_zero_stages, draw_f_and_g, draw_schedules,
                  draw_zigzag, draw_experts, draw_tiles):
@@ -2415,41 +2444,41 @@ MEASURED = ("kernels", "collectives", *TRAINED)
 
 
 def option(takers, name, help=None, **more):
-    """An entry of FLAGS: which of WHAT take it, its name, what argparse shall know."""
+    """An entry of FLAGS: the commands of WHAT that take it, its name, the arguments for argparse."""
     return takers, name, dict(more, help=help)
 
 
 number = functools.partial(option, type=parallel.positive)
 FLAGS = [
-    option((*MEASURED, "lessons", "plan"), "--json", "leave the rows there, with hardware, versions, commit",
+    option((*MEASURED, "lessons", "plan"), "--json", "write the rows there, with hardware, versions, commit",
            default="", metavar="FILE"),
-    number((*MEASURED[1:], "plan"), "--gpus", "processes, a GPU each; on the CPU, processes. Left out: all GPUs, or 2"),
+    number((*MEASURED[1:], "plan"), "--gpus", "processes, on GPUs one for each; left out, all GPUs, or 2 on the CPU"),
     option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
-    option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: does it work?", action="store_true"),
-    option((*MEASURED, "lessons"), "--only", "of the kernels, lessons, collectives, strategies; left out, all, experts "
-           "and dense twin where --experts is given; scaling: ddp zero3", nargs="+", metavar="NAME"),
-    option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, plan gpt2-xl", choices=list(PRESETS)),
+    option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
+    option((*MEASURED, "lessons"), "--only", "which kernels, lessons, collectives or strategies; left out, all (but "
+           "experts and dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
+    option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
     *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
-    number(OF_A_MODEL, "--batch-size", "sequences a step, of all GPUs, scaling: of each; left out, 8 for each"),
+    number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
-    option(("collectives",), "--comm", "what is held against torch's: ring, the textbook's", choices=["ours", "ring"],
+    option(("collectives",), "--comm", "what to compare with torch's; ring: the textbook's", choices=["ours", "ring"],
            default="ours"),
     option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch", "both"],
            default="ours"),
     number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
-    number(("strategies",), "--micro-batches", "of a pipeline", default=8),
-    number(("strategies",), "--virtual-stages", "of a rank in the interleaved pipeline", default=2),
-    option(TRAINED, "--cuda-graphs", "train.py's", choices=["auto", "off", "on"], default="auto"),
-    number(TRAINED, "--repeats", "of each step; left out, 7, --quick 3"),
+    number(("strategies",), "--micro-batches", "micro-batches of a pipeline", default=8),
+    number(("strategies",), "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
+    option(TRAINED, "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
+    number(TRAINED, "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
     option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong", "both"],
            default="both"),
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
-    number(("plan",), "--network", "from a GPU to another node, instead of the machine's", metavar="GB/S"),
-    option(("plan",), "--published", "instead, what it predicts for runs that others have published, a CSV file; "
+    number(("plan",), "--network", "rate from a GPU to another node, instead of the machine's", metavar="GB/S"),
+    option(("plan",), "--published", "predict, instead, runs that others have published, from a CSV file; "
            "without a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
     number(("plan",), "--top", "layouts to print", default=15),
-    option(("pictures",), "files", "what --json, or train.py's --trace, wrote; without one, the code alone", nargs="*",
+    option(("pictures",), "files", "files from --json or train.py's --trace; without one, the code alone", nargs="*",
            metavar="FILE"),
     option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
@@ -2464,12 +2493,13 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    without = argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1)  # of who takes no such flag
+    without = argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1)  # where these are no flags
     return parser.parse_args(words, without)
 
 
 def check(a, world):
-    """Fill in what was left out; BadInput before any process starts. Returns the number of processes needed."""
+    """Fill in flags that were left out. BadInput for wrong ones, before any process starts. Returns the number of
+    processes needed."""
     if a.what == "pictures":
         check_files(a)
         return world if world > 1 else 4
@@ -2518,11 +2548,12 @@ def check_processes(a, world):
 
 
 def check_strategies(a, batch_size):
-    """a.layouts: {strategy: Settings} of those that can run. One that was asked for by name must."""
+    """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
+    that --only names and that cannot run."""
     asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches, a.virtual_stages, routed.experts)
     a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
-    if a.what == "scaling":  # what one process has, too
+    if a.what == "scaling":  # only what one process can run, too
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
@@ -2540,7 +2571,7 @@ def check_strategies(a, batch_size):
 
 
 def check_files(a):
-    """a.found: {file: what is in it}."""
+    """Set a.found, {file: what is in it}. BadInput for files that cannot be drawn."""
     a.found, first = {}, {}
     for path in a.files:
         with (readable(lambda: path, "give files that `bench.py ... --json` or `train.py --trace` wrote"),
@@ -2574,7 +2605,7 @@ def load_machine(a):
 
 @contextlib.contextmanager
 def readable(what, advice):
-    """Inside, what() is read; where that fails it is BadInput."""
+    """Inside, an error in reading what() becomes BadInput."""
     try:
         yield
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError, csv.Error) as error:
@@ -2598,8 +2629,8 @@ def main():
         torch_dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
-        if not multiprocessing.parent_process():  # of a rank that was forked, the launcher waits for the result
-            os._exit(0)  # all is written, and now and then a thread that a peer has left aborts Python's own way out
+        if not multiprocessing.parent_process():  # a forked rank must return, because its launcher waits for the result
+            os._exit(0)  # all is written, and Python's normal exit now and then aborts in a thread that a peer left
 
 
 if __name__ == "__main__":

@@ -1032,7 +1032,7 @@ def make_mail(link):
     torch_dist.all_reduce(opened, ReduceOp.MIN, link.group)
     if not opened:
         return None
-    for file in mail.closed_later:  # a dead sender closes a pipe only if no other process has its write end open
+    for file in mail.closed_later:  # else a pipe would stay open here, by this copy of its end, after its sender dies
         file.close()
     return mail
 
@@ -1123,7 +1123,7 @@ def _recording_stream(device):
 
 class RecordedGraph:
     """The GPU's work in `body()` as a CUDA graph, so that a replay spares the CPU the launches. Recording runs nothing.
-    A graph works on the memory of its recording alone, and keeps that memory.
+    The cost: a graph works on the addresses of its recording alone, and keeps the memory that it has allocated.
 
     result: the tensors that body() returned; each replay fills them. sends: a replay's traffic. pool: the memory pool
     of graphs that never run at the same time as this one.
@@ -1322,7 +1322,7 @@ class Window:
         self.barrier()
 
     def gather_rows(self, whole, own):
-        """Copy `own` (B, ...) of rank r to whole[r], for every r. Rows of `whole` (N, B, ...) may have gaps between."""
+        """Copy `own` (B, ...) of rank r to whole[r], for every r. `whole` (N, B, ...) may have gaps between rows."""
         tensors = self.open(own.view(-1))
         whole[self.link.rank].copy_(own)
         for r in self.others:
@@ -1332,7 +1332,7 @@ class Window:
         self.barrier()
 
     def scatter_rows(self, parts):
-        """`scatter` of parts (N, B, ...) whose rows may have gaps between. Returns [(B, ...) from each rank]."""
+        """`scatter` of parts (N, B, ...), with or without gaps between rows. Returns [(B, ...) from each rank]."""
         def of_rank(window, r):
             return window[r * own.nbytes:(r + 1) * own.nbytes].view(own.dtype).view(own.shape)
 
@@ -1542,7 +1542,7 @@ class Direct:
 
     def _by_one_kernel(self, outgoing, incoming, own):
         """Do an all-to-all by one kernel, with my own block if `own`. Returns False, and does nothing, if the caller
-        does not wait or no window can be had."""
+        does not wait, or the kernel or a window cannot be had."""
         # The kernel takes any dtype, so on_triton is asked about float32.
         able = not self.aside and kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))
         window = able and self.window(kernels.all_to_all_bytes(self.size))
@@ -1589,7 +1589,7 @@ class NodeLink(Direct, NcclLink):
         return super().run(name, operation, arguments, async_op)
 
     def window_for_copies(self, name, chunks):
-        self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # at least of its own part
+        self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # it copies at least its own part
         return super().window_for_copies(name, chunks)
 
     def by_rows(self, flat, whole, own, op):
@@ -1617,9 +1617,9 @@ class NodeLink(Direct, NcclLink):
         return self._windows.get(key)
 
     def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
-        """Do an all-to-all that the caller waits for without `run`, by the addresses of blocks in contiguous tensors.
-        `run` costs the CPU 80 us a call instead of 19, among others for a view of each block. That is more than the
-        kernel takes up to 16 MiB, and experts call it five times a block. Returns False if `run` must do it."""
+        """Without `run`, do an all-to-all that the caller waits for, by the addresses of blocks in contiguous tensors.
+        `run`, which makes a view of each block, costs the CPU 80 us a call instead of 19. That is more than the kernel
+        takes up to 16 MiB, and experts call it five times a block. Returns False if `run` must do it."""
         window = self._windows.get(self._waited_all_to_all)
         if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
