@@ -1383,7 +1383,7 @@ def token_loss(logits, targets):
 
 
 def adamw(kinds, device, lr=1e-4):
-    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=device.type == "cuda")
+    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=True)
 
 
 def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
@@ -1422,7 +1422,7 @@ def torch_ddp(config, s, device, x, y):
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
     if not s.zero:
         return torch_step(model, s, device, x, y), "DDP"
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
