@@ -743,6 +743,11 @@ class Watched(Link):
                                  f"but {argument} is on {t.device}")
         if arguments.get("op", ReduceOp.SUM) not in COMBINE:
             raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        if name == "all_to_all_single":
+            room, own = (_blocks(arguments[t], arguments[f"{t}_split_sizes"], self.size)[self.rank]
+                         for t in ("output", "input"))
+            if room != own:  # copy_ would spread one element over many, and say nothing
+                raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
         for argument, own in (("tensor_list", "tensor"), ("input_list", "output"),
                               ("output_tensor_list", "input_tensor_list")):
             if argument in arguments:
