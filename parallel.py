@@ -1812,35 +1812,36 @@ from contextlib import contextmanager
 
 from model import PRESETS, GPTConfig, count_of_each
 
-BUCKET_MB["cuda"] = 100  # a GPU's links are faster than a CPU's, their latency is not shorter
+BUCKET_MB["cuda"] = 100  # larger than on a CPU, because a GPU's links are faster, but their latency is not shorter
 
 
-# ---------------------------------------------------------------------------------- gradients that leave under backward
+# ----------------------------------------------------------------------------- gradients sent while backward still runs
 
 class Early:
-    """Sends a bucket the moment it is complete, so that its traffic runs under the rest of backward.
+    """Sends a bucket as soon as its last gradient is computed, so that its traffic overlaps the rest of backward.
 
-    Stages 0 and 1 do so in the step's last backward, stage 2 in each. A bucket never leaves before the one in front of
-    it, so the order is the same on all ranks, whatever parameters each has used. At stage 2 at most two buckets are
-    under way, a micro-batch's last two until the next backward or `finish`: of the full gradients there are those, and
-    what the next bucket has so far.
+    Stages 0 and 1 send in the step's last backward, stage 2 in every backward. Buckets leave in one fixed order,
+    because all ranks must send in the same order, and ranks may have used different parameters. Stage 2 has at most two
+    buckets under way, so full gradients take the memory of these two and of the bucket that fills. A micro-batch's last
+    two are received in the next backward, or in `finish`.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.place = {bucket: i for i, bucket in enumerate(self.buckets)}
-        self.syncing, self.under_way = True, deque()
+        self.syncing, self.under_way = True, deque()  # whether this backward sends; (bucket, handle, message, average)
         self.restart()
 
     def restart(self):
-        self.next, self.ready = 0, set()  # the bucket that leaves next; those that are complete
-        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # in the step's last backward
+        self.next, self.ready = 0, set()  # the index of the bucket that leaves next; the buckets that are complete
+        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # what the step's last backward lacks
 
     def computed(self, param):
         bucket = self.bucket_of[param]
         if self.stage < 2 and self.place[bucket] < self.next:
             raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
-                               "all but the last one under no_sync(), or zero_grad() of the model")
+                               "all but the last one under no_sync(); after an error, call zero_grad() of the model, "
+                               "or of the ShardedOptimizer")
         super().computed(param)
         if self.stage < 2 and self.syncing:
             self.waiting[bucket].discard(param)
@@ -1862,7 +1863,7 @@ class Early:
     def collect(self, bucket):
         fresh = bucket.total is None
         if not fresh and all(param.grad is None for param in bucket.params):
-            return  # a complete bucket is emptied when its last gradient is computed, and asked again when it leaves
+            return  # all gradients were moved when the last one was computed; now `leave` calls again
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -1901,7 +1902,7 @@ class Early:
         self.restart()
 
     def forget(self):
-        """Drop the gradients of a step that was never finished, because its backward raised, say. On every rank."""
+        """Drop the gradients of an unfinished step, for example after its backward raised. Call it on all ranks."""
         while self.under_way:
             self.under_way.popleft()[1].wait()
         for bucket in self.buckets:
@@ -1912,7 +1913,7 @@ class Early:
 
 
 class HookedReducer(Reducer):
-    """A Reducer that hears of gradients as they are computed."""
+    """A Reducer for which autograd calls computed(param) as soon as that parameter's gradient is there."""
     stage = 0  # ZeRO's
 
     def __init__(self, *args, **kwargs):
@@ -1924,11 +1925,15 @@ class HookedReducer(Reducer):
 
 
 class BucketwiseReducer(ShardReducer):
-    """Moves a bucket's gradients into its total together, in few kernels, when a backward has computed the last one."""
+    """Moves all gradients of a bucket into its total together, when a backward has computed the last one.
+
+    That takes a few kernels a bucket; ShardReducer's way takes one a parameter. The cost: until then the gradients
+    stay in .grad, a bucket's worth of memory.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
+        self.apart = set()  # buckets averaged over `bucket.group`, but not yet over `bucket.between`
 
     def computed(self, param):
         bucket = self.bucket_of[param]
@@ -1942,7 +1947,8 @@ class BucketwiseReducer(ShardReducer):
         self.collect(bucket)
 
     def total_dtype(self, bucket):
-        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
+        # Stage 2 sends each micro-batch's gradients at once, so its totals add nothing up and need no wider dtype.
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype
 
     @contextmanager
     def no_sync(self):
@@ -1950,7 +1956,7 @@ class BucketwiseReducer(ShardReducer):
             yield
         finally:
             for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
+                if self.stage < 2 and self.holds(bucket):  # `complete` was not called, because a parameter was not used
                     self.collect(bucket)
 
     def start(self, bucket):
@@ -1959,7 +1965,7 @@ class BucketwiseReducer(ShardReducer):
         return super().start(bucket)
 
     def holds(self, bucket):
-        """Whether gradients of this bucket have not been sent yet."""
+        """Whether the bucket has gradients that are not sent yet."""
         return bucket.total is not None or any(p.grad is not None for p in bucket.params)
 
 
@@ -1972,17 +1978,20 @@ class EarlyReducer(Early, HookedReducer):
                 yield
         finally:
             for bucket in self.buckets:
-                if bucket.total is not None:  # recordings add up there, so eager micro-batches do, too
+                if bucket.total is not None:  # CUDA graphs add to the total, so eager micro-batches must, too
                     self.collect(bucket)
 
 
 class EarlyShardReducer(Early, BucketwiseReducer):
-    """At stage 2 the first micro-batch's average is the shard's .grad from its start on, and fills later."""
+    """At stage 2 the shard's .grad is set as soon as the first micro-batch's reduce-scatter into it starts.
+
+    Its numbers arrive later. If somebody drops .grad before `finish`, `keeps_promise` raises RuntimeError.
+    """
 
     def restart(self):
         super().restart()
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
-        self.promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
+        self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
 
     def complete(self, bucket):
         super().complete(bucket)
@@ -1992,7 +2001,7 @@ class EarlyShardReducer(Early, BucketwiseReducer):
     def leave(self):
         super().leave()
         if self.stage == 2:
-            self.next %= len(self.buckets)  # the next micro-batch fills them again
+            self.next %= len(self.buckets)  # after the last bucket comes the first one, of the next micro-batch
             bucket, _, _, average = self.under_way[-1]
             self.keeps_promise(bucket)
             if bucket.shard.grad is None:
@@ -2004,8 +2013,8 @@ class EarlyShardReducer(Early, BucketwiseReducer):
 
     def keeps_promise(self, bucket):
         if self.promised.get(bucket, bucket.shard.grad) is not bucket.shard.grad:
-            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
-                               "model")
+            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() must be "
+                               "called on the FSDP module or the ShardedOptimizer")
 
     def store(self, bucket, average):
         self.keeps_promise(bucket)
@@ -2021,7 +2030,7 @@ class EarlyShardReducer(Early, BucketwiseReducer):
 
     @torch.no_grad()
     def average_between(self):
-        """All of them are under way before the first is waited for."""
+        """As ShardReducer's, but all all-reduces are started before the first is waited for, so that they overlap."""
         waiting = []
         for bucket in filter(self.apart.__contains__, self.buckets):
             message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
@@ -2044,15 +2053,16 @@ class EarlyShardReducer(Early, BucketwiseReducer):
 class RestartableDDP(DDP):
 
     def zero_grad(self, set_to_none=True):
-        """As any module's; after a backward that raised, on every rank, before the next one."""
+        """As any module's. After a backward that raised, call it on all ranks before the next backward."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
 
 
 class GuardedOptimizer(ShardedOptimizer):
-    """Lets kernels.AdamW write the 16-bit weights in the pass that it makes anyway. Refuses late parameters.
+    """A ShardedOptimizer that saves a pass over the weights, and raises ValueError for parameters added later.
 
-    `zero_grad` drops a step that was never finished, and `step` finishes one.
+    kernels.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards. All
+    all-gathers are started before the first is waited for. `step` finishes an unfinished step; `zero_grad` drops it.
     """
     cut = False
 
@@ -2063,7 +2073,7 @@ class GuardedOptimizer(ShardedOptimizer):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.masters}
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients: those of the shards, and what a step that was never finished has left. On every rank."""
+        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
 
@@ -2086,12 +2096,13 @@ class GuardedOptimizer(ShardedOptimizer):
             super().cast()
 
     def state_dict(self):
-        """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
+        """This rank's part: torch.optim's state_dict, and the master weights if parameters have 16 bits."""
         return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.masters])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """What `state_dict` gave on this rank of as many; 16-bit parameters come with their masters. On every rank."""
+        """Load what `state_dict` returned on this rank, of as many ranks. Sets 16-bit parameters from their masters.
+        Call it on all ranks."""
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         masters = state_dict.get("masters") or [b.weights[b.own] for b in self.masters]
@@ -2103,12 +2114,13 @@ class GuardedOptimizer(ShardedOptimizer):
 
     def add_param_group(self, group):
         if self.cut:
-            raise ValueError("ShardedOptimizer cuts its parameters once: make a new one with all of them")
+            raise ValueError("ShardedOptimizer cuts its parameters once, when it is made: make a new one with all of "
+                             "them")
         super().add_param_group(group)
 
 
 class FetchedParameter(FlatParameter):
-    """A FlatParameter whose all-gather can be started before it is needed."""
+    """A FlatParameter whose all-gather can be started early, so that it overlaps computation; `gather` waits for it."""
     handle = None
 
     def start(self):
@@ -2134,24 +2146,24 @@ class FetchedParameter(FlatParameter):
 
 
 class FetchingFSDP(FSDP):
-    """Fetches the next unit while one computes: two are whole at a time, and communication runs under computation.
+    """Gathers the next unit while one computes, so that layers need not wait. The cost: two units are whole at a time.
 
-        forward    all-gather unit i+1 | compute unit i      the order is the last forward's
-        backward   all-gather unit i-1 | compute unit i
+        forward    all-gather unit i+1 | compute unit i      in the order in which the last forward used the units
+        backward   all-gather unit i-1 | compute unit i      in this forward's order, reversed
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.order, self.last_order = [], []
-        self.reducers[1].syncing = False  # 1-D parameters: their few elements leave in finish_grad_sync
+        self.reducers[1].syncing = False  # 1-D gradients have few elements: send them in finish_grad_sync
         for part in self.module.modules():
             part.register_state_dict_pre_hook(self._refuse)
             part.register_load_state_dict_pre_hook(self._refuse)
             part._apply = self._refuse
 
     def _refuse(self, *_, **__):
-        raise RuntimeError("FSDP's parameters have no memory between steps: full_state_dict() gives them, load() sets "
-                           "them, and a module is copied, moved or cast before it is wrapped")
+        raise RuntimeError("FSDP's parameters have no memory between steps: read them with full_state_dict(), set them "
+                           "with load(), and copy, move or cast a module before you wrap it")
 
     _apply = __deepcopy__ = _refuse
 
@@ -2162,7 +2174,7 @@ class FetchingFSDP(FSDP):
         return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
 
     def zero_grad(self, set_to_none=True):
-        """Drop the optimizer's gradients, and those of a step that was never finished. On every rank."""
+        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
         for reducer in self.reducers:
             reducer.forget()
         super().zero_grad(set_to_none)
@@ -2177,14 +2189,14 @@ class FetchingFSDP(FSDP):
         keep = self.last if torch.is_grad_enabled() else ()
         for flat in self.buckets:
             if not flat.stays_whole and flat not in keep:
-                flat.free()  # it was fetched, but this forward did not use it
+                flat.free()  # gathered ahead, but this forward did not use it
         if torch.is_grad_enabled() and self.order:
-            self.fetch(self.order[-1])  # backward starts with it
+            self.fetch(self.order[-1])  # because backward starts with it
         return output
 
     def before_forward(self, unit, inputs):
         super().before_forward(unit, inputs)
-        if not self.in_backward:  # not when a checkpoint runs it again
+        if not self.in_backward:  # in backward a checkpoint runs the unit again, which is no part of the order
             i = len(self.order)
             self.order.append(unit)
             if i + 1 < len(self.last_order) and self.last_order[i] is unit:
@@ -2204,7 +2216,10 @@ class FetchingFSDP(FSDP):
 
 
 class LeanGPT(ParallelGPT):
-    """Under kernels.AdamW gradients stay as they are: the kernel scales them as it reads them."""
+    """A ParallelGPT with less to do a step. It keeps lists of actions, and adds gradients up in few messages.
+
+    With kernels.AdamW, clipping makes no pass over the gradients, because the kernel scales them as it reads them.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -2217,7 +2232,7 @@ class LeanGPT(ParallelGPT):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Those of a group and a dtype in one message."""
+        """As in ParallelGPT, with one message for all gradients of a group and dtype. The cost: copies in and out."""
         over = defaultdict(list)
         for param in self.params:
             for group in sums(param):
@@ -2240,12 +2255,13 @@ class LeanGPT(ParallelGPT):
 
 # ------------------------------------------------------------------------------ sequence parallel: without permutations
 #
-# Tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens permute them into a message or out
-# of it: on an H200 96 us for 64 MiB, as long as the message itself takes. Between GPUs of a node the copy engines pick
-# each sequence's tokens up, and put them down, where they belong.
+# A rank's tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens copy them into one message
+# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node the copy
+# engines read and write each sequence's tokens in place, so the functions below save that copy. They make one transfer
+# a sequence instead of one in all, so they do so only if each transfer has at least `dist.row_bytes`.
 
 def start_gathering(x, group, async_op=False):
-    """(handle, (B, N, T/N, C) of all ranks), from (B, T/N, C) of each. The handle is None unless async_op."""
+    """Start to gather x (B, T/N, C) of each rank: (handle, (B, N, T/N, C)). The handle is None unless async_op."""
     n = dist.get_world_size(group)
     if x[0].nbytes >= dist.row_bytes(group):
         whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
@@ -2255,7 +2271,7 @@ def start_gathering(x, group, async_op=False):
 
 
 def start_scattering(x, group, async_op=False):
-    """(handle, (B, T/N, C) of this rank), from a term (B, T, C) of each."""
+    """Start to add up x (B, T, C), each rank's term: (handle, this rank's tokens of the sum (B, T/N, C))."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
     mine = x.new_empty(parts.shape[1:])
     parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
@@ -2275,10 +2291,10 @@ def scatter_in_place(x, group):
 
 
 class RegatheredProduct(torch.autograd.Function):
-    """f, then X W^T + b. Keeps this rank's tokens of X, and gathers the others again in backward, under dY W. The terms
-    of dX are added up under dY^T X.
+    """f, then X W^T + b. Until backward a rank keeps only its own T/N tokens of X, which saves memory.
 
-    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
+    The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks, while it computes
+    dY^T X. take: as for kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
@@ -2300,17 +2316,17 @@ class RegatheredProduct(torch.autograd.Function):
         return dx, *gradients, None, None
 
 
-# ---------------------------------------------------------------------- tensor parallel: biases added by the activation
+# ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
 
 class FusableColumns(ColumnParallelLinear):
-    """It can leave out its bias, so that the activation's kernel adds it in a pass that it makes anyway."""
+    """`product` leaves out the bias. The activation's kernel then adds it, which saves a pass over the output."""
 
     def product(self, x):
         return self.linear(self.f(x, self.group), self.weight)
 
 
 class FusableGathering(FusableColumns, GatheringLinear):
-    """Its product includes f."""
+    """A FusableColumns of tokens that are cut. RegatheredProduct includes f, so self.f does nothing."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -2323,9 +2339,9 @@ class FusableGathering(FusableColumns, GatheringLinear):
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
 
 def start_shift(tensor, group):
-    """`shift`, under way: (handles, the tensor to be received). Tensors of any strides."""
+    """Start a `shift` without waiting for it: (handles, the tensor that will be received). Strides may be any."""
     link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
-    if isinstance(link, dist.Direct):  # ranks reach each other's memory
+    if isinstance(link, dist.Direct):  # copies between GPUs of one node
         return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
                          {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -2335,7 +2351,7 @@ def start_shift(tensor, group):
 
 
 def going_round_ahead(tensor, group):
-    """`going_round`, where each tensor travels on while the caller computes."""
+    """As `going_round`, but a tensor is sent on before it is yielded, so that it travels while the caller computes."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for s in range(n):
         handles, incoming = start_shift(tensor, group) if s < n - 1 else ([], None)
@@ -2345,17 +2361,17 @@ def going_round_ahead(tensor, group):
 
 
 class TunedRing(RingAttention):
-    """RingAttention on Triton's kernels: few passes over memory beside theirs, and all messages under computation.
+    """RingAttention on Triton's kernels, with few further passes over memory. All messages overlap computation.
 
-    K and V first travel under a rank's own keys, in backward under their dQ. Their dK and dV come last, because those
-    of the others' keys travel home under them. Two ranks add two numbers for each sum, and 16 bits may hold the first,
-    because that is what its kernel writes; more ranks add up in float32.
+    The first K and V travel while a rank computes with its own keys: O in forward, dQ in backward. It computes dK and
+    dV of its own keys last, because meanwhile those of other ranks' keys travel home. Over more than two ranks, sums
+    are float32. Over two ranks a sum has two terms, and the first stays in the 16 bits in which its kernel wrote it.
     """
 
     @staticmethod
     def forward(ctx, qkv, group):
         rank, half = dist.get_rank(group), qkv.shape[1] // 2
-        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # halves of whole tiles
+        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # both chunks must be whole tiles
         if not ctx.tuned:
             return RingAttention.forward(ctx, qkv, group)
         qkv = qkv.contiguous()
@@ -2405,7 +2421,7 @@ class TunedRing(RingAttention):
 
 
 def sum_dtype(part, group):
-    """Of sums over the ranks."""
+    """The dtype in which tensors like `part` are added up over the ranks."""
     return part.dtype if dist.get_world_size(group) == 2 else torch.float32
 
 
@@ -2415,7 +2431,7 @@ def wait(handles):
 
 
 def gradients_of_part(q, o, do, lse, delta, kv):
-    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of another rank's keys, all of which these queries see."""
+    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of attention to another rank's keys; all queries see all keys."""
     dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
     k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
     kernels.tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
@@ -2427,11 +2443,11 @@ def gradients_of_part(q, o, do, lse, delta, kv):
 
 @functools.cache
 def split_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
-    not to be changed.
+    """Cut the L+2 pieces of a GPT into `stages` runs, so that the slowest run takes as little time as possible:
+    [range, ...]. The list is cached, so callers must not change it.
 
-    Costs are multiply-adds a token: a block's attention and matrices, of experts the k that a token goes through; the
-    head's C V; looking up an embedding is free.
+    A piece costs its multiply-adds a token: in a block attention and the matrices, of its experts k; in the head C V.
+    The embedding costs nothing, because it is a look-up.
     """
     c, n = config.n_embd, config.n_layer + 2
     mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
@@ -2439,7 +2455,7 @@ def split_pieces(config, stages):
 
     @functools.cache
     def best(end, k):
-        """(cost of the slowest, where each begins, last first) of k stages that share the pieces up to `end`."""
+        """Cut the pieces before `end` into k stages: (the slowest one's cost, the first piece of each, last first)."""
         if k == 1:
             return sum(cost[:end]), (0,)
         return min((max(rest, sum(cost[start:end])), (start, *starts))
@@ -2452,7 +2468,7 @@ def split_pieces(config, stages):
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
 
 class NamedHandle:
-    """A handle whose error says what was waited for."""
+    """A handle whose wait() reports progress, and whose error names the transfer that failed."""
 
     def __init__(self, handle, what):
         self.handle, self.what, self.is_completed = handle, what, handle.is_completed
@@ -2464,13 +2480,13 @@ class NamedHandle:
 
 
 class PatientPipeline(Pipeline):
-    """Posts receives late on CUDA, and drops an output as soon as it is sent.
+    """A Pipeline that posts receives late on CUDA, frees an output once it is sent, and names a failed transfer.
 
-    Gloo's transfers run under computation, so there a receive is posted where `lower` put it. On CUDA a receive that
-    waits is a kernel that holds multiprocessors, and a product that needs all multiprocessors then takes two waves
-    instead of one. So it is posted when its value is needed and the rank would idle anyway.
+    On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
+    waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
+    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it.
     """
-    on_forward = None  # called after each forward: who counts activations looks at them then
+    on_forward = None  # None, or a function to call after each forward: train.py measures activations there
 
     def begin(self, *args):
         super().begin(*args)
@@ -2492,7 +2508,7 @@ class PatientPipeline(Pipeline):
 
     def take(self, receive):
         source = other_end(receive).stage % self.p
-        while receive not in self.values:  # a rank sends in the order in which this one expects it
+        while receive not in self.values:  # post all earlier ones first, because the other rank sends in this order
             self.post(self.expected[source].popleft())
         return super().take(receive)
 
@@ -2513,10 +2529,10 @@ class PatientPipeline(Pipeline):
 
 
 class Stopwatch:
-    """Times of everything that a pipeline does: [(action, start, end)] in seconds of the wall clock, idle time left
-    out.
+    """Times each action of a pipeline, from the moment its input is there: waiting for the input does not count.
 
-    It stands in front of the pipeline's methods until `stop`. On CUDA the times are events of the stream.
+    Until `stop` it replaces the pipeline's `do` and `take` by methods that note times. On CUDA a time is an event in
+    the stream, so the CPU need not wait for the GPU. stop() returns [(action, start, end)], seconds of the wall clock.
     """
 
     def __init__(self, pipeline):
@@ -2531,9 +2547,9 @@ class Stopwatch:
             do(action)
             self.spans.append((action, self.begin, self.now()))
 
-        def take_and_begin(receive):  # until here the rank was idle
+        def take_and_begin(receive):
             value = take(receive)
-            self.begin = self.now()
+            self.begin = self.now()  # until now the rank was idle
             return value
         pipeline.do, pipeline.take = timed, take_and_begin
 
@@ -2553,7 +2569,7 @@ class Stopwatch:
 
 
 def record_times(pipeline):
-    """Keep times from now on, until `recorded_times` is asked."""
+    """Time all actions from now on, until `recorded_times` is called."""
     pipeline.stopwatch = Stopwatch(pipeline)
 
 
