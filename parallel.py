@@ -2326,7 +2326,7 @@ class FusableColumns(ColumnParallelLinear):
 
 
 class FusableGathering(FusableColumns, GatheringLinear):
-    """A FusableColumns of tokens that are cut. RegatheredProduct includes f, so self.f does nothing."""
+    """A GatheringLinear whose product is a RegatheredProduct. That includes f, so self.f does nothing."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -2580,14 +2580,15 @@ def recorded_times(pipeline):
 
 # ------------------------------------------------------------------------------------------------ pipeline: CUDA graphs
 #
-# A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next.
-# Replaying a recorded CUDA graph costs the CPU one launch. A graph's tensors stay where they are: inputs are copied
-# in, outputs out, and gradients are added to the buckets' flat vectors, which must not move either; autograd's hooks
-# do not run. ZeRO-2 and 3 live by these hooks, so there they run while a graph is recorded: what they launch, gathers
-# of units and reduce-scatters of their gradients, is part of the graph.
+# A block launches some 45 kernels a micro-batch. Small kernels end before the CPU has launched the next one, so the GPU
+# idles. Replaying a recorded CUDA graph costs the CPU one launch. The price is memory and copies: a graph reads and
+# writes fixed addresses, so inputs are copied in, outputs are copied out, and gradients are added to the buckets' flat
+# vectors, which must keep their addresses, too. A replay runs no autograd hooks. ZeRO-2 and 3 gather and send in hooks,
+# so for them the hooks run during the recording. The gathers of units and reduce-scatters of gradients that they launch
+# become part of the graph.
 
 class Totals:
-    """Where recordings add gradients up: a reducer's flat vectors, which stay where they lie from step to step."""
+    """A reducer's flat vectors, to which recordings add gradients. They keep their addresses from step to step."""
 
     def __init__(self, reducer):
         self.reducer, self.of = reducer, {}  # parameter -> its part of a flat vector
@@ -2597,13 +2598,13 @@ class Totals:
             self.of.update(zip(bucket.params, bucket.views(flat)))
 
     def begin(self, overwrite):
-        """Zero the totals; where gradients overwrite them, the padding alone, which a NaN's clipping reaches, too."""
+        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
         for bucket, flat in self.flats.items():
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
     def add(self, param, a, b=None, overwrite=False, computed=True):
-        """A gradient, or the product a b: the product itself adds bf16 products to a float32 total, in one pass."""
+        """Add a gradient a, or a product a b, to param's total. Adding a bf16 product to float32 takes one pass."""
         total, beta = self.of[param], 0 if overwrite else 1
         if b is None:
             (total.copy_ if overwrite else total.add_)(a)
@@ -2615,20 +2616,20 @@ class Totals:
             self.reducer.computed(param)
 
     def forget(self):
-        """Drop what recording has left in .grad: views of flat vectors, which would be added to themselves."""
+        """Drop the .grads that recording has set: they are views of the totals, which would be added to themselves."""
         for bucket in self.flats:
             for param in stepped(bucket):
                 param.grad = None
 
     def close(self, unused):
-        """Record that the gradients leave. unused: parameters without one. Returns what is left for the optimizer."""
+        """Send all gradients, which is recorded. unused: parameters without one. Returns each bucket's averages."""
         for param in unused:
             self.of[param].zero_()
         self.reducer.finish()
         return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
 
     def replayed(self, averages):
-        """A graph has sent and received all buckets: put the reducer into the state in which all of them have left."""
+        """A graph has sent and received all buckets, so put the reducer into the state in which all have left."""
         for bucket, grads in zip(self.flats, averages):
             for p, grad in zip(stepped(bucket), grads):
                 p.grad = grad
@@ -2637,10 +2638,10 @@ class Totals:
 
 
 class ShardTotals:
-    """Totals of ZeRO-2 and 3, whose gradients leave in every micro-batch. `sync`: FSDP or ShardedOptimizer.
+    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: an FSDP or a ShardedOptimizer.
 
-    The averages of several micro-batches add up in shards' .grad, 1-D gradients in `bucket.total`; both stay where they
-    lie from step to step. Of a single micro-batch both are memory of its graph.
+    The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
+    their addresses from step to step. If a step has one micro-batch, both lie in its graph's memory.
     """
 
     def __init__(self, sync):
@@ -2649,7 +2650,7 @@ class ShardTotals:
         self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
-        """Zero what gradients are added to. overwrite: they are added to nothing."""
+        """Zero what gradients are added to. overwrite: the step's only micro-batch adds to nothing."""
         if overwrite:
             self.flats.clear()
             return
@@ -2663,7 +2664,7 @@ class ShardTotals:
                 bucket.shard.grad, bucket.total = None, flat
 
     def settle(self, kind):
-        """No graph ends with a message under way, and none of backward with a unit whole."""
+        """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
         for reducer in self.reducers:
             while reducer.under_way:
                 reducer.receive()
@@ -2671,7 +2672,7 @@ class ShardTotals:
             flat.wait() if kind == "F" else flat.free()
 
     def forget(self):
-        """Drop what a recording has left, which sent nothing, and what an evaluation has left whole."""
+        """Drop the .grads that a recording has set, which hold no numbers. Free units that evaluation left whole."""
         self.settle("B")
         for reducer in self.reducers:
             reducer.forget()
@@ -2691,16 +2692,16 @@ class ShardTotals:
 
 
 def stepped(bucket):
-    """The parameters of a bucket that an optimizer steps."""
+    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
     return bucket.params if bucket.shard is None else [bucket.shard]
 
 
 class Recording(Passage):
-    """A Passage recorded as CUDA graphs, one for each of `kinds` ("FB" or "FIW").
+    """A Passage recorded as CUDA graphs, one for each action in `kinds` ("FB" or "FIW").
 
-    It keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight; those that
-    never are in flight together share a pool. closes: this is a step's last micro-batch, and the graph sends the
-    gradients, too. overwrite: it is the only one, and its gradients replace what the step before has left.
+    A Recording keeps memory for one micro-batch's activations, so each micro-batch in flight needs its own. Recordings
+    that are never in flight together share the memory of one `pool`. closes: this is the step's last micro-batch, and
+    its graph also sends the gradients. overwrite: it is the only one, so its gradients replace those of the last step.
     """
 
     def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
@@ -2712,7 +2713,7 @@ class Recording(Passage):
         self.input, self.target, weight_gradients.add = x.detach().clone(), target.clone(), self.add
         dist.make_room()
         self.graphs = {kind: dist.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
-        self.edge, self.put_off = None, []  # autograd's nodes would tie later eager steps to this recording's stream
+        self.edge, self.put_off = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
 
     def record(self, kind):
         if kind == "F":
@@ -2758,17 +2759,17 @@ class Recording(Passage):
 
 
 class HookedRecording(Recording):
-    """A Recording with autograd's hooks, by which ZeRO-2 and 3 gather and free units, and send gradients.
+    """A Recording that includes what autograd's hooks launch: ZeRO-2 and 3 gather and free units, and send gradients.
 
-    A whole unit lies in the graphs' memory, which is used again once the unit is freed: two are whole at a time.
+    Units are gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
     """
     gradients = Passage.gradients
 
     def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
-        totals.forget()  # or this recording would not gather what is whole
+        totals.forget()  # frees all units, because the graph would not gather one that is whole now
         totals.begin(overwrite)
         super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
-        del weight_gradients.add  # hooks add gradients up, and it would keep this recording's memory
+        del weight_gradients.add  # hooks add gradients up; this reference would keep the memory
 
     def record(self, kind):
         super().record(kind)
@@ -2776,17 +2777,18 @@ class HookedRecording(Recording):
 
 
 def no_graphs():
-    """What a GraphPipeline has recorded, at first nothing."""
+    """An empty store for the recordings of a GraphPipeline."""
     return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
-                           closing={},      # {stage: Recording of the last micro-batch, where it sends gradients, too}
+                           closing={},      # {stage: Recording of the last micro-batch, if it sends the gradients, too}
                            recorded_for=None)  # (shape of its micro-batches, actions)
 
 
 class GraphPipeline(PatientPipeline):
-    """Replays micro-batches from CUDA graphs. The first run of a kind warms up; the second one records.
+    """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
-    With several replicas the last micro-batch runs eagerly, because its hooks send the gradients; only where one
-    stage holds one micro-batch at a time does its graph send them.
+    The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
+    With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
+    there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
     """
     recording = Recording
 
@@ -2803,7 +2805,7 @@ class GraphPipeline(PatientPipeline):
         self.closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
-        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # then the last one's graph can send, too
+        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # its graph can send
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
         overwrite = asked == graphs.recorded_for and alone and len(x) == 1
         for totals in self.totals.values():
@@ -2819,7 +2821,7 @@ class GraphPipeline(PatientPipeline):
                 totals.begin(overwrite)
 
     def add_up(self, syncs):
-        """Let weight gradients be added up in the buckets; eager runs add in the same order."""
+        """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
         self.split_backward()
         for stage, sync in syncs.items():
             if sync not in self.totals:
@@ -2854,12 +2856,13 @@ class GraphPipeline(PatientPipeline):
 
 
 class HookedGraphPipeline(GraphPipeline):
-    """A GraphPipeline of ZeRO-2 and 3: one stage, whose graphs send the gradients of every micro-batch."""
+    """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
     recording = HookedRecording
 
     def begin(self, actions, x, y, scale, syncs):
         if syncs is not None and (most_held(actions) > 1 or any(action.kind == "I" for action in actions)):
-            raise ValueError("CUDA graphs of ZeRO-2 and 3 take one micro-batch after the other: give schedule 1f1b")
+            raise ValueError("CUDA graphs of ZeRO-2 and 3 run one micro-batch, F and B, before the next one: give "
+                             "schedule 1f1b")
         super().begin(actions, x, y, scale, syncs)
 
     def add_up(self, syncs):
@@ -2868,8 +2871,8 @@ class HookedGraphPipeline(GraphPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where ZeRO-2 or 3 has several stages:
-    while one micro-batch waits for its backward, others' graphs would gather and free the same units."""
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages,
+    because while one micro-batch waits for its backward, the graphs of others would gather and free the same units."""
     if net.zero > 1 and net.count > 1:
         raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
     pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
@@ -2880,23 +2883,23 @@ def replay_micro_batches(net):
 # --------------------------------------------------------------------------------------------------- tokens to experts
 
 def without_sorting(mlps, rows, counts):
-    """through_experts where kernels put rows in order: where each belongs follows from the counts."""
-    if len(counts) == 1:  # of one rank, so they are in order
+    """As through_experts; with Triton there is no sort, because the counts say where each row belongs."""
+    if len(counts) == 1:  # all rows come from one rank, so they are in order
         return mlps(rows, counts[0])
     if not kernels.on_triton(rows):
         return through_experts(mlps, rows, counts)
     by_expert, by_rank = counts.T.flatten(), counts.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # of what a rank sent
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # by rank and expert
     moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
     return kernels.combine(mlps(kernels.dispatch(rows, places), counts.sum(0)), places)
 
 
 class Travel(torch.autograd.Function):
-    """Rows travel beside what is computed between this and `Arrival`; so do their gradients in backward.
+    """Starts to send rows, and `Arrival` waits for them. What is computed between the two hides the transfer.
 
-    Autograd runs backward in reverse order: Arrival sends the gradient, what stands between computes, this waits for
-    it. trip: what the two share, the group, rows to send and to receive by rank, the handle.
+    Backward runs in reverse order, so it hides the gradient's transfer the same way: Arrival starts it, and Travel
+    waits for it. trip: what both share: the group, how many rows each rank gets and gives, and the handle.
     """
 
     @staticmethod
@@ -2928,21 +2931,24 @@ class Arrival(torch.autograd.Function):
 
 
 def leave(rows, group, sends, receives):
-    """`exchange`, under way: (handle, the rows that come)."""
+    """Start an `exchange` without waiting for it: (handle, the rows that will be received)."""
     arriving = rows.new_empty(sum(receives), rows.shape[1])
     return dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True), arriving
 
 
-# Which groups hide exchanges, and from how many bytes of rows a rank on. GPT-2 medium, 8 experts in each second block,
-# on two H200s: 128 MiB 245 ms a step before, 233 so; 64 MiB, where the CPU is what a step waits for, 131 and 158.
+# Which groups hide exchanges, and from how many bytes of rows a rank on. Measured with GPT-2 medium, 8 experts in every
+# second block, on two H200s. With 128 MiB of rows a step takes 233 ms instead of 245. With 64 MiB it takes 158 ms
+# instead of 131, because then the step waits for the CPU.
 ASIDE = {"link": dist.NodeLink, "bytes": 3 << 25}
 
 
 def visit_under_own_rows(mlps, group, rows, counts):
-    """As visit, for ranks that have as many rows each: a rank's own experts take its own rows while others travel.
+    """As visit, but while rows travel, a rank's own experts compute with the rows that stay. All ranks must have the
+    same R, because each rank decides by its own R whether to do so.
 
-    Each row that travels both ways does so under one of the two products of the rows that stay, in forward and in
-    backward. Two groups of products in place of one: the CPU launches more, and an expert has two gradients to add up.
+    Rows travel to the experts during c_fc of the rows that stay, and back during its c_proj. Backward does likewise.
+    The cost: rows that stay and rows received are multiplied apart, so the CPU launches more kernels, and each expert
+    has two gradients to add up.
     """
     experts, link = mlps.__self__, dist.link_of(group)
     if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
@@ -2951,7 +2957,7 @@ def visit_under_own_rows(mlps, group, rows, counts):
     dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
     both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()
-    first = sum(sends[:rank])                                                                 # for lower ranks
+    first = sum(sends[:rank])                                                                 # rows for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
     sends[rank] = receives[rank] = 0
     there, back = (SimpleNamespace(group=group, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
@@ -2959,7 +2965,7 @@ def visit_under_own_rows(mlps, group, rows, counts):
 
     away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
     arriving = Travel.apply(away, there)
-    own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: else all rows would be kept for its gradient
+    own = experts.activation(experts.c_fc(own.clone(), stay))  # copied: a view keeps all rows for backward
     y = faster(through_experts)(mlps, Arrival.apply(arriving, there), others)
     arriving = Travel.apply(y, back)
     own = experts.c_proj(own, stay)
@@ -2976,18 +2982,19 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                going_round: going_round_ahead})
 
 
-# --------------------------------------------------------------------------------------------------------- what is kept
+# ----------------------------------------------------------------------------------------- memory: predicted and in use
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
                  held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
-    or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
-    a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
-    loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
-    sequence. ep: those that share out the experts; copies: those that keep the same ones, left out, dp / ep. load: how
-    many times its share of the tokens a rank's experts get.
+    optimizer: AdamW's two moments, and float32 master weights if dtype is bf16 or fp16. activations: those of `held`
+    micro-batches, of `micro_batch` sequences each, as activation_bytes counts them.
+
+    dtype: what layers compute in. pieces: a pipeline rank's runs of pieces, from `split_pieces`; None means all. fused:
+    whether our cross-entropy kernel computes the loss. sequence, context: as for parallelize. Numbers of ranks: dp
+    share one set of shards, cp share a sequence, ep share out the experts, `copies` keep the same experts (None means
+    dp / ep). load: the tokens of a rank's experts, as a multiple of an equal share.
     """
     tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
@@ -3005,7 +3012,8 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """Elements on one of tp ranks, in some runs of pieces: ({is a matrix: of those}, the same of experts alone)."""
+    """Elements of these runs of pieces on one of tp ranks: {is it a matrix: elements}, without experts and of experts.
+    """
     count = Counter(), Counter()
     for run in pieces:
         for i in run:
@@ -3018,7 +3026,7 @@ def local_elements(config, tp, pieces):
 
 @functools.cache
 def elements_of(config, tp, i):
-    """The same of piece i."""
+    """local_elements of piece i alone."""
     count = Counter(), Counter()
     for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
         layer, _, leaf = name.rpartition(".")
@@ -3030,21 +3038,24 @@ def elements_of(config, tp, i):
 
 def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False, ep=1,
                      load=1.0):
-    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
-    token:
+    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. Of a block, in elements
+    a token:
 
-        whole on every rank: x, LN(x), x + attention, LN of that                  4C, over `tokens_cut`
+        whole on every rank: x, LN(x), x + attention, LN of that                  4C / tokens_cut
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-                     where ranks share a sequence, the output `twice`             C
+                     attention's output once more, if `twice`                     C
 
-    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
-    "attention" drops q, k, v and output; what backward then runs again exists for one block at a time and is not
-    counted. twice: Ulysses keeps the output before and after it trades; a ring keeps it head by head, and token by
-    token for the projection. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is
-    cut or the loss is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32
-    log-softmax. The embedding keeps its positions once and, where the vocabulary is cut, the ids of its own
-    rows and a mask (9 bytes a token); the loss keeps the targets (8) and, but for PyTorch's own, three float32 numbers.
-    Under ZB-H1 the output gradients that W waits with come on top. Experts: `routed_bytes` in place of 2 inner.
+    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept.
+    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
+    exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
+    a ring keeps it in one layout for its own backward, and in another for the projection's. Experts have `routed_bytes`
+    in place of 2 inner.
+
+    The embedding keeps its positions once. If the vocabulary is cut, it also keeps row numbers and a mask, 9 bytes a
+    token. The head keeps its input, LN of it, and the logits. If the vocabulary is cut or the loss is `fused`, the
+    logits keep their dtype, because the kernel writes the gradient over them; PyTorch's loss keeps a float32
+    log-softmax instead. The loss keeps the targets, 8 bytes a token, and, unless it is PyTorch's, three float32
+    numbers a token. ZB-H1 keeps more than this: the output gradients that its W actions need.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
@@ -3062,17 +3073,19 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
 
 
 def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
-    """What a token leaves for backward in a router and k experts. Elements, and bytes where our kernels are `fused`:
+    """Bytes a token that a router and k experts keep for backward:
 
-        router    of each expert score and place in the order, int64     E (float32 and int64)         nothing
-                  its input, in float32                                  C, if layers have 16 bits     nothing
-                  k gates as scored, their sum, and as weights           2k + 1                        4k + 4
-                  k numbers of experts                                   among the places              8k
-        sorting   int64: which row comes from where, and goes where      3k, and 2k where tokens come  4k, 4k
-        experts   rows as they come, MLP before and after GeLU           k (C + 2 inner / tp), times `load`
-                  what comes back, to be weighed                         k C
+                                                                         PyTorch's kernels: elements   `fused`: bytes
+        router    each expert's score, and its place (int64) in order    E, and E int64                nothing
+                  the input in float32                                   C, if layers have 16 bits     nothing
+                  k chosen scores, their sum, and the k weights          2k + 1                        4k + 4
+                  the numbers of the k experts                           among the places              8k
+        sorting   where each row comes from                              3k int64                      4k
+                  the same where rows are received from other ranks      2k int64, times `load`        4k, times `load`
+        experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
+                  outputs that come back to be weighed                   k C
 
-    The router's are those of 1 / tokens_cut of the tokens; then the weights of all are kept, too.
+    A rank routes 1 / tokens_cut of the tokens. If that is less than all, it also keeps the weights of all tokens.
     """
     c, k, wide = config.n_embd, config.top_k, max(width, 4)
     rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
