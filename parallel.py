@@ -3012,8 +3012,7 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """Elements of these runs of pieces on one of tp ranks: {is it a matrix: elements}, without experts and of experts.
-    """
+    """Elements of these pieces on one of tp ranks, those of experts apart: two times {is it a matrix: elements}."""
     count = Counter(), Counter()
     for run in pieces:
         for i in run:
@@ -3048,14 +3047,14 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
     exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
-    a ring keeps it in one layout for its own backward, and in another for the projection's. Experts have `routed_bytes`
-    in place of 2 inner.
+    a ring keeps it head by head for itself, and token by token for the projection. Experts have `routed_bytes` in place
+    of 2 inner.
 
     The embedding keeps its positions once. If the vocabulary is cut, it also keeps row numbers and a mask, 9 bytes a
-    token. The head keeps its input, LN of it, and the logits. If the vocabulary is cut or the loss is `fused`, the
-    logits keep their dtype, because the kernel writes the gradient over them; PyTorch's loss keeps a float32
-    log-softmax instead. The loss keeps the targets, 8 bytes a token, and, unless it is PyTorch's, three float32
-    numbers a token. ZB-H1 keeps more than this: the output gradients that its W actions need.
+    token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
+    logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
+    over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
+    ZB-H1 keeps more than this: the output gradients that its W actions need.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
@@ -3125,10 +3124,10 @@ def most_held(actions):
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
-    """Run unlowered lists on a clock. Costs are those of a rank's whole share; with v stages a rank, one takes 1/v of
-    it.
+    """Give each action of lists without transfers a start and an end: a Timeline.
 
-    An activation is held from the end of its F to the end of its B or W.
+    A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. transfer: the
+    time of a message. An activation is held from the end of its F to the end of its B or W.
     """
     p, stages = len(lists), stages_of(lists)
     v = stages // p
@@ -3144,7 +3143,7 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
 
 
 def draw(timeline, unit=1.0):
-    """The timeline as text, a row a rank, a column a unit of time; "2" in F2 is the micro-batch, dots are idle."""
+    """The timeline as text: a row a rank, a column a unit of time. F2 is F of micro-batch 2; dots are idle time."""
     columns = round(timeline.length / unit)
     width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
     lines = []
@@ -3158,7 +3157,7 @@ def draw(timeline, unit=1.0):
 
 
 def draw_svg(timeline, path):
-    """The same as a picture for light and dark pages: forward blue, input gradient orange, weight gradient green."""
+    """Write the timeline as SVG: F is blue, B and I are orange, W is green. It fits light and dark pages."""
     colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
     scale, height = 960 / timeline.length, 26
     box = f'viewBox="0 0 1040 {height * len(timeline.spans) + 8}"'
@@ -3181,7 +3180,7 @@ def draw_svg(timeline, path):
 def demo_memory(arguments):
     config, gib = PRESETS[arguments.model], 2**30
     print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, "
-          f"{arguments.dtype}, AdamW: GiB a GPU, activations apart\n\n"
+          f"{arguments.dtype}, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     dtype = getattr(torch, arguments.dtype)
     stages = [memory_bytes(config, zero, arguments.dp, arguments.tp, dtype) for zero in range(4)]
@@ -3190,8 +3189,8 @@ def demo_memory(arguments):
     for zero, (b, total, what) in enumerate(zip(stages, totals, kept)):
         print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
               f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
-    print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12\n"
-          "bytes a parameter in all. At stage 3 they are all there is: a 16-bit copy exists while its layer computes.")
+    print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
+          "float32 master. At stage 3 a matrix has 16-bit weights only while its layer computes.")
 
 
 def demo_pipeline(arguments):
@@ -3213,24 +3212,24 @@ def demo_pipeline(arguments):
         if arguments.svg:
             os.makedirs(arguments.svg, exist_ok=True)
             draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
-    print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1\n"
-          "while a micro-batch is between its F and its B or W on a rank, 1/v where a rank has v stages: there a\n"
-          "second F0 is its next stage's.")
+    print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
+          "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
+          "rank's second F0 runs micro-batch 0 through its next stage.")
 
 
 def traffic_of(operation):
-    """What this rank has sent by one kind of collective since this was last asked."""
+    """What this rank has sent by one operation since the counts were reset. Resets all counts."""
     sent = dist.traffic().get(operation, dist.Traffic())
     dist.reset_traffic()
     return sent
 
 
 def off(a, b):
-    return ((a - b).norm() / b.norm()).item()
+    return ((a - b).norm() / b.norm()).item()  # the relative error of a
 
 
 def demo_data(arguments):
-    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, how exact they are."""
+    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
     say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
@@ -3238,20 +3237,20 @@ def demo_data(arguments):
     model, came, left = DDP(net, bucket_mb=2), set(), []
     piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
 
-    def look(param):  # runs right after DDP's own hook
+    def look(param):  # called right after DDP's own hook
         came.add(param)
         for bucket in model.buckets[len(left):model.reducer.next]:
             left.append(bucket)
             has, lacks = (", ".join(dict.fromkeys(piece[p] for p in some))
                           for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
             say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}"
-                f"{lacks or 'nothing: it travels alone'}")
+                f"{lacks or 'nothing, so it travels alone'}")
 
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64.\nA bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
-        f"  gradients there      KiB   bucket of             still to come")
+        f"float64.\nA bucket leaves when its last gradient is computed, and travels while backward goes on:\n\n"
+        f"  gradients ready      KiB   bucket of             backward still computes")
     traffic_of("all_reduce")
     cross_entropy(one(x), y, config.vocab_size).backward()
     cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
@@ -3260,24 +3259,24 @@ def demo_data(arguments):
     cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
     average_gradients(naive)
     rows = [("naive, after backward", traffic_of("all_reduce"), naive)] + rows
-    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
+    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
-    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all went by ring; small tensors are sent "
+    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all took the ring; small tensors are sent "
         f"whole, log2(N) times")
 
 
 def demo_tensor(arguments):
-    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, how exact they are."""
+    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config, say = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N), print if rank == 0 else lambda text: None
     generator = torch.Generator().manual_seed(0)
     X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=generator)
-    say(f"{N} ranks, X (B, T, C) = {tuple(X.shape)} and dY the same on all. An all-reduce sends 2(N-1)/N x BTC x 8 "
+    say(f"{N} ranks have the same X (B, T, C) = {tuple(X.shape)} and dY. An all-reduce sends 2(N-1)/N x BTC x 8 "
         f"bytes = {2 * (N - 1) * X.nbytes // N:,} a rank.")
     one, net = GPT(config).double().h["0"], tensor_parallel(GPT(config).double(), None).h["0"]
-    for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B, A makes each head's q, k and v"),
+    for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B; X A is each head's q, k and v"),
                               ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
         whole, cut, inner = getattr(one, name), getattr(net, name), []
         cut.c_proj.register_forward_pre_hook(lambda layer, inputs, inner=inner: inner.append(inputs[0].detach()))
@@ -3293,24 +3292,25 @@ def demo_tensor(arguments):
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
         dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   before B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
-                            f"its term of Y {tuple(term.shape)}, alone {100 * off(term, Y):.0f} % off")
+                            f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
         say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes "
             f"sent\n"
             f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
-            f"  off from one rank's: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
+            f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
 
 
 def context_steps(n, kind):
-    """[step][rank] of a ring: (chunks of queries, chunks of keys, blocks) that the rank computes with there.
+    """What each rank of a ring computes in each step: [step][rank] is (chunks of queries, chunks of keys, blocks).
 
-    A sequence has 2n chunks. A block is the scores of one chunk with another; with itself, causal, it is half a block.
+    A sequence has 2n chunks. A block is the scores of one chunk with another. A chunk with itself is half a block,
+    because attention is causal.
     """
-    held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # 2n tokens: a chunk is one
+    held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # a sequence of 2n tokens, so a token is a chunk
 
     def work(rank, other):
         rows, keys, causal = seen(rank, other, 1) if kind == "ring" else (slice(None), slice(None), True)
         mine, theirs = held[rank][rows], held[other][keys]
-        ahead = mine.unsqueeze(1) - theirs  # of a key's chunk
+        ahead = mine.unsqueeze(1) - theirs  # how many chunks the queries are ahead of the keys
         blocks = (ahead > 0) + 0.5 * (ahead == 0) if causal else torch.ones(ahead.shape)
         return mine.tolist(), theirs.tolist(), blocks.sum().item()
     return [[work(rank, (rank - s) % n) for rank in range(n)] for s in range(n)]
@@ -3318,11 +3318,11 @@ def context_steps(n, kind):
 
 def demo_context(arguments):
     n = arguments.ranks
-    print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right: in step s a "
-          f"rank has\nthose of the rank s to its left. Q x K: W reads: queries of chunks Q see keys of chunks K, W "
-          f"blocks of scores. A block\nis one chunk with another; a chunk with itself is half a block, because "
+    print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right, so in step s "
+          f"a rank\nhas those of the rank s to its left. \"Q x K: W\" means that queries of chunks Q see keys of chunks "
+          f"K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, because "
           f"attention is causal.")
-    for kind, title in ("ulysses", "contiguous cuts, which a ring does not take"), ("ring", "zigzag, the ring's"):
+    for kind, title in ("ulysses", "contiguous chunks, if a ring used them"), ("ring", "zigzag, which our ring uses"):
         steps = context_steps(n, kind)
         longest = [max(blocks for _, _, blocks in row) for row in steps]
 
@@ -3335,25 +3335,25 @@ def demo_context(arguments):
             print(f"  rank {rank:<3} {','.join(map(str, row[0][0])):10}" + "".join(cell(*work) for work in row)
                   + f"{sum(blocks for _, _, blocks in row):g}")
         print("  the busiest        " + "".join(f"{most:g}".ljust(18) for most in longest) + f"{sum(longest):g}")
-    print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank: "
-          f"zigzag takes no longer.")
+    print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
+          f"and zigzag takes just that.")
 
 
 def demo_experts(arguments):
-    """Experts over the ranks in float64: where tokens go, what the exchange sends, how exact it is; then balancing."""
+    """Experts over the ranks in float64: where tokens go, what the exchange sends, the errors; then balancing."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config, say = GPTConfig(seq_len=5, n_embd=32, experts=2 * N), print if rank == 0 else lambda text: None
     one, net, C, E = GPT(config).double().h["0"].mlp, GPT(config).double(), config.n_embd, config.experts
     expert_parallel(net, *split_experts(make_mesh("cpu", dp=N), N))
     cut, mine, generator = net.h["0"].mlp, slice(rank, rank + 1), torch.Generator().manual_seed(2)
     for router in (one.router, cut.router):
-        router.weight.detach().mul_(10)  # so that it has clear favourites: the initial scores are all about the same
+        router.weight.detach().mul_(10)  # initial scores are almost equal; this makes them differ
     X, dY = torch.randn(2, N, config.seq_len, C, dtype=torch.float64, generator=generator)
     x, x_cut = X.clone().requires_grad_(), X[mine].clone().requires_grad_()
     Y = one(x)
     Y.backward(dY)
     say(f"{N} ranks, {config.seq_len} tokens each, C = {C} wide, float64. E = {E} experts, 2 on each rank. A token's "
-        f"output is the\nsum of those of k = {config.top_k} experts, weighted:\n")
+        f"output is the\nweighted sum of k = {config.top_k} experts' outputs:\n")
     chosen, gates = cut.router(x_cut)
     lines = [" + ".join(f"{gate:.2f} x expert {e}" for e, gate in zip(*token)) for token in zip(chosen[0], gates[0])]
     dist.print_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
@@ -3374,29 +3374,29 @@ def demo_experts(arguments):
     errors = [off(Y_cut, Y[mine]), off(x_cut.grad, x.grad[mine])]
     errors.append(max(off(p.grad, q.grad.chunk(N)[rank])
                       for p, q in zip(cut.experts.parameters(), one.experts.parameters())))
-    say("\n           bytes sent by all-to-all: counted | formula     off from one process's\n"
+    say("\n           bytes sent by all-to-all: counted | formula     errors against one process\n"
         "           forward             backward                Y       dX      its experts' gradients")
     dist.print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
                         + "   ".join(f"{error:.0e}" for error in errors))
-    say("\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
-        "Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
-        "will come.")
+    say("\nIn forward a rank sends rows to other ranks' experts, and outputs for the rows that it received: C x 8 "
+        "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each other "
+        "rank, so that the\nother rank knows how many rows it will receive.")
     demo_balance(cut.router, generator, say)
 
 
 def demo_balance(router, generator, say, rate=0.01, tokens=500):
-    """Rounds of balancing on the same tokens. They have much in common, so most of them prefer the same experts."""
+    """Balance a router on the same tokens, 50 times. The tokens are alike, so at first most prefer the same experts."""
     N, rank, (E, C) = dist.get_world_size(), dist.get_rank(), router.weight.shape
     batch = torch.randn(N, tokens, C, dtype=torch.float64, generator=generator)
     batch += torch.randn(C, dtype=torch.float64, generator=generator)
-    say(f"\nBalancing: {tokens} tokens a rank, again and again the same. After each round the bias of an expert falls "
-        f"by {rate} if it got\nmore than the mean of {N * tokens * router.top_k // E} tokens, else it rises; their "
-        f"mean stays 0. Biases count in the choice alone.\n\n  rounds   largest    " + "load".rjust(6).ljust(6 * E + 2)
+    say(f"\nBalancing: each round routes the same {tokens} tokens a rank. After it an expert's bias falls by {rate} if "
+        f"it got more\nthan the mean of {N * tokens * router.top_k // E} tokens, else it rises. The mean bias stays 0. "
+        f"Biases only decide which experts are chosen.\n\n  rounds   largest    " + "load".rjust(6).ljust(6 * E + 2)
         + "  bias")
     for done in range(51):
         router.load = 0
         _, gates = router(batch[rank:rank + 1])
-        gates.sum().backward()  # `load` counts tokens when backward comes by
+        gates.sum().backward()  # because the router counts its load in backward
         dist.all_reduce(load := router.load)
         if done in (0, 10, 50):
             say(f"  {done:6}   {load.max() * E / load.sum():.2f} x mean" + "".join(f"{n:6}" for n in load) + "  "
@@ -3406,12 +3406,12 @@ def demo_balance(router, generator, say, rate=0.01, tokens=500):
 
 def positive(text):
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1, e.g. 4")
     return int(text)
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # one line, where argparse would print its usage too
+    def error(self, message):  # one line, without argparse's usage
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see --help\n")
 
 
@@ -3428,12 +3428,12 @@ def main():
     pipeline.add_argument("--stages", type=positive, default=4)
     pipeline.add_argument("--micro-batches", type=positive, default=8)
     pipeline.add_argument("--virtual-stages", type=positive, default=2)
-    pipeline.add_argument("--svg", metavar="DIR", help="write a picture of each there, too")
+    pipeline.add_argument("--svg", metavar="DIR", help="also write an SVG of each schedule there")
     pipeline.set_defaults(run=demo_pipeline, processes=False)
     context = demos.add_parser("context", help="a sequence cut over ranks: who holds and computes what in each step")
-    context.add_argument("--ranks", type=positive, default=4, help="of the ring; no processes are needed")
+    context.add_argument("--ranks", type=positive, default=4, help="ranks of the ring; starts no processes")
     context.set_defaults(run=demo_context, processes=False)
-    for name, demo, what in (("data", demo_data, "buckets that leave while backward runs, beside the naive way"),
+    for name, demo, what in (("data", demo_data, "gradients sent in buckets during backward, or one by one"),
                              ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes"),
                              ("experts", demo_experts, "tokens that travel to experts; balancing their load")):
         ranks = demos.add_parser(name, help=what)
