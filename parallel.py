@@ -1834,7 +1834,7 @@ class Early:
 
     def restart(self):
         self.next, self.ready = 0, set()  # the index of the bucket that leaves next; the buckets that are complete
-        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # what the step's last backward lacks
+        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients not computed yet
 
     def computed(self, param):
         bucket = self.bucket_of[param]
@@ -1863,7 +1863,7 @@ class Early:
     def collect(self, bucket):
         fresh = bucket.total is None
         if not fresh and all(param.grad is None for param in bucket.params):
-            return  # all gradients were moved when the last one was computed; now `leave` calls again
+            return  # nothing is left to move, because `complete` or `no_sync` has collected this bucket
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -2216,7 +2216,7 @@ class FetchingFSDP(FSDP):
 
 
 class LeanGPT(ParallelGPT):
-    """A ParallelGPT with less to do a step. It keeps lists of actions, and adds gradients up in few messages.
+    """A ParallelGPT that does less a step: it makes each list of actions once, and adds gradients up in few messages.
 
     With kernels.AdamW, clipping makes no pass over the gradients, because the kernel scales them as it reads them.
     """
@@ -2261,7 +2261,7 @@ class LeanGPT(ParallelGPT):
 # a sequence instead of one in all, so they do so only if each transfer has at least `dist.row_bytes`.
 
 def start_gathering(x, group, async_op=False):
-    """Start to gather x (B, T/N, C) of each rank: (handle, (B, N, T/N, C)). The handle is None unless async_op."""
+    """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
     n = dist.get_world_size(group)
     if x[0].nbytes >= dist.row_bytes(group):
         whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
@@ -2271,7 +2271,7 @@ def start_gathering(x, group, async_op=False):
 
 
 def start_scattering(x, group, async_op=False):
-    """Start to add up x (B, T, C), each rank's term: (handle, this rank's tokens of the sum (B, T/N, C))."""
+    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
     mine = x.new_empty(parts.shape[1:])
     parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
@@ -2361,7 +2361,7 @@ def going_round_ahead(tensor, group):
 
 
 class TunedRing(RingAttention):
-    """RingAttention on Triton's kernels, with few further passes over memory. All messages overlap computation.
+    """RingAttention on Triton's kernels. Merging takes few further passes over memory. Messages overlap computation.
 
     The first K and V travel while a rank computes with its own keys: O in forward, dQ in backward. It computes dK and
     dV of its own keys last, because meanwhile those of other ranks' keys travel home. Over more than two ranks, sums
@@ -2446,8 +2446,8 @@ def split_pieces(config, stages):
     """Cut the L+2 pieces of a GPT into `stages` runs, so that the slowest run takes as little time as possible:
     [range, ...]. The list is cached, so callers must not change it.
 
-    A piece costs its multiply-adds a token: in a block attention and the matrices, of its experts k; in the head C V.
-    The embedding costs nothing, because it is a look-up.
+    Costs are multiply-adds a token. A block costs those of attention and of its matrices; with experts, of k of them.
+    The head costs C V. The embedding costs nothing, because it is a look-up.
     """
     c, n = config.n_embd, config.n_layer + 2
     mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
@@ -2612,7 +2612,7 @@ class Totals:
             total.addmm_(a, b, beta=beta)
         else:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
-        if computed:
+        if computed:  # what autograd's hook would do
             self.reducer.computed(param)
 
     def forget(self):
@@ -2622,7 +2622,7 @@ class Totals:
                 param.grad = None
 
     def close(self, unused):
-        """Send all gradients, which is recorded. unused: parameters without one. Returns each bucket's averages."""
+        """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
         for param in unused:
             self.of[param].zero_()
         self.reducer.finish()
@@ -2650,7 +2650,7 @@ class ShardTotals:
         self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
-        """Zero what gradients are added to. overwrite: the step's only micro-batch adds to nothing."""
+        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch."""
         if overwrite:
             self.flats.clear()
             return
@@ -2805,7 +2805,7 @@ class GraphPipeline(PatientPipeline):
         self.closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
-        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # its graph can send
+        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
         overwrite = asked == graphs.recorded_for and alone and len(x) == 1
         for totals in self.totals.values():
@@ -2936,9 +2936,9 @@ def leave(rows, group, sends, receives):
     return dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True), arriving
 
 
-# Which groups hide exchanges, and from how many bytes of rows a rank on. Measured with GPT-2 medium, 8 experts in every
-# second block, on two H200s. With 128 MiB of rows a step takes 233 ms instead of 245. With 64 MiB it takes 158 ms
-# instead of 131, because then the step waits for the CPU.
+# Exchanges are hidden in groups with this link, and from so many bytes of rows a rank on. Measured on two H200s with
+# GPT-2 medium, 8 experts in every second block: with 128 MiB of rows a step takes 233 ms instead of 245; with 64 MiB it
+# takes 158 ms instead of 131, because then the step waits for the CPU.
 ASIDE = {"link": dist.NodeLink, "bytes": 3 << 25}
 
 
@@ -2953,7 +2953,7 @@ def visit_under_own_rows(mlps, group, rows, counts):
     experts, link = mlps.__self__, dist.link_of(group)
     if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
-    n, rank, kernels.SPARED = link.size, link.rank, 2
+    n, rank, kernels.SPARED = link.size, link.rank, 2  # products spare 2 multiprocessors for the transfers' signals
     dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
     both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()
@@ -2965,7 +2965,7 @@ def visit_under_own_rows(mlps, group, rows, counts):
 
     away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
     arriving = Travel.apply(away, there)
-    own = experts.activation(experts.c_fc(own.clone(), stay))  # copied: a view keeps all rows for backward
+    own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: a view would keep all rows alive
     y = faster(through_experts)(mlps, Arrival.apply(arriving, there), others)
     arriving = Travel.apply(y, back)
     own = experts.c_proj(own, stay)
@@ -3012,7 +3012,8 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """Elements of these pieces on one of tp ranks, those of experts apart: two times {is it a matrix: elements}."""
+    """Elements of these pieces on one of tp ranks: (those outside of experts, those of experts), each {is it a matrix:
+    elements}."""
     count = Counter(), Counter()
     for run in pieces:
         for i in run:
@@ -3319,9 +3320,9 @@ def context_steps(n, kind):
 def demo_context(arguments):
     n = arguments.ranks
     print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right, so in step s "
-          f"a rank\nhas those of the rank s to its left. \"Q x K: W\" means that queries of chunks Q see keys of chunks "
-          f"K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, because "
-          f"attention is causal.")
+          f"a rank\nhas those of the rank s to its left. \"Q x K: W\" means that queries of chunks Q see keys of "
+          f"chunks K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, "
+          f"because attention is causal.")
     for kind, title in ("ulysses", "contiguous chunks, if a ring used them"), ("ring", "zigzag, which our ring uses"):
         steps = context_steps(n, kind)
         longest = [max(blocks for _, _, blocks in row) for row in steps]
@@ -3379,8 +3380,8 @@ def demo_experts(arguments):
     dist.print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
                         + "   ".join(f"{error:.0e}" for error in errors))
     say("\nIn forward a rank sends rows to other ranks' experts, and outputs for the rows that it received: C x 8 "
-        "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each other "
-        "rank, so that the\nother rank knows how many rows it will receive.")
+        "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each "
+        "other rank, so that the\nother rank knows how many rows it will receive.")
     demo_balance(cut.router, generator, say)
 
 
