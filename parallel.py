@@ -1820,10 +1820,9 @@ BUCKET_MB["cuda"] = 100  # larger than on a CPU, because a GPU's links are faste
 class Early:
     """Sends a bucket as soon as its last gradient is computed, so that its traffic overlaps the rest of backward.
 
-    Stages 0 and 1 send in the step's last backward, stage 2 in every backward. Buckets leave in one fixed order,
-    because all ranks must send in the same order, and ranks may have used different parameters. Stage 2 has at most two
-    buckets under way, so full gradients take the memory of these two and of the bucket that fills. A micro-batch's last
-    two are received in the next backward, or in `finish`.
+    Stages 0 and 1 send in the step's last backward, stage 2 in every backward. Buckets leave in one fixed order on all
+    ranks, even if ranks have used different parameters. Stage 2 has at most two buckets under way, so full gradients
+    cost the memory of these two and of the next one. A micro-batch's last two arrive in the next backward or `finish`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -1863,7 +1862,7 @@ class Early:
     def collect(self, bucket):
         fresh = bucket.total is None
         if not fresh and all(param.grad is None for param in bucket.params):
-            return  # nothing is left to move, because `complete` or `no_sync` has collected this bucket
+            return  # all were moved before, by `complete`, `no_sync` or a CUDA graph
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -1925,11 +1924,8 @@ class HookedReducer(Reducer):
 
 
 class BucketwiseReducer(ShardReducer):
-    """Moves all gradients of a bucket into its total together, when a backward has computed the last one.
-
-    That takes a few kernels a bucket; ShardReducer's way takes one a parameter. The cost: until then the gradients
-    stay in .grad, a bucket's worth of memory.
-    """
+    """Moves a bucket's gradients into its total when all are computed: a few kernels a bucket, not one a parameter.
+    Until then they stay in .grad, which costs the memory of a bucket."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -1947,8 +1943,7 @@ class BucketwiseReducer(ShardReducer):
         self.collect(bucket)
 
     def total_dtype(self, bucket):
-        # Stage 2 sends each micro-batch's gradients at once, so its totals add nothing up and need no wider dtype.
-        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once: nothing adds up
 
     @contextmanager
     def no_sync(self):
@@ -1983,10 +1978,8 @@ class EarlyReducer(Early, HookedReducer):
 
 
 class EarlyShardReducer(Early, BucketwiseReducer):
-    """At stage 2 the shard's .grad is set as soon as the first micro-batch's reduce-scatter into it starts.
-
-    Its numbers arrive later. If somebody drops .grad before `finish`, `keeps_promise` raises RuntimeError.
-    """
+    """At stage 2 the shard's .grad is set when the first reduce-scatter into it starts; its numbers arrive later.
+    RuntimeError if somebody drops .grad before `finish`."""
 
     def restart(self):
         super().restart()
@@ -2022,7 +2015,7 @@ class EarlyShardReducer(Early, BucketwiseReducer):
             super().store(bucket, average)
 
     def finish(self):
-        while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):
+        while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):  # until a round is complete
             self.leave()
         self.next = len(self.buckets) if self.stage == 2 else self.next
         super().finish()
@@ -2216,10 +2209,8 @@ class FetchingFSDP(FSDP):
 
 
 class LeanGPT(ParallelGPT):
-    """A ParallelGPT that does less a step: it makes each list of actions once, and adds gradients up in few messages.
-
-    With kernels.AdamW, clipping makes no pass over the gradients, because the kernel scales them as it reads them.
-    """
+    """A ParallelGPT that makes each list of actions once, and adds gradients up in few messages. With kernels.AdamW,
+    clipping takes no pass over the gradients, because the kernel scales them as it reads them."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -2444,10 +2435,10 @@ def gradients_of_part(q, o, do, lse, delta, kv):
 @functools.cache
 def split_pieces(config, stages):
     """Cut the L+2 pieces of a GPT into `stages` runs, so that the slowest run takes as little time as possible:
-    [range, ...]. The list is cached, so callers must not change it.
+    [range, ...], cached, so callers must not change it.
 
-    Costs are multiply-adds a token. A block costs those of attention and of its matrices; with experts, of k of them.
-    The head costs C V. The embedding costs nothing, because it is a look-up.
+    Costs are multiply-adds a token: of a block its attention and matrices (of experts, k), of the head C V. The
+    embedding costs nothing, because it is a look-up.
     """
     c, n = config.n_embd, config.n_layer + 2
     mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
@@ -2581,11 +2572,10 @@ def recorded_times(pipeline):
 # ------------------------------------------------------------------------------------------------ pipeline: CUDA graphs
 #
 # A block launches some 45 kernels a micro-batch. Small kernels end before the CPU has launched the next one, so the GPU
-# idles. Replaying a recorded CUDA graph costs the CPU one launch. The price is memory and copies: a graph reads and
-# writes fixed addresses, so inputs are copied in, outputs are copied out, and gradients are added to the buckets' flat
-# vectors, which must keep their addresses, too. A replay runs no autograd hooks. ZeRO-2 and 3 gather and send in hooks,
-# so for them the hooks run during the recording. The gathers of units and reduce-scatters of gradients that they launch
-# become part of the graph.
+# idles. Replaying a recorded CUDA graph costs the CPU one launch. The price: a graph uses fixed addresses, so it keeps
+# its memory, inputs are copied in and outputs out, and gradients are added to the buckets' flat vectors, which must not
+# move. A replay runs no autograd hooks. ZeRO-2 and 3 gather units and reduce-scatter gradients in hooks, so for them
+# the hooks run during the recording, and what they launch becomes part of the graph.
 
 class Totals:
     """A reducer's flat vectors, to which recordings add gradients. They keep their addresses from step to step."""
@@ -2898,8 +2888,8 @@ def without_sorting(mlps, rows, counts):
 class Travel(torch.autograd.Function):
     """Starts to send rows, and `Arrival` waits for them. What is computed between the two hides the transfer.
 
-    Backward runs in reverse order, so it hides the gradient's transfer the same way: Arrival starts it, and Travel
-    waits for it. trip: what both share: the group, how many rows each rank gets and gives, and the handle.
+    Backward runs in reverse order, so there Arrival starts the gradient's transfer, and Travel waits for it. trip: what
+    both share: the group, how many rows go to and come from each rank, and the handle.
     """
 
     @staticmethod
@@ -2943,12 +2933,11 @@ ASIDE = {"link": dist.NodeLink, "bytes": 3 << 25}
 
 
 def visit_under_own_rows(mlps, group, rows, counts):
-    """As visit, but while rows travel, a rank's own experts compute with the rows that stay. All ranks must have the
-    same R, because each rank decides by its own R whether to do so.
+    """As visit, but while rows travel, a rank's own experts compute with the rows that stay. R must be equal on all
+    ranks, because it decides whether they do so.
 
-    Rows travel to the experts during c_fc of the rows that stay, and back during its c_proj. Backward does likewise.
-    The cost: rows that stay and rows received are multiplied apart, so the CPU launches more kernels, and each expert
-    has two gradients to add up.
+    Rows travel there during c_fc of the rows that stay, and back during c_proj; gradients likewise. The cost: rows that
+    stay are multiplied apart, so the CPU launches more kernels, and each expert has two gradients to add up.
     """
     experts, link = mlps.__self__, dist.link_of(group)
     if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
@@ -2988,13 +2977,11 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
                  held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    optimizer: AdamW's two moments, and float32 master weights if dtype is bf16 or fp16. activations: those of `held`
-    micro-batches, of `micro_batch` sequences each, as activation_bytes counts them.
-
-    dtype: what layers compute in. pieces: a pipeline rank's runs of pieces, from `split_pieces`; None means all. fused:
-    whether our cross-entropy kernel computes the loss. sequence, context: as for parallelize. Numbers of ranks: dp
-    share one set of shards, cp share a sequence, ep share out the experts, `copies` keep the same experts (None means
-    dp / ep). load: the tokens of a rank's experts, as a multiple of an equal share.
+    dtype: what layers compute in. optimizer: AdamW's two moments, and float32 master weights if dtype is bf16 or fp16.
+    activations: those of `held` micro-batches of `micro_batch` sequences, by activation_bytes. pieces: a pipeline
+    rank's runs of pieces, from `split_pieces`; None means all. fused: our cross-entropy kernel computes the loss.
+    sequence, context: as for parallelize. Ranks: dp share out the shards, cp share a sequence, ep share out the
+    experts, `copies` keep the same experts (None: dp / ep). load: tokens of a rank's experts over an equal share.
     """
     tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
@@ -3049,9 +3036,7 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
     exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
     a ring keeps it head by head for itself, and token by token for the projection. Experts have `routed_bytes` in place
-    of 2 inner.
-
-    The embedding keeps its positions once. If the vocabulary is cut, it also keeps row numbers and a mask, 9 bytes a
+    of 2 inner. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a mask, 9 bytes a
     token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
     logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
     over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
@@ -3303,8 +3288,7 @@ def demo_tensor(arguments):
 def context_steps(n, kind):
     """What each rank of a ring computes in each step: [step][rank] is (chunks of queries, chunks of keys, blocks).
 
-    A sequence has 2n chunks. A block is the scores of one chunk with another. A chunk with itself is half a block,
-    because attention is causal.
+    A sequence has 2n chunks. A block is the scores of one chunk with another, half a block those of one with itself.
     """
     held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # a sequence of 2n tokens, so a token is a chunk
 
