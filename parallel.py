@@ -2094,8 +2094,8 @@ class GuardedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank, of as many ranks. Sets 16-bit parameters from their masters.
-        Call it on all ranks."""
+        """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
+        masters. Call it on all ranks."""
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         masters = state_dict.get("masters") or [b.weights[b.own] for b in self.masters]
@@ -2210,7 +2210,7 @@ class FetchingFSDP(FSDP):
 
 class LeanGPT(ParallelGPT):
     """A ParallelGPT that makes each list of actions once, and adds gradients up in few messages. With kernels.AdamW,
-    clipping takes no pass over the gradients, because the kernel scales them as it reads them."""
+    clipping only computes a factor, because the kernel scales the gradients as it reads them."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -2310,7 +2310,7 @@ class RegatheredProduct(torch.autograd.Function):
 # ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
 
 class FusableColumns(ColumnParallelLinear):
-    """`product` leaves out the bias. The activation's kernel then adds it, which saves a pass over the output."""
+    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway."""
 
     def product(self, x):
         return self.linear(self.f(x, self.group), self.weight)
@@ -3061,16 +3061,16 @@ def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
     """Bytes a token that a router and k experts keep for backward:
 
                                                                          PyTorch's kernels: elements   `fused`: bytes
-        router    each expert's score, and its place (int64) in order    E, and E int64                nothing
+        router    each expert's score, and its place (int64) in order    E float32, E int64            nothing
                   the input in float32                                   C, if layers have 16 bits     nothing
                   k chosen scores, their sum, and the k weights          2k + 1                        4k + 4
                   the numbers of the k experts                           among the places              8k
-        sorting   where each row comes from                              3k int64                      4k
+        sorting   where each row comes from, and where it goes           3k int64                      4k
                   the same where rows are received from other ranks      2k int64, times `load`        4k, times `load`
         experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
                   outputs that come back to be weighed                   k C
 
-    A rank routes 1 / tokens_cut of the tokens. If that is less than all, it also keeps the weights of all tokens.
+    A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
     """
     c, k, wide = config.n_embd, config.top_k, max(width, 4)
     rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
