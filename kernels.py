@@ -1606,9 +1606,9 @@ def add_layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dtotal = dtotal.contiguous() if use_dtotal else dy
     # A program takes up to 8192 columns, whose dw and db fill a quarter of the registers, with one warp for 1024. Up to
-    # 8 programs of narrower rows share a multiprocessor. Two rows are loaded while one is computed, if shared memory
-    # has room for them and 8 KiB more. TB/s at the widths above: 3.86, 3.73, 3.81, 3.84, 3.21. With only one row loaded
-    # ahead, width 768 has 3.0.
+    # 8 programs of narrower rows, 8192 columns, share a multiprocessor. Two rows are loaded while one is computed, if
+    # shared memory has room for them and 8 KiB more. TB/s at the widths above: 3.86, 3.73, 3.81, 3.84, 3.21. With only
+    # one row loaded ahead, width 768 has 3.0.
     block = min(triton.next_power_of_2(width), 8192)
     slices = triton.cdiv(width, block)
     row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
@@ -2073,7 +2073,7 @@ def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _wait(counter, least):
-    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # also right after a counter passes 2^31
+    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # correct even past 2^31
         pass
 
 
@@ -2235,7 +2235,7 @@ def main():
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
-    if not gpu and not INTERPRETED:  # Triton reads this variable when it decorates a kernel: start again
+    if not gpu and not INTERPRETED:  # Triton reads the variable below when it decorates a kernel: start again
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     use("triton")
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
