@@ -496,8 +496,8 @@ def model_config(s, checkpoint=None):
             reject(name in given and not given.get("experts"), f"--{name.replace('_', '-')} is for a model with "
                    "experts: give --experts 4, say, too")
         every, blocks = given.get("expert_every", 1), given.get("n_layer", PRESETS[s.model].n_layer)
-        reject(every > blocks, f"--expert-every {every}: the last of each {every} blocks has experts, but the model has "
-               f"only {blocks}: give --expert-every {blocks}")
+        reject(every > blocks, f"--expert-every {every}: the last of each {every} blocks has experts, but the model "
+               f"has only {blocks}: give --expert-every {blocks}")
         return config_of(s), None
     try:
         config, source = open_hf(folder)
@@ -673,7 +673,7 @@ class Checkpoint:
 
 
 def run_of(s, config, data):
-    """A run's identity: what decides its losses, but not its layout. --out goes on only with a run of the same one."""
+    """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own."""
     edges = slice(0, 1 << 20), slice(-1 << 20, None)  # of each part: reading all would take minutes
     crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in data[:2] for edge in edges]).tobytes())
     start = {"init_from": os.path.abspath(s.init_from)} if s.init_from else {}
