@@ -1404,7 +1404,7 @@ def token_loss(logits, targets):
 
 
 def adamw(kinds, device, lr=1e-4):
-    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=device.type == "cuda")
+    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=True)
 
 
 def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
@@ -1444,7 +1444,7 @@ def torch_ddp(config, s, device, x, y):
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
     if not s.zero:
         return torch_step(model, s, device, x, y), "DDP"
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=device.type == "cuda")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
@@ -1680,7 +1680,7 @@ def describe_experts(rows, config):
     lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
               for row, twin in zip(ours, twins)]
     if took := ours[0].get("all_to_all_ms"):
-        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %, the difference to "
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %, measured beside "
                      f"a step without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
     return "\n" + "\n".join(lines)
 

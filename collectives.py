@@ -745,6 +745,11 @@ class Watched(Link):
                                  f"but {argument} is on {t.device}")
         if arguments.get("op", ReduceOp.SUM) not in COMBINE:
             raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        if name == "all_to_all_single":
+            room, own = (_blocks(arguments[t], arguments[f"{t}_split_sizes"], self.size)[self.rank]
+                         for t in ("output", "input"))
+            if room != own:  # copy_ would broadcast one element to many, without an error
+                raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
         for argument, own in (("tensor_list", "tensor"), ("input_list", "output"),
                               ("output_tensor_list", "input_tensor_list")):
             if argument in arguments:
@@ -926,24 +931,25 @@ class Mail:
             self.ears[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
             self.closed_later.append(end)
             ends[r] = end.fileno()
-        secret, here = os.urandom(8), link.rank * SLOTS * SLOT_BYTES
-        self.mine[here:here + 8] = secret  # in the slots from this rank to itself, which nobody uses
+        secret, start = os.urandom(8), link.rank * SLOTS * SLOT_BYTES
+        self.mine[start:start + 8] = secret  # in the slots from this rank to itself, which nobody uses
         self.offer = [os.getpid(), fd, int.from_bytes(secret, "little", signed=True), *ends]
 
     def open(self, offers):
         """Open every other rank's memory and pipe. OSError or ValueError: one cannot be opened."""
         rank, shape = self.link.rank, (self.link.size, SLOTS, SLOT_BYTES)
-        self.mouths, self.to, self.source = {}, {}, {}
+        self.mouths, self.to, self.source, self.memory = {}, {}, {}, []
         for r in self.others:
             pid, fd, secret, *ends = offers[r]
             with open(f"/proc/{pid}/fd/{fd}", "r+b", 0) as file:
                 memory = mmap.mmap(file.fileno(), SLOTS * SLOT_BYTES * self.link.size)
-            there = r * SLOTS * SLOT_BYTES
-            if int.from_bytes(memory[there:there + 8], "little", signed=True) != secret:
+            start = r * SLOTS * SLOT_BYTES
+            if int.from_bytes(memory[start:start + 8], "little", signed=True) != secret:
                 raise OSError("a process of another container has this number here")
             self.mouths[r] = open(f"/proc/{pid}/fd/{ends[rank]}", "wb", 0)
-            self.to[r] = itertools.cycle(torch.frombuffer(self.mine, dtype=torch.uint8).view(shape)[r])
-            self.source[r] = itertools.cycle(torch.frombuffer(memory, dtype=torch.uint8).view(shape)[rank])
+            here, there = (torch.frombuffer(m, dtype=torch.uint8).view(shape) for m in (self.mine, memory))
+            self.to[r], self.source[r] = itertools.cycle(here[r]), itertools.cycle(there[rank])
+            self.memory += here, there
         self.sends, self.receives = ({r: deque() for r in self.others} for _ in range(2))
         self.empty = dict.fromkeys(self.others, SLOTS)  # how many slots to rank r are empty
         # How many slots from rank r are full, and how many are empty but not yet reported to it.
@@ -1109,8 +1115,9 @@ class GlooLink(PiecewiseLink):
 
 
 def scratches():
-    """The receive buffers that gloo groups keep."""
-    return [link.room for links in _links.values() for link in links.values() if isinstance(link, GlooLink)]
+    """The buffers that gloo groups keep for messages: for receives, and Mail's slots."""
+    links = [link for links in _links.values() for link in links.values() if isinstance(link, GlooLink)]
+    return [t for link in links for t in (link.room, *(link.mail.memory if link.mail else ()))]
 
 
 # ------------------------------------------------------------------------------------------------------ recorded graphs

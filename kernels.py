@@ -865,7 +865,8 @@ def matmul(a, b, function=None, tiles=None):
 
 # ============================================================ machinery: the same results, faster or safer ============
 #
-# The kernels that training runs. Tiles, warps and stages were chosen on an H200.
+# The kernels that training runs. They compute what those above compute, with fewer passes over memory and busier tensor
+# cores. The price is code: fused neighbours, special cases, and tables of tiles, warps and stages, timed on an H200.
 
 import contextlib
 
@@ -884,10 +885,11 @@ CHECKS.append(check_choice)
 
 # ------------------------------------------------------------------------------------------------ activations, linear
 #
-# A bias is added in the pass that the activation makes anyway. Its gradient, the sum over the rows of dx, would cost
-# another pass over dx: here the backward of the activation adds it up while dx is in registers.
+# Adding a bias before the activation would cost a pass over memory, and summing dx for the bias's gradient another one.
+# So the activation's kernel adds the bias as it reads x, and its backward sums dx while dx is in registers. The price
+# is a small second kernel, `sum_parts`, because each program sums only some of the rows.
 #
-# Alone, that sum takes PyTorch 46 us for (32768, 768) where reading it takes 12. Ours takes 25.
+# `column_sums` without x is that sum alone. For (32768, 768) it takes 25 us, PyTorch's 46, reading the tensor once 12.
 
 @triton.jit
 def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
@@ -902,9 +904,10 @@ def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, 
 @triton.jit
 def _bias_backward(x, bias, dy, dx, partial, rows, width,
                    SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
-    """dx, and the sums of its columns: a program strides down N columns, M rows at a time, and keeps their sums.
+    """dx, and the sums of its columns. A program reads N columns, M rows at a time, and keeps their sums in registers.
 
-    partial (programs, width) takes the sums. SLOPE None: only the sums, of dy.
+    Programs of the same columns take every n-th M rows; each writes its sums to its own row of partial (programs,
+    width). SLOPE None: sum the columns of dy instead, and write no dx.
     """
     column = tl.program_id(0) * N + tl.arange(0, N)[None]
     total = tl.zeros((M, N), tl.float32)
@@ -932,7 +935,7 @@ def _sum_parts(partial, out, parts, width, M: tl.constexpr, N: tl.constexpr):
 
 
 def sum_parts(partial, dtype):
-    """(k, parts, width) float32 -> (k, width): what each program has summed up, always in the same order."""
+    """(k, parts, width) float32 -> (k, width) of dtype: add up the programs' sums, in the same order in every run."""
     k, parts, width = partial.shape
     out = torch.empty(k, width, dtype=dtype, device=partial.device)
     _sum_parts[(triton.cdiv(width, 32), k)](partial, out, parts, width, 128, 32, num_warps=4)
@@ -960,12 +963,13 @@ def fused_map_backward(x, bias, dy, slope):
 
 
 def column_sums(dy, x=None, bias=None, dx=None, slope=None):
-    """Sums over the rows of dy (..., width), or of dx = dy slope(x + bias), then written, too: a bias's gradient."""
+    """A bias's gradient (width): the sum over the rows of dy (..., width). With x, dx = dy slope(x + bias) is computed,
+    written and summed instead."""
     width = dy.shape[-1]
     rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
     partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
-    # Measured at 32768 x 768 .. 3072 and 8192 x 1600 .. 6400. GELU's at 32768 x 3072: 168 us; with 3 stages 237, with
-    # 1 179.
+    # The fastest at 32768 x 768 to 3072 and 8192 x 1600 to 6400. GELU's backward at 32768 x 3072 takes 168 us; with 3
+    # stages it would take 237, with 1 stage 179.
     n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
     _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages,
                                                    num_warps=warps)
@@ -973,14 +977,14 @@ def column_sums(dy, x=None, bias=None, dx=None, slope=None):
 
 
 def padded_forward(ctx, x, weight, bias):
-    """Pads outputs whose number 8 does not divide, where no bias is added."""
+    """As linear_forward. Without a bias, `pad_outputs` pads the outputs if 8 does not divide their number."""
     padded = pad_outputs(x, weight) if bias is None else weight
     ctx.padded = padded is not weight
     if not ctx.padded:
         return linear_forward(ctx, x, weight, bias)
     y = F.linear(x, padded)                                                                   # (..., padded)
-    # Backward wants y, because cross-entropy leaves its gradient there. As .data: autograd would take that for an
-    # error.
+    # Backward needs y, because cross-entropy writes its gradient over the logits in y. Saved as y.data, because
+    # autograd raises an error if a saved tensor is overwritten, but does not check .data.
     ctx.save_for_backward(x, padded, y.data)
     return y[..., :len(weight)]
 
@@ -995,15 +999,15 @@ def padded_backward(ctx, dy):
 
 
 def fast_linear(x, weight, bias):
-    ours = on_triton(x) and (bias is not None or len(weight) % 8)  # a product alone is as fast without us
+    ours = on_triton(x) and (bias is not None or len(weight) % 8)  # else F.linear is as fast
     return Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
 
 
 def pad_outputs(x, weight):
-    """The weight (out, in), with rows of zeros added where x is 16-bit and 8 does not divide `out` (50257 in GPT-2).
+    """The weight (out, in), with rows of zeros added if x is 16-bit and 8 does not divide `out` (50257 in GPT-2).
 
-    cuBLAS's fast kernels want rows that begin at multiples of 16 bytes: the three products of 8192 x 1600 with 50257
-    columns take 35 ms on an H200, with 50304 they take 6.
+    cuBLAS's fast kernels need rows that begin at multiples of 16 bytes. The three products (forward, dx, dW) of
+    8192 x 1600 with 50257 columns take 35 ms on an H200, with 50304 columns 6. The price is a copy of the weight.
     """
     if len(weight) % 8 and x.dtype.itemsize == 2 and on_triton(x):
         return F.pad(weight, (0, 0, 0, -len(weight) % 64))
@@ -1011,9 +1015,10 @@ def pad_outputs(x, weight):
 
 
 def pad_columns(dy, y):
-    """dy (..., out), the gradient of y[..., :out], as (rows, y.shape[-1]) with zeros in the columns it lacks.
+    """dy (..., out), the gradient of y[..., :out], as (rows, y.shape[-1]) with zeros in the padding columns.
 
-    Cross-entropy leaves its gradient where the logits were: there the zeros are next to it, and nothing is copied.
+    If cross-entropy wrote dy over the logits in y, y's padding columns already hold zeros, and this returns a view.
+    Any other dy is copied.
     """
     width, rows = y.shape[-1], dy.reshape(-1, dy.shape[-1])
     if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
@@ -1031,24 +1036,26 @@ FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward,
 
 # ----------------------------------------------------------------------------------------------------- grouped product
 #
-# One launch serves all groups if each program finds its own. Each group is cut into tiles of BM rows by itself, so no
-# tile has rows of two groups. At counts 5, 0, 3 and BM = 4:
+# A product for each group would make the CPU wait for counts, and small groups would leave multiprocessors idle. Here
+# one launch serves all groups: each program reads counts and finds its own group and rows. The price is a few programs
+# without work. Each group is cut into tiles of BM rows separately, so no tile has rows of two groups. With counts
+# 5, 0, 3 and BM = 4:
 #
 #     row        0  1  2  3 | 4           | 5  6  7    |
-#     row tile   0          | 1, a row    | 2, 3 rows  | 3: surplus, exits
+#     row tile   0: 4 rows  | 1: 1 row    | 2: 3 rows  | 3, 4: surplus, exit
 #
-# E groups have at most ceil(R / BM) + E row tiles, whatever counts says: so many are launched. Tile t belongs to the
-# first group with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product, W's strides swapped. In dW
-# rows are what is summed over: a program owns a tile of one dW_e and walks over e's rows, if any, so that no other
-# row's number, be it NaN, is touched. FLOPs: 2 R in out each, as for one matrix.
+# E groups of R rows in all have at most ceil(R / BM) + E row tiles, whatever counts holds, so this many are launched.
+# Tile t belongs to the first group e with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product
+# with W's strides swapped. For dW, a program owns a tile of one dW_e and sums over e's rows alone, so a NaN in another
+# group's rows cannot reach it. y, dx and dW take 2 R in out FLOPs each, as with a single matrix.
 
 @triton.jit
 def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
-    """(group, first row, the group's end) of a row tile. The group is E or more for a surplus tile."""
+    """(group, first row, the row after the group's last) of a row tile. A surplus tile gets a group of E or more."""
     group = tl.arange(0, E_PAD)
     count = tl.load(counts + group, group < E, 0)
     tiles = (count + BM - 1) // BM
-    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # so many groups end before this tile
+    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # how many groups end before this tile
     start = tl.sum(tl.where(group < e, count, 0), 0)
     first = start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM
     return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
@@ -1061,7 +1068,7 @@ def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_colu
     if e >= E:
         return
     rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    # Beyond the edges, the last row and the first columns are read again, and never stored.
+    # In place of rows and columns beyond the edges, the last row and the first columns are read, and not stored.
     x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
     weight += e.to(tl.int64) * w_group + (columns % N)[None].to(tl.int64) * w_row
     weight += ks[:, None] * w_column                                                            # (BK, BN)
@@ -1079,7 +1086,7 @@ def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_colu
 @triton.jit
 def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A (BN, BK) tile of dW_e, and where db is wanted, the first program of its rows adds up BN of db_e."""
+    """A (BN, BK) tile of dW_e. With db, the program of the tile's first columns also sums BN elements of db_e."""
     e, group = tl.program_id(2), tl.arange(0, E_PAD)
     first = tl.sum(tl.load(counts + group, group < e, 0), 0)
     end = first + tl.load(counts + e)
@@ -1102,7 +1109,7 @@ GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
 
 
 def launch_grouped(x, weight, bias, counts):
-    """weight (E, out, in) of any strides."""
+    """y (R, out), with masks in place of TMA. weight (E, out, in) of any strides."""
     x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
     y, (BM, BN, BK) = x.new_empty(len(x), N), GROUPED_TILES
     _grouped_product[triton.cdiv(len(x), BM) + E, triton.cdiv(N, BN)](
@@ -1118,25 +1125,27 @@ def launch_grouped_gradients(dy, x, counts, biased):
     return dw, db
 
 
-# For 16-bit rows that TMA can address. A group's end is no edge of a tensor, where TMA would stop by itself. So tensors
-# of R rows of `width` are described with two more dimensions: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides
+# On Hopper, TMA moves whole tiles, so that programs compute no addresses and need no masks. But TMA stops only at the
+# edges of a tensor, and a group's end is not one. So a tensor of R rows of `width` gets a descriptor with two more
+# dimensions, which make the group's end an edge: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides
 # (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
 #
 #     2^30 (2^34 - width) + end width + (2^30 - end + row) width + column  =  2^64 + row width + column
 #
-# Addresses have 64 bits, so this is (row, column), but the third index reaches its limit where row = end: from there on
-# loads bring zeros and nothing is stored. One descriptor made on the CPU serves all groups, and no kernel has a mask.
+# Addresses have 64 bits, so 2^64 drops out, and this is (row, column). The third index reaches its size 2^30 at
+# row = end: from there on, TMA loads zeros and stores nothing. One descriptor, made on the CPU, serves all groups.
 #
-# TFLOP/s on an H200, bf16, 1536 -> 6144, R = 16384 as 4 x 4096 | 8192 + 0 + 5000 + 3192 | 16 groups by Zipf. cuBLAS: in
-# a loop that has counts on the CPU. _grouped_mm: torch's.
+# TFLOP/s on an H200 in bf16, from 1536 to 6144 columns, R = 16384 rows: 4 groups of 4096 | groups of 8192, 0, 5000 and
+# 3192 | 16 groups with sizes by Zipf's law. cuBLAS: a loop, counts on the CPU. _grouped_mm: PyTorch's own function.
 #
 #                ours               cuBLAS             _grouped_mm
 #     forward    685 | 644 | 627    695 | 649 | 579    673 | 620 | 585
 #     dx         715 | 720 | 619    728 | 706 | 578    698 | 700 | 610
 #     dW         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
 #
-# Slower forward: a tile a program (620 | 598 | 546), stored through pointers (483), 128 x 128 (537), BK = 128 in 2
-# stages (510). Warps that only load gain nothing forward, and Triton 3.6 miscompiles dW with them.
+# Forward was slower with one tile a program (620 | 598 | 546), with y stored through pointers (483), with tiles of
+# 128 x 128 (537), and with BK = 128 in 2 stages (510). Warp specialization, some warps only loading, gains nothing
+# forward, and Triton 3.6 miscompiles dW with it.
 
 @triton.jit
 def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
@@ -1150,7 +1159,7 @@ def _store_group(D, row, end, column, tile, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
-    """table (row tiles, 3): group, first row, the group's end. Found once, not by every program for every tile."""
+    """table (row tiles, 3): group, first row, the group's end. So no program has to find them for every tile again."""
     e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
     table += 3 * tl.program_id(0)
     tl.store(table, e)
@@ -1161,9 +1170,10 @@ def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.constexpr, E_PAD: tl.constexpr,
                          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Persistent programs. Flattened, a tile's first loads are on their way while the tile before is stored.
+    """Persistent: one program a multiprocessor, each computes several tiles. `flatten` makes one loop of those over
+    tiles and over K, so that a tile's first loads run while the tile before is stored.
 
-    W (E, N, K), or TRANSPOSED (E, K, N). y leaves in halves, which need half the shared memory.
+    W (E, N, K), or (E, K, N) if TRANSPOSED. y is stored in two halves, which needs half the shared memory.
     """
     group = tl.arange(0, E_PAD)
     tall = tl.sum((tl.load(counts + group, group < E, 0) + BM - 1) // BM, 0).to(tl.int32)
@@ -1189,8 +1199,8 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
 @triton.jit
 def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
                                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """A (BN, BK) tile of dW_e a program, not persistent: where groups differ in rows, programs differ in work, and the
-    hardware starts the next one wherever a multiprocessor gets free."""
+    """One (BN, BK) tile of dW_e a program. Not persistent: unequal groups make unequal programs, so it is better that
+    the hardware starts the next program on the multiprocessor that becomes free."""
     e = tl.program_id(1)
     end = tl.load(ends + e).to(tl.int32)
     first = end - tl.load(counts + e).to(tl.int32)
@@ -1204,7 +1214,7 @@ def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
 
 @triton.jit
 def _sum_groups(dy, counts, partial, width, E_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """partial (E, parts, width): a program adds up every parts-th M rows of N columns of a group."""
+    """partial (E, parts, width): a program sums N columns of one group, over every parts-th block of M rows."""
     e, part, parts, group = tl.program_id(1), tl.program_id(2), tl.num_programs(2), tl.arange(0, E_PAD)
     first = tl.sum(tl.load(counts + group, group < e, 0), 0)
     end = first + tl.load(counts + e)
@@ -1224,12 +1234,12 @@ def grouped_descriptor(x, rows, columns):
 
 
 def tma_takes(*tensors):
-    """Whether rows lie at multiples of 16 bytes, and the tiles below fit: on Hopper."""
+    """Whether TMA can address these 16-bit tensors (rows at multiples of 16 bytes), on Hopper, which the tiles fit."""
     return all(t.numel() and t.dtype.itemsize == 2 and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0
                and (INTERPRETED or _generation(t.device) == 9) for t in tensors)
 
 
-SPARED = 0  # multiprocessors that are left to what runs beside: a signal from GPU to GPU is a kernel of one program
+SPARED = 0  # multiprocessors left free for the one-program kernels that signal other GPUs, which else would wait
 
 
 def tuned_grouped(x, weight, bias, counts):
@@ -1263,7 +1273,7 @@ def tuned_grouped_gradients(dy, x, counts, biased):
 
 
 def grouped_sums(dy, counts):
-    """(E, width): sums over the rows of each group. At 16384 x 6144 55 us, where reading dy takes 48."""
+    """(E, width): sums over the rows of each group. For dy (16384, 6144) it takes 55 us; reading dy takes 48."""
     E, width = len(counts), dy.shape[1]
     partial = torch.empty(E, 16, width, dtype=torch.float32, device=dy.device)
     _sum_groups[triton.cdiv(width, 64), E, 16](dy, counts, partial, width, triton.next_power_of_2(E), 32, 64,
@@ -1300,11 +1310,12 @@ FASTER.update({grouped_reference: fast_grouped, grouped_weight_gradients: fast_g
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
 #
-# In PyTorch's operations a router and the sorting of tokens by expert take some 60 launches a block, both ways, and the
-# sums of a gather's backward go through atomics. Here they take 9, and each number is added up in one order:
+# With PyTorch's operations, the router and the sorting of tokens by expert take about 60 launches a block, forward and
+# backward, and a gather's backward adds with atomics, in another order in every run. The kernels below take 9 launches
+# and add in a fixed order:
 #
-#     route      scores, the k best, gates; how often each expert is chosen     backward: dx and, by parts, dW
-#     places     where each of a token's k rows lies among the rows by expert   a counting sort, in two launches
+#     route      scores, the k best, gates; how often each expert is chosen     backward: dx, and dW in parts
+#     places     where each of a token's k rows lies among the sorted rows      a counting sort, in two launches
 #     dispatch   rows[places[t, j]] = x[t]                                      backward: combine
 #     combine    y[t] = sum over j of gates[t, j] rows[places[t, j]]            backward: dispatch, and dgates
 
@@ -1321,7 +1332,7 @@ def _route(x, weight, bias, chosen, gates, sums, counts, n, C, E, K: tl.constexp
     ranked = tl.where(e[None] < E, scores + tl.load(bias + e, e < E, 0)[None], float("-inf"))
     left, total = ranked, tl.zeros((M,), tl.float32)
     for j in tl.static_range(K):
-        here = e[None] == tl.minimum(tl.argmax(left, 1), E - 1)[:, None]  # of equal ones the first; a NaN names none
+        here = e[None] == tl.minimum(tl.argmax(left, 1), E - 1)[:, None]  # the first of equals; NaN may pass E
         total += tl.sum(tl.where(here, scores, 0), 1)
         left = tl.where(here, float("-inf"), left)
     picked = tl.sum(((left != ranked) & (t[:, None] < n)).to(tl.int32), 0)
@@ -1339,7 +1350,8 @@ def _route(x, weight, bias, chosen, gates, sums, counts, n, C, E, K: tl.constexp
 @triton.jit
 def _route_backward(x, weight, chosen, gates, sums, dgates, dx, partial, n, C, E, K: tl.constexpr, E_PAD: tl.constexpr,
                     M: tl.constexpr, BK: tl.constexpr):
-    """s the scores of the chosen, S their sum: dlogit = (dg - sum of dg g) / S s (1 - s); for k = 1, dg s (1 - s)."""
+    """dlogit = (dg - sum of dg g) / S * s (1 - s), where chosen experts have scores s with sum S, and gates g = s / S.
+    For k = 1, g = s and dlogit = dg s (1 - s)."""
     t, e, ks = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD), tl.arange(0, BK)
     mean, slope, total = tl.zeros((M,), tl.float32), tl.zeros((M, E_PAD), tl.float32), tl.load(sums + t, t < n, 1)
     for j in tl.static_range(K if K > 1 else 0):
@@ -1385,8 +1397,9 @@ class Route(torch.autograd.Function):
 
 
 def route(x, weight, bias, k):
-    """The k best of E experts by sigmoid(x W^T) + bias for tokens x (..., C), W (E, C), bias (E) float32: (chosen int64
-    (..., k); their scores, float32, which add up to 1 where k > 1; how often each expert is chosen, int64 (E))."""
+    """For each token of x (..., C), choose the k experts with the largest sigmoid(x W^T) + bias; W (E, C), bias (E)
+    float32. Returns (chosen int64 (..., k); gates float32 (..., k), their sigmoids, scaled to add up to 1 if k > 1; how
+    often each expert is chosen, int64 (E))."""
     return Route.apply(x, weight, bias, k)
 
 
@@ -1399,7 +1412,8 @@ def _count_slots(chosen, counts, n, E, E_PAD: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _places(chosen, counts, places, totals, n, E, programs, E_PAD: tl.constexpr, M: tl.constexpr):
-    """A slot comes after those of lower experts, and after its expert's in programs before and before it in its own."""
+    """A slot is one of a token's k choices. Its place is the number of slots of lower experts, plus those of its own
+    expert in earlier programs, plus those of its own expert before it in this program."""
     slot, e = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD)
     total, before = tl.zeros((E_PAD,), tl.int32), tl.zeros((E_PAD,), tl.int32)
     for i in range(programs):
@@ -1414,8 +1428,8 @@ def _places(chosen, counts, places, totals, n, E, programs, E_PAD: tl.constexpr,
 
 
 def places_by_expert(chosen, E):
-    """(places int32 (n, k): where each choice (..., k) lies among all, by expert and then in their order; how often
-    each expert is chosen, int64 (E))."""
+    """Sort the choices (..., k) by expert, and for the same expert in their order. Returns (places int32 (n, k), where
+    each choice lies after sorting; how often each expert is chosen, int64 (E))."""
     n, M, width = chosen.numel(), 256, triton.next_power_of_2(E)
     programs = max(1, triton.cdiv(n, M))
     counts, places = (torch.empty(size, dtype=torch.int32, device=chosen.device)
@@ -1428,7 +1442,7 @@ def places_by_expert(chosen, E):
 
 @triton.jit
 def _dispatch(x, places, gates, rows, y, dgates, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    """rows[place] = x, times its gate where there are gates; then dgates = x . y[place], too."""
+    """rows[place] = x. As combine's backward, with gates: rows[place] = gate x, and dgates = x . y[place]."""
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     v = tl.load(x + t * C + c, c < C, 0).to(tl.float32)
     for j in tl.static_range(K):
@@ -1492,24 +1506,24 @@ class Combine(torch.autograd.Function):
 
 
 def dispatch(x, places):
-    """x (n, C), places (n, k) -> rows (n k, C): row places[t, j] is x[t]. Places are each of 0 to n k - 1 once."""
+    """x (n, C), places (n, k) -> rows (n k, C): row places[t, j] is x[t]. places holds 0 to n k - 1, each once."""
     return Dispatch.apply(x, places)
 
 
 def combine(rows, places, gates=None):
-    """rows (n k, C), places (n, k) -> (n, C): the sum of a token's rows, weighed by gates (n, k) float32."""
+    """rows (n k, C), places (n, k) -> (n, C): each token's sum of its rows, times gates (n, k) float32 if any."""
     return Combine.apply(rows, places, None if gates is None else gates.contiguous())
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm
 #
-# With the residual stream's sum before the norm, and its gradient after it, in the same pass: 4 passes of x forward
-# and 4 backward, where separate kernels move 5 and 6.
+# A norm and the residual stream's addition before it are both bound by memory. One kernel that does both makes 4 passes
+# over memory forward; separate kernels make 5. Backward it adds the stream's gradient, too: 4 passes instead of 6.
 
 @triton.jit
 def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
                     ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """A row a program, all of it in registers: the mean, the squares and y come from one read."""
+    """A row a program. The whole row stays in registers, so the mean, the variance and y need one read of it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside, at = column < width, row * width + column
@@ -1517,7 +1531,7 @@ def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
     if ADD:
         v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, v, inside)
-        v = v.to(tl.float32)  # the norm of what was stored, which is what backward will read
+        v = v.to(tl.float32)  # normalise the rounded sum that was stored, because backward reads that
     m = tl.sum(v, 0) / width
     centred = tl.where(inside, v - m, 0)
     k = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
@@ -1530,12 +1544,11 @@ def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
 @triton.jit
 def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, rows, width,
                          ADD: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
-    """As many programs as run at once, each striding over the rows. Its share of dw and db stays in registers.
+    """As many programs as run at once share the rows. Each keeps its part of dw and db in registers.
 
-    partial (2, programs, width) takes the shares; the caller sums them up in a fixed order, so no atomics and the same
-    result every time. A row whose dw and db would not fit in registers is shared by SLICES programs: each needs the
-    sums over all of it, so each reads all of it (at about the same time: from L2), and finishes its own slice of
-    columns.
+    The parts go into partial (2, programs, width), and the caller adds them up in a fixed order, so every run has the
+    same result. If dw and db of a row do not fit in registers, SLICES programs share the row. Each needs sums over the
+    whole row and reads all of it, mostly from L2, but computes dx, dw and db of its own columns alone.
     """
     first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
     column = own * BLOCK + tl.arange(0, BLOCK)
@@ -1555,7 +1568,7 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
             sum_g += gc
             sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
         dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
-        if ADD:  # x has another use, the residual stream: its gradient is added here instead of in a pass of its own
+        if ADD:  # x also goes on as the residual stream, whose gradient would else be added in another kernel
             dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
         tl.store(dx + start + column, dv, inside)
         dw += d * xhat
@@ -1569,18 +1582,18 @@ def add_layer_norm_forward(x, residual, weight, bias, eps):
     shape, width, x = x.shape, x.shape[-1], x.contiguous()
     if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
         raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias "
-                         f"{tuple(bias.shape)}: the last three sizes must be the same width, 1 to 65536: a row has to "
+                         f"{tuple(bias.shape)}: all three must have the same width, 1 to 65536, because a row has to "
                          f"fit in a multiprocessor's registers")
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} {residual.dtype}: "
-                         f"they must be alike")
+                         f"their shapes and dtypes must be equal")
     rows, add = x.numel() // width, residual is not None
     residual = residual.contiguous() if add else x
     y, total = torch.empty_like(x), torch.empty_like(x) if add else x
     mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    # A warp for 1024 columns, for 2048 from 8192 on: 3.93, 3.95, 3.91, 3.94, 3.77 TB/s at widths 768, 1600, 4096,
-    # 8192, 16384; half or twice as many lose up to 8 %, 32 for 16384 columns 38 %.
+    # One warp for 1024 columns, from 8192 columns on for 2048. At widths 768, 1600, 4096, 8192, 16384 this moves 3.93,
+    # 3.95, 3.91, 3.94, 3.77 TB/s. Half or twice as many warps lose up to 8 %, 32 warps for 16384 columns 38 %.
     warps = max(1, block // (1024 if block < 8192 else 2048))
     _add_layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add,
                              block, num_warps=warps)
@@ -1592,9 +1605,10 @@ def add_layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
     rows, use_dtotal = x.numel() // width, dtotal is not None
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dtotal = dtotal.contiguous() if use_dtotal else dy
-    # Up to 8192 columns a program, dw and db a quarter of the registers; a warp for 1024 columns, 8192 columns a
-    # multiprocessor. Two rows on their way while one is computed, where shared memory has room for them (8 KiB of
-    # slack). TB/s at the widths above: 3.86, 3.73, 3.81, 3.84, 3.21; with one row on its way 3.0 at 768.
+    # A program takes up to 8192 columns, whose dw and db fill a quarter of the registers, with one warp for 1024. Up to
+    # 8 programs of narrower rows, 8192 columns, share a multiprocessor. Two rows are loaded while one is computed, if
+    # shared memory has room for them and 8 KiB more. TB/s at the widths above: 3.86, 3.73, 3.81, 3.84, 3.21. With only
+    # one row loaded ahead, width 768 has 3.0.
     block = min(triton.next_power_of_2(width), 8192)
     slices = triton.cdiv(width, block)
     row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
@@ -1614,21 +1628,22 @@ FASTER.update({layer_norm_forward: add_layer_norm_forward, layer_norm_backward: 
 
 # ---------------------------------------------------------------------------------------------------------- attention
 #
-# Scores carry a factor log2(e), folded into `scale`, because the hardware's exponential is 2^x; LSE is in base 2
-# likewise. Every loop over blocks is there twice, unrolled by static_range: for blocks that all rows see whole, and
-# with a mask for those on the diagonal or an edge.
+# The kernels above spend time on exponentials in base e, and on masks where nothing is masked. Here `scale` has a
+# factor log2(e), because the hardware's exponential is 2^x; so LSE is in base 2. static_range compiles each loop over
+# blocks twice: without a mask for blocks that all rows see whole, with one for blocks on the diagonal or at an edge.
 
 @triton.jit
 def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
     """O and LSE of BM rows of one head.
 
-    SPECIALIZE, for keys in whole blocks that all rows see: four warps do nothing but fetch tiles, two groups of four
-    compute, 64 rows each, one's softmax under the other's matmuls. The compiler divides the work so if there is one
-    loop, if Q's descriptor is made in here, where it can be cut to 64 rows, and if O is written through pointers.
+    SPECIALIZE keeps the tensor cores busy during softmax: four warps only load tiles, and two groups of four warps
+    compute 64 rows each, so that one group's softmax runs during the other's matmuls. It needs keys in whole blocks
+    that all rows see. The compiler splits the work in this way only if there is a single loop, if the kernel itself
+    makes Q's descriptor, which can then be cut to 64 rows, and if O is written through pointers.
     """
     bh = tl.program_id(1)
-    # Last rows first: they see most keys, and the short ones then fill up the GPU's tail.
+    # The last rows see the most keys and go first, so that short programs fill the GPU at the end.
     b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -1636,7 +1651,7 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t
     end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
     if SPECIALIZE:
         Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-        # m0, but a value of its own: cutting q in two, the compiler adds 64 wherever this one is used.
+        # Equal to m0, but another value, because the compiler cuts q in two and adds 64 to every use of this value.
         first = tl.minimum(m0, Tq)
         q = tl.make_tensor_descriptor(Q, [Tq, D], [q_t, 1], [BM, D]).load([first, 0])
     else:
@@ -1653,7 +1668,7 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t
             m_new = tl.maximum(m, tl.max(s, 1) * scale)
             top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key yet: -inf - -inf is NaN
             p = tl.exp2(s * scale - top[:, None])
-            alpha = tl.exp2(m - top)                                  # online: what is there was relative to the old m
+            alpha = tl.exp2(m - top)                                # online softmax: l and acc used the old m
             v = V.load([b, h, n0, 0]).reshape(BN, D)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
             l = l * alpha + tl.sum(p, 1)
@@ -1707,9 +1722,9 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
     bh, n0 = tl.program_id(1), tl.program_id(0) * BN
     b, h = bh // H, bh % H
     cols = n0 + tl.arange(0, BN)
-    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys,
-    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # rows from here on see all of them,
-    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # unless some are past the last key
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # no row before this sees these keys
+    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # each row from here on sees them all
+    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # (no row, if some keys are past Tk)
     k = K.load([b, h, n0, 0]).reshape(BN, D)
     v = V.load([b, h, n0, 0]).reshape(BN, D)
     dk = tl.zeros([BN, D], tl.float32)
@@ -1733,16 +1748,17 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
     DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
 
 
-# (BM, BN, warps, stages) by head dim; those up to 64 share a row. Measured on an H200, bf16, T = 4096, 2048 wide:
-# TFLOP/s of the matmuls really done, causal / not. Small programs, two or three on a multiprocessor, often beat one
-# large one: Triton waits for S before it starts on the softmax, and then another program keeps the tensor cores busy.
+# (BM, BN, warps, stages) by head dim; head dims up to 64 share an entry. Beside each stand its TFLOP/s, causal / not
+# causal, then those of other choices: on an H200, bf16, T = 4096, C = 2048, counting only matmuls that are computed.
+# Two or three small programs on a multiprocessor often beat a large one: a program's softmax waits for S, and meanwhile
+# another program can use the tensor cores.
 ATTENTION_TILES = {
     "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
                 128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
-                256: (64, 64, 4, 2)},    # runs, not tuned
-    # Not causal at T = 1024, 4096, 16384: 479, 618, 650, where (64, 64, 4, 3) has 455, 522, 517. A mask in the loop
-    # costs it 13 %: causal 313, 454, 520 against 358, 476, 533. At head dim 64, not causal, 323, 413, 435 against 393,
-    # 458, 449.
+                256: (64, 64, 4, 2)},    # works, but is not tuned
+    # SPECIALIZE, used only where it is faster: not causal, T = 1024, 4096, 16384: 479, 618, 650; (64, 64, 4, 3) without
+    # it: 455, 522, 517. Causal, the mask in its single loop costs up to 13 %: 313, 454, 520 against 358, 476, 533. Not
+    # causal at head dim 64: 323, 413, 435 against 393, 458, 449.
     "specialized": {128: (128, 128, 4, 2)},
     "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
            128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
@@ -1751,21 +1767,20 @@ ATTENTION_TILES = {
             128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
             256: (32, 64, 8, 2)},
 }
-# float32 is for exactness: every product as three tf32 ones, which is as exact as PyTorch's own float32 attention (and
-# at head dim 64 three times as fast as multiplying in plain float32). At head dim 256 that is twice PyTorch's error:
-# plain float32 there.
+# For float32 inputs each product is three TF32 products. This is as exact as PyTorch's float32 attention, and at head
+# dim 64 three times as fast as plain float32. At head dim 256 the error is twice PyTorch's, so plain float32 is used.
 ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 
 
 def descriptor(x, rows):
-    """The TMA descriptor of x, (B, H, T, D) or (B*H, T), cut into tiles of `rows`."""
+    """The TMA descriptor of x (B, H, T, D), for tiles (1, 1, rows, D), or of x (B*H, T), for tiles (1, rows)."""
     if x.dim() == 4:
         return tiled(x, rows)
     return TensorDescriptor(x, list(x.shape), [x.stride(0) if len(x) > 1 else 16, 1], [1, rows])
 
 
 def attention_settings(name, q, is_causal):
-    """Tile sizes, and the rest of a launch: constexprs and options."""
+    """(BM, BN, the other constexprs and the options of a launch) of a kernel of ATTENTION_TILES."""
     D, wide = q.shape[3], q.dtype == torch.float32
     BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
     precision = "tf32" if not wide else "tf32x3" if D <= 128 else "ieee"
@@ -1780,9 +1795,9 @@ def tuned_attention_forward(q, k, v, is_causal):
     o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
     special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
-               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler divides otherwise
+               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler splits otherwise
     BM, BN, settings = attention_settings("specialized" if special else "forward", q, is_causal)
-    if special:  # memory for the descriptors that programs make
+    if special:  # each program makes a descriptor, which needs memory
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
     tuned_forward_kernel[T_pad // BM, B * H](
         q if special else descriptor(q, BM), descriptor(k, BN), descriptor(v, BN),
@@ -1792,14 +1807,14 @@ def tuned_attention_forward(q, k, v, is_causal):
 
 
 def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
-    """Write the gradients into dq, dk, dv, of any strides that aligned accepts."""
+    """Write the gradients into dq, dk, dv, whose strides TMA must be able to address, as `aligned` says."""
     do, delta = aligned(do), torch.empty_like(lse)
     tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq)
     tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv)
 
 
 def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
-    """Write dq, and for `tuned_backward_kv` delta, which has lse's strides."""
+    """Write dq, and delta, which `tuned_backward_kv` reads. delta has lse's strides."""
     (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
     BM, BN, settings = attention_settings("dq", q, is_causal)
     tuned_backward_q_kernel[lse.shape[1] // BM, B * H](
@@ -1819,7 +1834,7 @@ def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
 @triton.jit
 def _merge_parts(O, LSE, PART, ITS, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, its_bh, H, T, D: tl.constexpr,
                  ROWS: tl.constexpr):
-    """ROWS rows of one head: O and LSE of some keys take in those of others."""
+    """ROWS rows of one head: O <- O 2^(LSE - new) + PART 2^(ITS - new), LSE <- new = log2(2^LSE + 2^ITS)."""
     bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, h, column, inside = bh // H, bh % H, tl.arange(0, D), rows < T
     before = tl.load(LSE + bh * lse_bh + rows, inside, 0)
@@ -1835,10 +1850,10 @@ def _merge_parts(O, LSE, PART, ITS, o_b, o_h, o_t, lse_bh, part_b, part_h, part_
 
 
 def merge_parts(o, lse, part, its):
-    """Merge attention to some keys, (part, its), into (o, lse), that to others: in place, in float32 inside.
+    """Merge (part, its), attention to some of the keys, into (o, lse), attention to others: in place.
 
-    o and part (B, H, T, D), lse and its (B*H, T), in base 2 as tuned_attention_forward gives them; every row has seen a
-    key in each.
+    o and part (B, H, T, D), lse and its (B*H, T) in base 2, as tuned_attention_forward returns them. Every row must see
+    a key in each of the two. Computes in float32.
     """
     B, H, T, D = o.shape
     _merge_parts[triton.cdiv(T, 64), B * H](o, lse, part, its, *o.stride()[:3], lse.stride(0), *part.stride()[:3],
@@ -1855,8 +1870,8 @@ def _add_rows(total, part, total_b, total_t, part_b, part_t, T, width, FIRST: tl
 
 
 def add_rows(total, part, first=False):
-    """total += part, or = the first part, both (B, T, ...), of any two dtypes, contiguous but for gaps between rows.
-    PyTorch's own kernel for two dtypes or for gaps reaches a third of the bandwidth."""
+    """total += part; with `first`, total = part. Both (B, T, ...), of any two dtypes, contiguous but for gaps between
+    rows. With two dtypes or with gaps, PyTorch's own kernel reaches only a third of the bandwidth."""
     total, part = total.flatten(2), part.flatten(2)  # views, both
     B, T, width = total.shape
     _add_rows[B * T, triton.cdiv(width, 2048)](total, part, *total.stride()[:2], *part.stride()[:2], T, width, first,
@@ -1864,7 +1879,7 @@ def add_rows(total, part, first=False):
 
 
 def aligned(x):
-    """x, or a contiguous copy where TMA cannot address it: rows start at multiples of 16 bytes, without gaps."""
+    """x if TMA can address it, else a contiguous copy. TMA needs gapless rows that start at multiples of 16 bytes."""
     strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
     ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
     return x if ok else x.contiguous()
@@ -1885,6 +1900,8 @@ def check_attention(q, k, v):
                          f"all three must be bfloat16, float16 or float32, on one device")
 
 
+# The LSE of the tuned kernels is in base 2 and padded to a multiple of 128 rows. These two convert it from and to L.
+
 def natural_of_padded(lse, q):
     return lse[:, :q.shape[2]].reshape(q.shape[:3]) * math.log(2)
 
@@ -1903,7 +1920,7 @@ TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 
 
 def measured_tiles(a):
-    # float32 has twice the bytes, and takes three products of tf32 numbers for one
+    # in float32 a tile has twice the bytes, and a product takes three of TF32
     return (64, 64, 32, 8) if a.dtype == torch.float32 else TILES
 
 
@@ -1915,9 +1932,9 @@ FASTER[product_tiles] = measured_tiles
 #     m <- m + (1 - beta1) (g - m)      v <- v + (1 - beta2) (g^2 - v)      at step t, with learning rate l and decay d:
 #     p <- p (1 - l d) - l (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 #
-# g is the gradient times `scale`, the clipping coefficient. Bytes a parameter: read p, g, m, v, write p, m, v, all
-# float32, and the 16-bit copy that layers compute with: 30. Separate kernels for clipping, stepping and copying move 8
-# + 28 + 6.
+# g is the gradient times `scale`, the clipping coefficient. One kernel clips, steps and writes the 16-bit copy that
+# layers compute with. It reads p, g, m, v and writes p, m, v in float32, and the copy: 30 bytes a parameter. Separate
+# kernels for clipping, stepping and copying would move 8 + 28 + 6.
 
 @triton.jit
 def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1, correction2, BLOCK: tl.constexpr):
@@ -1938,14 +1955,14 @@ def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW, its state and its update, in one pass over float32 parameters on which Triton runs.
+    """torch.optim.AdamW with the same state and update, in one pass over memory. Loshchilov & Hutter (2019).
 
-    scale: None, or a tensor of one element that the next step multiplies gradients by as it reads them. copies:
-    {parameter: tensor of the same number of elements}, to be given the new values in their own dtype. step() raises
-    ValueError for other parameters. Loshchilov & Hutter (2019).
+    scale: None, or a tensor of one element; the next step() multiplies gradients by it as it reads them. copies:
+    {parameter: tensor of as many elements}; step() also writes the new values there, in the tensor's own dtype. step()
+    raises ValueError for parameters that are not float32, contiguous and on a device that Triton serves.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # the kernel has no more
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # and no other options
         super().__init__(params, lr, betas, eps, weight_decay)
         self.scale, self.copies = None, {}
 
@@ -1969,14 +1986,14 @@ class AdamW(torch.optim.AdamW):
                     group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024,
                     num_warps=4)
                 torch.autograd.graph.increment_version(p)
-        self.scale = None  # it was this step's
+        self.scale = None  # it holds for one step
 
 
 # -------------------------------------------------------------------------------------------------------- sum of rows
 #
-# What a reduce-scatter or all-reduce between GPUs ends with: a row of every rank, wherever it lies, in another GPU's
-# memory, too, and the sum or mean of them to be put into one place or several. One pass: every row is read once, every
-# result written once.
+# A reduce-scatter or all-reduce between GPUs ends by adding one row of every rank, which may lie in other GPUs' memory,
+# and by storing the sum or mean in one place or several. Adding the rows one by one would read and write the sum again
+# for each. This kernel reads every row once and writes every result once.
 
 @triton.jit
 def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
@@ -1989,41 +2006,41 @@ def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_rows(rows, outs, divide):
-    """Each of outs (n) = the sum of rows, N tensors (n); divided by N if `divide`. outs may be some of the rows.
+    """Write the sum of rows, N tensors (n), into each of outs (n); with `divide`, the mean. A row may be one of outs.
 
-    bfloat16, float16, float32 (all summed in float32) or float64, contiguous, else ValueError; summed in the order of
-    the rows.
+    All must be contiguous and of one dtype: bfloat16, float16, float32 (these are summed in float32) or float64. Else
+    ValueError. Rows are added in their order.
     """
     n, dtype = len(rows[0]), rows[0].dtype
     alike = all(t.shape == (n,) and t.dtype == dtype and t.is_contiguous() for t in (*rows, *outs))
     if dtype not in (*DTYPES, torch.float64) or not alike:
         raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one "
                          f"floating dtype")
-    block = 4096 // rows[0].element_size()  # as in launch_map
+    block = 4096 // rows[0].element_size()  # 4 KiB a program, as in launch_map
     _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
 
 
 # --------------------------------------------------------------------------------------------------------- all-to-all
 #
-# Every GPU of a node holds a block of bytes for every other one, of a size that only the two of them know. Blocks go
-# through windows, memory of each GPU that the others write to. A program hands its share of a block to the program of
-# its own number on the receiving GPU, piece by piece, and takes a piece of its own after each:
+# Each GPU of a node has a block of bytes for each other GPU, and only the two know its size. One kernel a GPU exchanges
+# all blocks, without a barrier or the CPU, so a CUDA graph can hold it. It costs each GPU a window of 32 MiB, memory
+# that the other GPUs can write to. Each program sends a share of a block, piece by piece, to the program of the same
+# number on the receiving GPU. After each piece that it sends, it takes one that it receives:
 #
-#     send   wait until a slot in the receiver's window is free, write a piece there, count it over there as arrived
-#     take   wait until a piece has arrived in my window, copy it out, count it in the sender's window as taken
+#     send   wait until a slot in the receiver's window is free, write a piece there, add 1 to the receiver's `arrived`
+#     take   wait until a piece has arrived in my window, copy it out, add 1 to the sender's `taken`
 #
-# In step s rank r sends to rank r+1+s and receives from r-1-s; the N-1 steps run at the same time. Counters go on from
-# launch to launch, so no barrier of all GPUs begins or ends one, and a CUDA graph can hold it. A program waits for
-# programs of its own number only, and a send for a piece that was taken a round before: so all end, even where a GPU
-# has room for one program at a time. Bytes: a block crosses NVLink once; it is written once more where it arrives, out
-# of L2, while the next pieces are on the wire.
+# In step s rank r sends to rank r+1+s and receives from r-1-s; the N-1 steps run at the same time. Counters are never
+# reset, so launches need no barrier between them. Programs cannot deadlock, even if a GPU has room for only one at a
+# time: each waits only for programs of its own number, and a send waits only for the piece SLOTS before it to be taken.
+# A block crosses NVLink once. The receiver then copies it out of its window, from L2, while the next pieces arrive.
 
-SHARES, SLOTS, SLOT_BYTES = 128, 4, 1 << 16  # programs that send, slots for what each sends: windows of 32 MiB
-LEAST_BYTES = 1 << 12                        # of a share: small blocks need few programs
+SHARES, SLOTS, SLOT_BYTES = 128, 4, 1 << 16  # programs, slots for each, bytes of a slot: windows of 32 MiB
+LEAST_BYTES = 1 << 12                        # least bytes of a share, so that small blocks need few programs
 
 
 def all_to_all_bytes(ranks):
-    """Of a window: slots, then four counters, for each program of each step."""
+    """Bytes of a window: the slots of every program of every step, then four counters of each."""
     return (ranks - 1) * _shares(ranks) * (SLOTS * SLOT_BYTES + 16)
 
 
@@ -2034,7 +2051,7 @@ def _shares(ranks):
 
 @triton.jit
 def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
-    """(start, bytes) of one of SHARES shares of n bytes, n as AllToAll writes numbers."""
+    """(start, bytes) of one of SHARES shares of a block of n bytes; n is encoded as `AllToAll.__call__` says."""
     n = (n << 2) >> 3
     width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
     start = tl.minimum(share * width, n)
@@ -2043,26 +2060,26 @@ def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
 
 @triton.jit
 def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """to, source: addresses; they and n are multiples of UNIT bytes."""
+    """Copy n bytes from address `source` to address `to`; all three are multiples of UNIT."""
     to = tl.multiple_of(to.to(tl.pointer_type(WORD)), UNIT)
     source = tl.multiple_of(source.to(tl.pointer_type(WORD)), UNIT)
     width: tl.constexpr = WORD.primitive_bitwidth // 8
     words = tl.multiple_of(n // width, UNIT // width)
     for start in range(0, words, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        # Not out of L1, which may still hold what a slot held before.
+        # ".cg" reads past L1, which may still hold the old contents of a slot.
         tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)
 
 
 @triton.jit
 def _wait(counter, least):
-    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # right where a counter passes 2^31, too
+    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # correct even past 2^31
         pass
 
 
 @triton.jit
 def _count(counter):
-    tl.debug_barrier()  # all threads of this program have done what is counted
+    tl.debug_barrier()  # until all threads of this program have finished the copy that is counted
     tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
@@ -2091,7 +2108,7 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
         arrived_there = (theirs + counters).to(tl.pointer_type(tl.int32))
         taken_there = (mine + counters + 4 * programs).to(tl.pointer_type(tl.int32))
         taken_here = (givers + counters + 4 * programs).to(tl.pointer_type(tl.int32))
-        sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # nobody else's
+        sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # no other program's
         sent, taken = tl.load(sent_before), tl.load(taken_before)
         for t in range(0, rounds + 1):
             at, before = t * SLOT_BYTES, (t - 1) * SLOT_BYTES
@@ -2112,22 +2129,23 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
 
 
 class AllToAll:
-    """All-to-alls of N ranks, of which this is number `rank`, as one kernel each.
+    """All-to-alls of N ranks, one kernel a call. rank: this rank's number.
 
-    windows: N addresses, of `all_to_all_bytes` on each rank, zero at first, that only this writes to. All ranks make
-    the same calls in the same order, each on one stream. A kernel waits for a lost peer for ever: no timeout ends it.
+    windows: the addresses of N windows, one on each rank, of `all_to_all_bytes` bytes, zero at first and used by no
+    other object. All ranks must make the same calls in the same order, each rank on one stream. If a peer dies, the
+    kernel waits for it forever: there is no timeout.
     """
 
     def __init__(self, windows, rank, device):
         n = len(windows)
-        self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is my own block's
+        self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is for my own block
         self.windows = torch.tensor([[windows[peer] for peer in line] for line in zip(*self.peers)], device=device)
         self.words = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
         self.shapes, self.compiled = (_shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES), {}
 
     def __call__(self, outgoing, incoming):
-        """Send outgoing[r] to every rank r, put what it sends into incoming[r]: (address, bytes) each; 0 bytes are
-        none. ValueError where my own block has two sizes."""
+        """Send outgoing[r] to every rank r, and receive from it into incoming[r]. Both are lists of (address, bytes); 0
+        bytes are not sent. ValueError if this rank's block to itself has two sizes."""
         blocks, bits = [], 16
         for to, source in self.peers:
             (there, sends), (here, receives) = outgoing[to], incoming[source]
@@ -2138,23 +2156,23 @@ class AllToAll:
             raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
         if not largest:
             return
-        # Triton would compile a kernel for every type and divisor of these numbers, so n is written as 2n + 1 + 2^62:
-        # all are odd and of 64 bits. In the kernel, (number << 2) >> 3 is n again.
+        # Triton compiles a kernel anew for 32- or 64-bit integers, and for multiples of 16. So n is passed as 2n + 1 +
+        # 2^62, which always has 64 bits and is odd. In the kernel, (number << 2) >> 3 gives n back.
         blocks = tuple([2 * number + (1 << 62 | 1) for number in blocks])
         grid = min(self.shapes[0], -(-largest // LEAST_BYTES)), len(self.peers), 1
         arguments = blocks, self.windows, *self.shapes, self.words[unit], unit, 4096
-        if unit in self.compiled:  # to let Triton look it up would cost the CPU twice as much: 27 us
+        if unit in self.compiled:  # Triton's own lookup would cost the CPU 27 us, twice as much
             self.compiled[unit][grid](*arguments)
             return
         compiled = _all_to_all[grid](*arguments, num_warps=16, num_stages=1)
-        if compiled:  # the interpreter compiles nothing
+        if compiled:  # None in the interpreter
             self.compiled[unit] = compiled
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
 
 def operations(dtype, device):
-    """(name, ours, PyTorch's, inputs)."""
+    """Yield (name, our function, PyTorch's, inputs) of each operation that `main` compares."""
     def random(*shape):
         return torch.randn(*shape, device=device).to(dtype)
 
@@ -2181,7 +2199,7 @@ def operations(dtype, device):
 
 
 def errors(function, exact, inputs):
-    """Relative errors of `function`, forward and of the worst gradient; `exact` in float64 is the truth."""
+    """Relative errors of `function` against `exact` in float64: [of its worst result, of its worst gradient]."""
     values = []
     for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
@@ -2195,7 +2213,7 @@ def errors(function, exact, inputs):
 
 
 def tiles_read(tall, wide, group, at_once=132):
-    """How many rows of A tiles and columns of B tiles the programs that run at once read together, on average."""
+    """How many rows of A's tiles plus columns of B's tiles `at_once` programs read together, on average."""
     tiles = [tile_of(program, tall, wide, group) for program in range(tall * wide)]
     waves = [tiles[start:start + at_once] for start in range(0, len(tiles), at_once)]
     return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
@@ -2203,7 +2221,7 @@ def tiles_read(tall, wide, group, at_once=132):
 
 @contextlib.contextmanager
 def only_upper_half():
-    """Run what stands above the bar alone. Forward and backward of an operation both belong inside, or both outside."""
+    """Inside, only kernels above the bar run. An operation's forward and backward must be both inside or both out."""
     kept = dict(FASTER)
     FASTER.clear()
     try:
@@ -2217,10 +2235,10 @@ def main():
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
-    if not gpu and not INTERPRETED:  # what a kernel becomes is decided when it is decorated: start again
+    if not gpu and not INTERPRETED:  # Triton reads the variable below when it decorates a kernel: start again
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     use("triton")
-    warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's, of exp in branches that are not taken
+    warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}: forward, worst gradient | of the upper half alone | PyTorch's own")
     for name, ours, theirs, inputs in operations(dtype, device):
@@ -2236,7 +2254,7 @@ def main():
     if not gpu:
         print("times need a GPU")
         return
-    sys.stdout.flush()  # the times, beside PyTorch's, are a table of bench.py
+    sys.stdout.flush()  # bench.py then prints the times, beside PyTorch's
     bench = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench.py")
     os.execv(sys.executable, [sys.executable, bench, "kernels", *sys.argv[1:]])
 

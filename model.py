@@ -412,7 +412,7 @@ from dataclasses import fields
 def check_sizes(config):
     for field in fields(config):
         value, least = getattr(config, field.name), 0 if field.name in ("inner", "experts") else 1
-        if type(value) is not field.type:  # True is no int here
+        if type(value) is not field.type:  # not isinstance, by which True is an int
             raise ValueError(f"{field.name} {value!r} must be of type {field.type.__name__}")
         if field.type is int and not least <= value < 2**31:
             raise ValueError(f"{field.name} {value} must be at least {least} and less than 2^31")
@@ -432,16 +432,19 @@ CHECKS.append(check_sizes)
 
 
 # ------------------------------------------------------------------------------------------------------ fused blocks
+#
+# Between matrix products a block is bound by memory. These subclasses make fewer passes over it, by kernels that do two
+# operations at once. The price: a layer leaves its bias, or its addition to the residual stream, to the next layer.
 
 class ProductLinear(Linear):
-    """A Linear that can leave out its bias, so that the next kernel adds it in a pass that it makes anyway."""
+    """A Linear that can leave out its bias, because the activation's kernel adds it without another pass."""
 
     def product(self, x):
         return self.linear(x, self.weight)
 
 
 class FusedMLP(MLP):
-    """The activation's kernel adds the first layer's bias, and its backward gives that bias's gradient."""
+    """The activation's kernel also adds the first layer's bias, and its backward sums the bias's gradient."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -463,7 +466,7 @@ class FusedBlock(Block):
 
     def forward(self, x):
         one, two = self.ln_1, self.ln_2
-        x, y = kernels.add_layer_norm(x, None, one.weight, one.bias, one.eps)  # (x, its norm): one kernel goes back
+        x, y = kernels.add_layer_norm(x, None, one.weight, one.bias, one.eps)  # with x: one backward for both its uses
         x, y = kernels.add_layer_norm(x, self.attn(y), two.weight, two.bias, two.eps)
         return x + self.mlp(y)
 
@@ -474,7 +477,7 @@ class FusedRouter(Router):
 
 
 class FusedExperts(Experts):
-    """Rows go to their places, and come back, in one kernel each."""
+    """One kernel copies tokens to rows sorted by expert, and one adds the rows back up: no sort, no index_select."""
 
     def forward(self, x, chosen, gates):
         if not kernels.on_triton(x):
@@ -489,12 +492,13 @@ FASTER.update({Block: FusedBlock, Router: FusedRouter, Experts: FusedExperts})
 
 # --------------------------------------------------------------------------------------------- Hugging Face's folders
 #
-# A .safetensors file is 8 bytes n (little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, raw bytes.
+# A .safetensors file has a number n (8 bytes, little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, and
+# then the tensors' bytes.
 
-HF_FIXED = {  # what our model is; a config.json that says otherwise is another model
+HF_FIXED = {  # our model has these values; a config.json with others is refused
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False}
-HF_KEYS = {  # a field of GPTConfig: config.json's key, and what it is where the key is left out
+HF_KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
     "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
     "n_head": ("n_head", 12), "n_embd": ("n_embd", 768), "inner": ("n_inner", None),
     "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
@@ -509,9 +513,9 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 
 
 def from_hf(cls, folder):
-    """The model in a Hugging Face GPT-2 folder: config.json with model.safetensors or pytorch_model.bin. float32, CPU.
+    """Load a Hugging Face GPT-2 folder, config.json with model.safetensors or pytorch_model.bin, in float32 on the CPU.
 
-    Raises ValueError naming the file where it is not a GPT-2, a name or a shape is wrong, or the file is cut short.
+    Raises ValueError, which names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut short.
     """
     config, source = open_hf(folder)
     model = cls(config, seed=None)
@@ -520,12 +524,12 @@ def from_hf(cls, folder):
 
 
 def save_hf(self, folder):
-    """Write the model as such a folder, readable by transformers' GPT2LMHeadModel.from_pretrained."""
+    """Write the model as a Hugging Face folder, which transformers' GPT2LMHeadModel.from_pretrained can read."""
     state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
     write_hf(folder, self.config, state.__getitem__)
 
 
-# Methods of GPT itself and not of a subclass, because every GPT shall have them, those that parallel.py builds, too.
+# Methods of GPT itself, not of a subclass, so that the GPTs that parallel.py builds have them, too.
 GPT.from_hf, GPT.save_hf = classmethod(from_hf), save_hf
 
 
@@ -553,7 +557,7 @@ def open_hf(folder):
     def get(name):
         return tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
 
-    # First what would take long to build, or could not be, if config.json alone were believed.
+    # First the sizes that a damaged config.json may make so large that `entries` would not end or run out of memory.
     check([("wte.weight", (config.vocab_size, config.n_embd))])
     check((f"h.{i}.ln_1.weight", (config.n_embd,)) for i in range(config.n_layer))
     check((f"h.{i}.mlp.router.weight", (config.experts, config.n_embd)) for i in range(config.n_layer)
@@ -563,7 +567,7 @@ def open_hf(folder):
 
 
 def entries(config):
-    """[(name in a file, parameter or buffer, number of the expert or None, shape)]: what a folder holds."""
+    """A folder's tensors: [(name in the file, parameter or buffer it is of, number of the expert or None, shape)]."""
     rows = []
     for name, shape in {**shapes(config), **buffers(config)}.items():
         each = names_of_experts(config, name)
@@ -595,13 +599,13 @@ def read_hf_config(path):
         raise ValueError(f"{path}: n_inner {inner!r} must be null or at least 1")
     try:
         return GPTConfig(**{**sizes, "activation": HF_ACTIVATIONS[name], "inner": inner or 0})
-    except ValueError as error:  # which begins with the field's name
+    except ValueError as error:  # its text begins with the field's name
         field, _, rest = str(error).partition(" ")
         raise ValueError(f"{path}: {HF_KEYS[field][0]} {rest}") from None
 
 
 def read_hf_tensors(folder):
-    """(a file to name in errors, {name: tensor}) of the folder's weights."""
+    """(the file that errors name, {name: tensor}) of a folder's weights."""
     tensors, path = {}, os.path.join(folder, "model.safetensors")
     files = sorted(f for f in os.listdir(folder) if f.startswith("model") and f.endswith(".safetensors"))
     if files:
@@ -613,7 +617,7 @@ def read_hf_tensors(folder):
             raise ValueError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
         try:
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # noqa: BLE001  whatever a damaged or hostile file makes the unpickler say
+        except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ValueError(f"{path}: not a file of tensors ({reason})") from None
         if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
@@ -622,7 +626,7 @@ def read_hf_tensors(folder):
 
 
 def read_safetensors(path):
-    """{name: tensor} of a .safetensors file, mapped into memory and read when used. ValueError where it is damaged."""
+    """{name: tensor} of a .safetensors file, mapped into memory and read when used. ValueError if it is damaged."""
     try:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -644,7 +648,7 @@ def read_safetensors(path):
 
 
 def write_file(path, text):
-    """On the disk, and under its name, all of it or nothing. Returns {"bytes", "crc32"} of the file."""
+    """Write a file that has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}."""
     with open(path + ".part", "wb") as file:
         file.write(text.encode())
         file.flush()
@@ -654,7 +658,7 @@ def write_file(path, text):
 
 
 def sync_folder(path):
-    """A file's name lives in its folder, and that must reach the disk too."""
+    """Bring a folder to the disk: it holds its files' names, which a power cut could lose otherwise."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -669,9 +673,9 @@ def crc_of_file(path):
 
 
 def write_safetensors(path, entries, get):
-    """Write tensors {name: (dtype, shape)}, calling get(name) for one after the other.
+    """Write tensors {name: (dtype, shape)}. get(name) returns one at a time, so that memory need not hold all.
 
-    The file has its name only when it is whole and on the disk. Returns {"bytes", "crc32"} of it.
+    The file has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}.
     """
     names, header, offset = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, {}, 0
     for name, (dtype, shape) in entries.items():
@@ -695,9 +699,9 @@ def write_safetensors(path, entries, get):
 
 
 def write_hf(folder, config, get, dtype=torch.float32):
-    """Write config.json and model.safetensors, calling get(name) for one whole parameter after the other, buffers last.
+    """Write config.json and model.safetensors. get(name) returns one whole parameter at a time, at the end buffers.
 
-    dtype: what the file keeps; float64 loses nothing of float64 weights. Returns {file: {"bytes", "crc32"}}.
+    dtype: of the tensors in the file; float64 keeps float64 weights exactly. Returns {file: {"bytes", "crc32"}}.
     """
     os.makedirs(folder, exist_ok=True)
     activation = next(name for name, ours in HF_ACTIVATIONS.items() if ours == config.activation)
@@ -714,7 +718,7 @@ def write_hf(folder, config, get, dtype=torch.float32):
 
     def part(hf_name):
         name, expert, _ = ours[hf_name]
-        if name not in whole:  # a stack is gathered once, for all its experts
+        if name not in whole:  # get a stack of experts once, not for each expert
             whole.clear()
             whole[name] = get(name)
         tensor = whole[name] if expert is None else whole[name][expert]

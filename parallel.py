@@ -1812,35 +1812,35 @@ from contextlib import contextmanager
 
 from model import PRESETS, GPTConfig, count_of_each
 
-BUCKET_MB["cuda"] = 100  # a GPU's links are faster than a CPU's, their latency is not shorter
+BUCKET_MB["cuda"] = 100  # larger than on a CPU, because a GPU's links are faster, but their latency is not shorter
 
 
-# ---------------------------------------------------------------------------------- gradients that leave under backward
+# ----------------------------------------------------------------------------- gradients sent while backward still runs
 
 class Early:
-    """Sends a bucket the moment it is complete, so that its traffic runs under the rest of backward.
+    """Sends a bucket as soon as its last gradient is computed, so that its traffic overlaps the rest of backward.
 
-    Stages 0 and 1 do so in the step's last backward, stage 2 in each. A bucket never leaves before the one in front of
-    it, so the order is the same on all ranks, whatever parameters each has used. At stage 2 at most two buckets are
-    under way, a micro-batch's last two until the next backward or `finish`: of the full gradients there are those, and
-    what the next bucket has so far.
+    Stages 0 and 1 send in the step's last backward, stage 2 in every backward. Buckets leave in one fixed order on all
+    ranks, even if ranks have used different parameters. Stage 2 has at most two buckets under way, so full gradients
+    cost the memory of these two and of the next one. A micro-batch's last two arrive in the next backward or `finish`.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.place = {bucket: i for i, bucket in enumerate(self.buckets)}
-        self.syncing, self.under_way = True, deque()
+        self.syncing, self.under_way = True, deque()  # whether this backward sends; (bucket, handle, message, average)
         self.restart()
 
     def restart(self):
-        self.next, self.ready = 0, set()  # the bucket that leaves next; those that are complete
-        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # in the step's last backward
+        self.next, self.ready = 0, set()  # the index of the bucket that leaves next; the buckets that are complete
+        self.waiting = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients not computed yet
 
     def computed(self, param):
         bucket = self.bucket_of[param]
         if self.stage < 2 and self.place[bucket] < self.next:
             raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
-                               "all but the last one under no_sync(), or zero_grad() of the model")
+                               "all but the last one under no_sync(); after an error, call zero_grad() of the model, "
+                               "or of the ShardedOptimizer")
         super().computed(param)
         if self.stage < 2 and self.syncing:
             self.waiting[bucket].discard(param)
@@ -1862,7 +1862,7 @@ class Early:
     def collect(self, bucket):
         fresh = bucket.total is None
         if not fresh and all(param.grad is None for param in bucket.params):
-            return  # a complete bucket is emptied when its last gradient is computed, and asked again when it leaves
+            return  # all were moved before, by `complete`, `no_sync` or a CUDA graph
         if fresh:
             bucket.total = torch.empty(bucket.numel, dtype=self.total_dtype(bucket), device=bucket.device)
             bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
@@ -1901,7 +1901,7 @@ class Early:
         self.restart()
 
     def forget(self):
-        """Drop the gradients of a step that was never finished, because its backward raised, say. On every rank."""
+        """Drop the gradients of an unfinished step, for example after its backward raised. Call it on all ranks."""
         while self.under_way:
             self.under_way.popleft()[1].wait()
         for bucket in self.buckets:
@@ -1912,7 +1912,7 @@ class Early:
 
 
 class HookedReducer(Reducer):
-    """A Reducer that hears of gradients as they are computed."""
+    """A Reducer for which autograd calls computed(param) as soon as that parameter's gradient is there."""
     stage = 0  # ZeRO's
 
     def __init__(self, *args, **kwargs):
@@ -1924,11 +1924,12 @@ class HookedReducer(Reducer):
 
 
 class BucketwiseReducer(ShardReducer):
-    """Moves a bucket's gradients into its total together, in few kernels, when a backward has computed the last one."""
+    """Moves a bucket's gradients into its total when all are computed: a few kernels a bucket, not one a parameter.
+    Until then they stay in .grad, which costs the memory of a bucket."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.apart = set()  # buckets that are averaged over `bucket.group`, not yet over `bucket.between`
+        self.apart = set()  # buckets averaged over `bucket.group`, but not yet over `bucket.between`
 
     def computed(self, param):
         bucket = self.bucket_of[param]
@@ -1942,7 +1943,7 @@ class BucketwiseReducer(ShardReducer):
         self.collect(bucket)
 
     def total_dtype(self, bucket):
-        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once and adds nothing up
+        return self.stage == 2 and self.reduce_dtype or bucket.shard.dtype  # stage 2 sends at once: nothing adds up
 
     @contextmanager
     def no_sync(self):
@@ -1950,7 +1951,7 @@ class BucketwiseReducer(ShardReducer):
             yield
         finally:
             for bucket in self.buckets:
-                if self.stage < 2 and self.holds(bucket):  # a parameter was not used, so nobody collected the others
+                if self.stage < 2 and self.holds(bucket):  # `complete` was not called, because a parameter was not used
                     self.collect(bucket)
 
     def start(self, bucket):
@@ -1959,7 +1960,7 @@ class BucketwiseReducer(ShardReducer):
         return super().start(bucket)
 
     def holds(self, bucket):
-        """Whether gradients of this bucket have not been sent yet."""
+        """Whether the bucket has gradients that are not sent yet."""
         return bucket.total is not None or any(p.grad is not None for p in bucket.params)
 
 
@@ -1972,17 +1973,18 @@ class EarlyReducer(Early, HookedReducer):
                 yield
         finally:
             for bucket in self.buckets:
-                if bucket.total is not None:  # recordings add up there, so eager micro-batches do, too
+                if bucket.total is not None:  # CUDA graphs add to the total, so eager micro-batches must, too
                     self.collect(bucket)
 
 
 class EarlyShardReducer(Early, BucketwiseReducer):
-    """At stage 2 the first micro-batch's average is the shard's .grad from its start on, and fills later."""
+    """At stage 2 the shard's .grad is set when the first reduce-scatter into it starts; its numbers arrive later.
+    RuntimeError if somebody drops .grad before `finish`."""
 
     def restart(self):
         super().restart()
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}
-        self.promised = {}  # bucket -> the shard's .grad, since a gradient of this step is on its way into it
+        self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
 
     def complete(self, bucket):
         super().complete(bucket)
@@ -1992,7 +1994,7 @@ class EarlyShardReducer(Early, BucketwiseReducer):
     def leave(self):
         super().leave()
         if self.stage == 2:
-            self.next %= len(self.buckets)  # the next micro-batch fills them again
+            self.next %= len(self.buckets)  # after the last bucket comes the first one, of the next micro-batch
             bucket, _, _, average = self.under_way[-1]
             self.keeps_promise(bucket)
             if bucket.shard.grad is None:
@@ -2004,8 +2006,8 @@ class EarlyShardReducer(Early, BucketwiseReducer):
 
     def keeps_promise(self, bucket):
         if self.promised.get(bucket, bucket.shard.grad) is not bucket.shard.grad:
-            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() of the "
-                               "model")
+            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() must be "
+                               "called on the FSDP module or the ShardedOptimizer")
 
     def store(self, bucket, average):
         self.keeps_promise(bucket)
@@ -2013,7 +2015,7 @@ class EarlyShardReducer(Early, BucketwiseReducer):
             super().store(bucket, average)
 
     def finish(self):
-        while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):
+        while self.stage == 2 and (self.next or any(map(self.holds, self.buckets))):  # until a round is complete
             self.leave()
         self.next = len(self.buckets) if self.stage == 2 else self.next
         super().finish()
@@ -2021,7 +2023,7 @@ class EarlyShardReducer(Early, BucketwiseReducer):
 
     @torch.no_grad()
     def average_between(self):
-        """All of them are under way before the first is waited for."""
+        """As ShardReducer's, but all all-reduces are started before the first is waited for, so that they overlap."""
         waiting = []
         for bucket in filter(self.apart.__contains__, self.buckets):
             message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
@@ -2044,15 +2046,16 @@ class EarlyShardReducer(Early, BucketwiseReducer):
 class RestartableDDP(DDP):
 
     def zero_grad(self, set_to_none=True):
-        """As any module's; after a backward that raised, on every rank, before the next one."""
+        """As any module's. After a backward that raised, call it on all ranks before the next backward."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
 
 
 class GuardedOptimizer(ShardedOptimizer):
-    """Lets kernels.AdamW write the 16-bit weights in the pass that it makes anyway. Refuses late parameters.
+    """A ShardedOptimizer that saves a pass over the weights, and raises ValueError for parameters added later.
 
-    `zero_grad` drops a step that was never finished, and `step` finishes one.
+    kernels.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards. All
+    all-gathers are started before the first is waited for. `step` finishes an unfinished step; `zero_grad` drops it.
     """
     cut = False
 
@@ -2063,7 +2066,7 @@ class GuardedOptimizer(ShardedOptimizer):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.masters}
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients: those of the shards, and what a step that was never finished has left. On every rank."""
+        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
 
@@ -2086,12 +2089,13 @@ class GuardedOptimizer(ShardedOptimizer):
             super().cast()
 
     def state_dict(self):
-        """This rank's: torch.optim's own, and the master weights where parameters have 16 bits."""
+        """This rank's part: torch.optim's state_dict, and the master weights if parameters have 16 bits."""
         return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.masters])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """What `state_dict` gave on this rank of as many; 16-bit parameters come with their masters. On every rank."""
+        """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
+        masters. Call it on all ranks."""
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         masters = state_dict.get("masters") or [b.weights[b.own] for b in self.masters]
@@ -2103,12 +2107,13 @@ class GuardedOptimizer(ShardedOptimizer):
 
     def add_param_group(self, group):
         if self.cut:
-            raise ValueError("ShardedOptimizer cuts its parameters once: make a new one with all of them")
+            raise ValueError("ShardedOptimizer cuts its parameters once, when it is made: make a new one with all of "
+                             "them")
         super().add_param_group(group)
 
 
 class FetchedParameter(FlatParameter):
-    """A FlatParameter whose all-gather can be started before it is needed."""
+    """A FlatParameter whose all-gather can be started early, so that it overlaps computation; `gather` waits for it."""
     handle = None
 
     def start(self):
@@ -2134,24 +2139,24 @@ class FetchedParameter(FlatParameter):
 
 
 class FetchingFSDP(FSDP):
-    """Fetches the next unit while one computes: two are whole at a time, and communication runs under computation.
+    """Gathers the next unit while one computes, so that layers need not wait. The cost: two units are whole at a time.
 
-        forward    all-gather unit i+1 | compute unit i      the order is the last forward's
-        backward   all-gather unit i-1 | compute unit i
+        forward    all-gather unit i+1 | compute unit i      in the order in which the last forward used the units
+        backward   all-gather unit i-1 | compute unit i      in this forward's order, reversed
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.order, self.last_order = [], []
-        self.reducers[1].syncing = False  # 1-D parameters: their few elements leave in finish_grad_sync
+        self.reducers[1].syncing = False  # 1-D gradients have few elements: send them in finish_grad_sync
         for part in self.module.modules():
             part.register_state_dict_pre_hook(self._refuse)
             part.register_load_state_dict_pre_hook(self._refuse)
             part._apply = self._refuse
 
     def _refuse(self, *_, **__):
-        raise RuntimeError("FSDP's parameters have no memory between steps: full_state_dict() gives them, load() sets "
-                           "them, and a module is copied, moved or cast before it is wrapped")
+        raise RuntimeError("FSDP's parameters have no memory between steps: read them with full_state_dict(), set them "
+                           "with load(), and copy, move or cast a module before you wrap it")
 
     _apply = __deepcopy__ = _refuse
 
@@ -2162,7 +2167,7 @@ class FetchingFSDP(FSDP):
         return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
 
     def zero_grad(self, set_to_none=True):
-        """Drop the optimizer's gradients, and those of a step that was never finished. On every rank."""
+        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
         for reducer in self.reducers:
             reducer.forget()
         super().zero_grad(set_to_none)
@@ -2177,14 +2182,14 @@ class FetchingFSDP(FSDP):
         keep = self.last if torch.is_grad_enabled() else ()
         for flat in self.buckets:
             if not flat.stays_whole and flat not in keep:
-                flat.free()  # it was fetched, but this forward did not use it
+                flat.free()  # gathered ahead, but this forward did not use it
         if torch.is_grad_enabled() and self.order:
-            self.fetch(self.order[-1])  # backward starts with it
+            self.fetch(self.order[-1])  # because backward starts with it
         return output
 
     def before_forward(self, unit, inputs):
         super().before_forward(unit, inputs)
-        if not self.in_backward:  # not when a checkpoint runs it again
+        if not self.in_backward:  # in backward a checkpoint runs the unit again, which is no part of the order
             i = len(self.order)
             self.order.append(unit)
             if i + 1 < len(self.last_order) and self.last_order[i] is unit:
@@ -2204,7 +2209,8 @@ class FetchingFSDP(FSDP):
 
 
 class LeanGPT(ParallelGPT):
-    """Under kernels.AdamW gradients stay as they are: the kernel scales them as it reads them."""
+    """A ParallelGPT that makes each list of actions once, and adds gradients up in few messages. With kernels.AdamW,
+    clipping only computes a factor, because the kernel scales the gradients as it reads them."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -2217,7 +2223,7 @@ class LeanGPT(ParallelGPT):
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Those of a group and a dtype in one message."""
+        """As in ParallelGPT, with one message for all gradients of a group and dtype. The cost: copies in and out."""
         over = defaultdict(list)
         for param in self.params:
             for group in sums(param):
@@ -2240,12 +2246,13 @@ class LeanGPT(ParallelGPT):
 
 # ------------------------------------------------------------------------------ sequence parallel: without permutations
 #
-# Tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens permute them into a message or out
-# of it: on an H200 96 us for 64 MiB, as long as the message itself takes. Between GPUs of a node the copy engines pick
-# each sequence's tokens up, and put them down, where they belong.
+# A rank's tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens copy them into one message
+# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node the copy
+# engines read and write each sequence's tokens in place, so the functions below save that copy. They make one transfer
+# a sequence instead of one in all, so they do so only if each transfer has at least `dist.row_bytes`.
 
 def start_gathering(x, group, async_op=False):
-    """(handle, (B, N, T/N, C) of all ranks), from (B, T/N, C) of each. The handle is None unless async_op."""
+    """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
     n = dist.get_world_size(group)
     if x[0].nbytes >= dist.row_bytes(group):
         whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
@@ -2255,7 +2262,7 @@ def start_gathering(x, group, async_op=False):
 
 
 def start_scattering(x, group, async_op=False):
-    """(handle, (B, T/N, C) of this rank), from a term (B, T, C) of each."""
+    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
     mine = x.new_empty(parts.shape[1:])
     parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
@@ -2275,10 +2282,10 @@ def scatter_in_place(x, group):
 
 
 class RegatheredProduct(torch.autograd.Function):
-    """f, then X W^T + b. Keeps this rank's tokens of X, and gathers the others again in backward, under dY W. The terms
-    of dX are added up under dY^T X.
+    """f, then X W^T + b. Until backward a rank keeps only its own T/N tokens of X, which saves memory.
 
-    take: as for kernels.Linear. In a zero-bubble pipeline the "I" gathers X, which stays until the "W".
+    The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks, while it computes
+    dY^T X. take: as for kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
@@ -2300,17 +2307,17 @@ class RegatheredProduct(torch.autograd.Function):
         return dx, *gradients, None, None
 
 
-# ---------------------------------------------------------------------- tensor parallel: biases added by the activation
+# ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
 
 class FusableColumns(ColumnParallelLinear):
-    """It can leave out its bias, so that the activation's kernel adds it in a pass that it makes anyway."""
+    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway."""
 
     def product(self, x):
         return self.linear(self.f(x, self.group), self.weight)
 
 
 class FusableGathering(FusableColumns, GatheringLinear):
-    """Its product includes f."""
+    """A GatheringLinear whose product is a RegatheredProduct. That includes f, so self.f does nothing."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -2323,9 +2330,9 @@ class FusableGathering(FusableColumns, GatheringLinear):
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
 
 def start_shift(tensor, group):
-    """`shift`, under way: (handles, the tensor to be received). Tensors of any strides."""
+    """Start a `shift` without waiting for it: (handles, the tensor that will be received). Strides may be any."""
     link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
-    if isinstance(link, dist.Direct):  # ranks reach each other's memory
+    if isinstance(link, dist.Direct):  # copies between GPUs of one node
         return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
                          {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -2335,7 +2342,7 @@ def start_shift(tensor, group):
 
 
 def going_round_ahead(tensor, group):
-    """`going_round`, where each tensor travels on while the caller computes."""
+    """As `going_round`, but a tensor is sent on before it is yielded, so that it travels while the caller computes."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for s in range(n):
         handles, incoming = start_shift(tensor, group) if s < n - 1 else ([], None)
@@ -2345,17 +2352,17 @@ def going_round_ahead(tensor, group):
 
 
 class TunedRing(RingAttention):
-    """RingAttention on Triton's kernels: few passes over memory beside theirs, and all messages under computation.
+    """RingAttention on Triton's kernels. Merging takes few further passes over memory. Messages overlap computation.
 
-    K and V first travel under a rank's own keys, in backward under their dQ. Their dK and dV come last, because those
-    of the others' keys travel home under them. Two ranks add two numbers for each sum, and 16 bits may hold the first,
-    because that is what its kernel writes; more ranks add up in float32.
+    The first K and V travel while a rank computes with its own keys: O in forward, dQ in backward. It computes dK and
+    dV of its own keys last, because meanwhile those of other ranks' keys travel home. Over more than two ranks, sums
+    are float32. Over two ranks a sum has two terms, and the first stays in the 16 bits in which its kernel wrote it.
     """
 
     @staticmethod
     def forward(ctx, qkv, group):
         rank, half = dist.get_rank(group), qkv.shape[1] // 2
-        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # halves of whole tiles
+        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # both chunks must be whole tiles
         if not ctx.tuned:
             return RingAttention.forward(ctx, qkv, group)
         qkv = qkv.contiguous()
@@ -2405,7 +2412,7 @@ class TunedRing(RingAttention):
 
 
 def sum_dtype(part, group):
-    """Of sums over the ranks."""
+    """The dtype in which tensors like `part` are added up over the ranks."""
     return part.dtype if dist.get_world_size(group) == 2 else torch.float32
 
 
@@ -2415,7 +2422,7 @@ def wait(handles):
 
 
 def gradients_of_part(q, o, do, lse, delta, kv):
-    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of another rank's keys, all of which these queries see."""
+    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of attention to another rank's keys; all queries see all keys."""
     dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
     k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
     kernels.tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
@@ -2427,11 +2434,11 @@ def gradients_of_part(q, o, do, lse, delta, kv):
 
 @functools.cache
 def split_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs, so that the slowest takes as little as can be: [range, ...],
-    not to be changed.
+    """Cut the L+2 pieces of a GPT into `stages` runs, so that the slowest run takes as little time as possible:
+    [range, ...], cached, so callers must not change it.
 
-    Costs are multiply-adds a token: a block's attention and matrices, of experts the k that a token goes through; the
-    head's C V; looking up an embedding is free.
+    Costs are multiply-adds a token: of a block its attention and matrices (of experts, k), of the head C V. The
+    embedding costs nothing, because it is a look-up.
     """
     c, n = config.n_embd, config.n_layer + 2
     mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
@@ -2439,7 +2446,7 @@ def split_pieces(config, stages):
 
     @functools.cache
     def best(end, k):
-        """(cost of the slowest, where each begins, last first) of k stages that share the pieces up to `end`."""
+        """Cut the pieces before `end` into k stages: (the slowest one's cost, the first piece of each, last first)."""
         if k == 1:
             return sum(cost[:end]), (0,)
         return min((max(rest, sum(cost[start:end])), (start, *starts))
@@ -2452,7 +2459,7 @@ def split_pieces(config, stages):
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
 
 class NamedHandle:
-    """A handle whose error says what was waited for."""
+    """A handle whose wait() reports progress, and whose error names the transfer that failed."""
 
     def __init__(self, handle, what):
         self.handle, self.what, self.is_completed = handle, what, handle.is_completed
@@ -2464,13 +2471,13 @@ class NamedHandle:
 
 
 class PatientPipeline(Pipeline):
-    """Posts receives late on CUDA, and drops an output as soon as it is sent.
+    """A Pipeline that posts receives late on CUDA, frees an output once it is sent, and names a failed transfer.
 
-    Gloo's transfers run under computation, so there a receive is posted where `lower` put it. On CUDA a receive that
-    waits is a kernel that holds multiprocessors, and a product that needs all multiprocessors then takes two waves
-    instead of one. So it is posted when its value is needed and the rank would idle anyway.
+    On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
+    waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
+    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it.
     """
-    on_forward = None  # called after each forward: who counts activations looks at them then
+    on_forward = None  # None, or a function to call after each forward: train.py measures activations there
 
     def begin(self, *args):
         super().begin(*args)
@@ -2492,7 +2499,7 @@ class PatientPipeline(Pipeline):
 
     def take(self, receive):
         source = other_end(receive).stage % self.p
-        while receive not in self.values:  # a rank sends in the order in which this one expects it
+        while receive not in self.values:  # post all earlier ones first, because the other rank sends in this order
             self.post(self.expected[source].popleft())
         return super().take(receive)
 
@@ -2513,10 +2520,10 @@ class PatientPipeline(Pipeline):
 
 
 class Stopwatch:
-    """Times of everything that a pipeline does: [(action, start, end)] in seconds of the wall clock, idle time left
-    out.
+    """Times each action of a pipeline, from the moment its input is there: waiting for the input does not count.
 
-    It stands in front of the pipeline's methods until `stop`. On CUDA the times are events of the stream.
+    Until `stop` it replaces the pipeline's `do` and `take` by methods that note times. On CUDA a time is an event in
+    the stream, so the CPU need not wait for the GPU. stop() returns [(action, start, end)], seconds of the wall clock.
     """
 
     def __init__(self, pipeline):
@@ -2531,9 +2538,9 @@ class Stopwatch:
             do(action)
             self.spans.append((action, self.begin, self.now()))
 
-        def take_and_begin(receive):  # until here the rank was idle
+        def take_and_begin(receive):
             value = take(receive)
-            self.begin = self.now()
+            self.begin = self.now()  # until now the rank was idle
             return value
         pipeline.do, pipeline.take = timed, take_and_begin
 
@@ -2553,7 +2560,7 @@ class Stopwatch:
 
 
 def record_times(pipeline):
-    """Keep times from now on, until `recorded_times` is asked."""
+    """Time all actions from now on, until `recorded_times` is called."""
     pipeline.stopwatch = Stopwatch(pipeline)
 
 
@@ -2564,14 +2571,14 @@ def recorded_times(pipeline):
 
 # ------------------------------------------------------------------------------------------------ pipeline: CUDA graphs
 #
-# A block launches some 45 kernels a micro-batch, and small ones are over before the CPU has launched the next.
-# Replaying a recorded CUDA graph costs the CPU one launch. A graph's tensors stay where they are: inputs are copied
-# in, outputs out, and gradients are added to the buckets' flat vectors, which must not move either; autograd's hooks
-# do not run. ZeRO-2 and 3 live by these hooks, so there they run while a graph is recorded: what they launch, gathers
-# of units and reduce-scatters of their gradients, is part of the graph.
+# A block launches some 45 kernels a micro-batch. Small kernels end before the CPU has launched the next one, so the GPU
+# idles. Replaying a recorded CUDA graph costs the CPU one launch. The price: a graph uses fixed addresses, so it keeps
+# its memory, inputs are copied in and outputs out, and gradients are added to the buckets' flat vectors, which must not
+# move. A replay runs no autograd hooks. ZeRO-2 and 3 gather units and reduce-scatter gradients in hooks, so for them
+# the hooks run during the recording, and what they launch becomes part of the graph.
 
 class Totals:
-    """Where recordings add gradients up: a reducer's flat vectors, which stay where they lie from step to step."""
+    """A reducer's flat vectors, to which recordings add gradients. They keep their addresses from step to step."""
 
     def __init__(self, reducer):
         self.reducer, self.of = reducer, {}  # parameter -> its part of a flat vector
@@ -2581,13 +2588,13 @@ class Totals:
             self.of.update(zip(bucket.params, bucket.views(flat)))
 
     def begin(self, overwrite):
-        """Zero the totals; where gradients overwrite them, the padding alone, which a NaN's clipping reaches, too."""
+        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
         for bucket, flat in self.flats.items():
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
     def add(self, param, a, b=None, overwrite=False, computed=True):
-        """A gradient, or the product a b: the product itself adds bf16 products to a float32 total, in one pass."""
+        """Add a gradient a, or a product a b, to param's total. Adding a bf16 product to float32 takes one pass."""
         total, beta = self.of[param], 0 if overwrite else 1
         if b is None:
             (total.copy_ if overwrite else total.add_)(a)
@@ -2595,24 +2602,24 @@ class Totals:
             total.addmm_(a, b, beta=beta)
         else:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
-        if computed:
+        if computed:  # what autograd's hook would do
             self.reducer.computed(param)
 
     def forget(self):
-        """Drop what recording has left in .grad: views of flat vectors, which would be added to themselves."""
+        """Drop the .grads that recording has set: they are views of the totals, which would be added to themselves."""
         for bucket in self.flats:
             for param in stepped(bucket):
                 param.grad = None
 
     def close(self, unused):
-        """Record that the gradients leave. unused: parameters without one. Returns what is left for the optimizer."""
+        """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
         for param in unused:
             self.of[param].zero_()
         self.reducer.finish()
         return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
 
     def replayed(self, averages):
-        """A graph has sent and received all buckets: put the reducer into the state in which all of them have left."""
+        """A graph has sent and received all buckets, so put the reducer into the state in which all have left."""
         for bucket, grads in zip(self.flats, averages):
             for p, grad in zip(stepped(bucket), grads):
                 p.grad = grad
@@ -2621,10 +2628,10 @@ class Totals:
 
 
 class ShardTotals:
-    """Totals of ZeRO-2 and 3, whose gradients leave in every micro-batch. `sync`: FSDP or ShardedOptimizer.
+    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: an FSDP or a ShardedOptimizer.
 
-    The averages of several micro-batches add up in shards' .grad, 1-D gradients in `bucket.total`; both stay where they
-    lie from step to step. Of a single micro-batch both are memory of its graph.
+    The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
+    their addresses from step to step. If a step has one micro-batch, both lie in its graph's memory.
     """
 
     def __init__(self, sync):
@@ -2633,7 +2640,7 @@ class ShardTotals:
         self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
-        """Zero what gradients are added to. overwrite: they are added to nothing."""
+        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch."""
         if overwrite:
             self.flats.clear()
             return
@@ -2647,7 +2654,7 @@ class ShardTotals:
                 bucket.shard.grad, bucket.total = None, flat
 
     def settle(self, kind):
-        """No graph ends with a message under way, and none of backward with a unit whole."""
+        """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
         for reducer in self.reducers:
             while reducer.under_way:
                 reducer.receive()
@@ -2655,7 +2662,7 @@ class ShardTotals:
             flat.wait() if kind == "F" else flat.free()
 
     def forget(self):
-        """Drop what a recording has left, which sent nothing, and what an evaluation has left whole."""
+        """Drop the .grads that a recording has set, which hold no numbers. Free units that evaluation left whole."""
         self.settle("B")
         for reducer in self.reducers:
             reducer.forget()
@@ -2675,16 +2682,16 @@ class ShardTotals:
 
 
 def stepped(bucket):
-    """The parameters of a bucket that an optimizer steps."""
+    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
     return bucket.params if bucket.shard is None else [bucket.shard]
 
 
 class Recording(Passage):
-    """A Passage recorded as CUDA graphs, one for each of `kinds` ("FB" or "FIW").
+    """A Passage recorded as CUDA graphs, one for each action in `kinds` ("FB" or "FIW").
 
-    It keeps memory for one micro-batch's activations, so there is one for every micro-batch in flight; those that
-    never are in flight together share a pool. closes: this is a step's last micro-batch, and the graph sends the
-    gradients, too. overwrite: it is the only one, and its gradients replace what the step before has left.
+    A Recording keeps memory for one micro-batch's activations, so each micro-batch in flight needs its own. Recordings
+    that are never in flight together share the memory of one `pool`. closes: this is the step's last micro-batch, and
+    its graph also sends the gradients. overwrite: it is the only one, so its gradients replace those of the last step.
     """
 
     def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
@@ -2696,7 +2703,7 @@ class Recording(Passage):
         self.input, self.target, weight_gradients.add = x.detach().clone(), target.clone(), self.add
         dist.make_room()
         self.graphs = {kind: dist.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
-        self.edge, self.put_off = None, []  # autograd's nodes would tie later eager steps to this recording's stream
+        self.edge, self.put_off = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
 
     def record(self, kind):
         if kind == "F":
@@ -2742,17 +2749,17 @@ class Recording(Passage):
 
 
 class HookedRecording(Recording):
-    """A Recording with autograd's hooks, by which ZeRO-2 and 3 gather and free units, and send gradients.
+    """A Recording that includes what autograd's hooks launch: ZeRO-2 and 3 gather and free units, and send gradients.
 
-    A whole unit lies in the graphs' memory, which is used again once the unit is freed: two are whole at a time.
+    Units are gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
     """
     gradients = Passage.gradients
 
     def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
-        totals.forget()  # or this recording would not gather what is whole
+        totals.forget()  # frees all units, because the graph would not gather one that is whole now
         totals.begin(overwrite)
         super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
-        del weight_gradients.add  # hooks add gradients up, and it would keep this recording's memory
+        del weight_gradients.add  # hooks add gradients up; this reference would keep the memory
 
     def record(self, kind):
         super().record(kind)
@@ -2760,17 +2767,18 @@ class HookedRecording(Recording):
 
 
 def no_graphs():
-    """What a GraphPipeline has recorded, at first nothing."""
+    """An empty store for the recordings of a GraphPipeline."""
     return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
-                           closing={},      # {stage: Recording of the last micro-batch, where it sends gradients, too}
+                           closing={},      # {stage: Recording of the last micro-batch, if it sends the gradients, too}
                            recorded_for=None)  # (shape of its micro-batches, actions)
 
 
 class GraphPipeline(PatientPipeline):
-    """Replays micro-batches from CUDA graphs. The first run of a kind warms up; the second one records.
+    """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
-    With several replicas the last micro-batch runs eagerly, because its hooks send the gradients; only where one
-    stage holds one micro-batch at a time does its graph send them.
+    The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
+    With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
+    there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
     """
     recording = Recording
 
@@ -2787,7 +2795,7 @@ class GraphPipeline(PatientPipeline):
         self.closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
-        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # then the last one's graph can send, too
+        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
         overwrite = asked == graphs.recorded_for and alone and len(x) == 1
         for totals in self.totals.values():
@@ -2803,7 +2811,7 @@ class GraphPipeline(PatientPipeline):
                 totals.begin(overwrite)
 
     def add_up(self, syncs):
-        """Let weight gradients be added up in the buckets; eager runs add in the same order."""
+        """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
         self.split_backward()
         for stage, sync in syncs.items():
             if sync not in self.totals:
@@ -2838,12 +2846,13 @@ class GraphPipeline(PatientPipeline):
 
 
 class HookedGraphPipeline(GraphPipeline):
-    """A GraphPipeline of ZeRO-2 and 3: one stage, whose graphs send the gradients of every micro-batch."""
+    """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
     recording = HookedRecording
 
     def begin(self, actions, x, y, scale, syncs):
         if syncs is not None and (most_held(actions) > 1 or any(action.kind == "I" for action in actions)):
-            raise ValueError("CUDA graphs of ZeRO-2 and 3 take one micro-batch after the other: give schedule 1f1b")
+            raise ValueError("CUDA graphs of ZeRO-2 and 3 run one micro-batch, F and B, before the next one: give "
+                             "schedule 1f1b")
         super().begin(actions, x, y, scale, syncs)
 
     def add_up(self, syncs):
@@ -2852,8 +2861,8 @@ class HookedGraphPipeline(GraphPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError where ZeRO-2 or 3 has several stages:
-    while one micro-batch waits for its backward, others' graphs would gather and free the same units."""
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages,
+    because while one micro-batch waits for its backward, the graphs of others would gather and free the same units."""
     if net.zero > 1 and net.count > 1:
         raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
     pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
@@ -2864,23 +2873,23 @@ def replay_micro_batches(net):
 # --------------------------------------------------------------------------------------------------- tokens to experts
 
 def without_sorting(mlps, rows, counts):
-    """through_experts where kernels put rows in order: where each belongs follows from the counts."""
-    if len(counts) == 1:  # of one rank, so they are in order
+    """As through_experts; with Triton there is no sort, because the counts say where each row belongs."""
+    if len(counts) == 1:  # all rows come from one rank, so they are in order
         return mlps(rows, counts[0])
     if not kernels.on_triton(rows):
         return through_experts(mlps, rows, counts)
     by_expert, by_rank = counts.T.flatten(), counts.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # of what a rank sent
+    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # by rank and expert
     moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
     return kernels.combine(mlps(kernels.dispatch(rows, places), counts.sum(0)), places)
 
 
 class Travel(torch.autograd.Function):
-    """Rows travel beside what is computed between this and `Arrival`; so do their gradients in backward.
+    """Starts to send rows, and `Arrival` waits for them. What is computed between the two hides the transfer.
 
-    Autograd runs backward in reverse order: Arrival sends the gradient, what stands between computes, this waits for
-    it. trip: what the two share, the group, rows to send and to receive by rank, the handle.
+    Backward runs in reverse order, so there Arrival starts the gradient's transfer, and Travel waits for it. trip: what
+    both share: the group, how many rows go to and come from each rank, and the handle.
     """
 
     @staticmethod
@@ -2912,30 +2921,32 @@ class Arrival(torch.autograd.Function):
 
 
 def leave(rows, group, sends, receives):
-    """`exchange`, under way: (handle, the rows that come)."""
+    """Start an `exchange` without waiting for it: (handle, the rows that will be received)."""
     arriving = rows.new_empty(sum(receives), rows.shape[1])
     return dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True), arriving
 
 
-# Which groups hide exchanges, and from how many bytes of rows a rank on. GPT-2 medium, 8 experts in each second block,
-# on two H200s: 128 MiB 245 ms a step before, 233 so; 64 MiB, where the CPU is what a step waits for, 131 and 158.
+# Exchanges are hidden in groups with this link, and from so many bytes of rows a rank on. Measured on two H200s with
+# GPT-2 medium, 8 experts in every second block: with 128 MiB of rows a step takes 233 ms instead of 245; with 64 MiB it
+# takes 158 ms instead of 131, because then the step waits for the CPU.
 ASIDE = {"link": dist.NodeLink, "bytes": 3 << 25}
 
 
 def visit_under_own_rows(mlps, group, rows, counts):
-    """As visit, for ranks that have as many rows each: a rank's own experts take its own rows while others travel.
+    """As visit, but while rows travel, a rank's own experts compute with the rows that stay. R must be equal on all
+    ranks, because it decides whether they do so.
 
-    Each row that travels both ways does so under one of the two products of the rows that stay, in forward and in
-    backward. Two groups of products in place of one: the CPU launches more, and an expert has two gradients to add up.
+    Rows travel there during c_fc of the rows that stay, and back during c_proj; gradients likewise. The cost: rows that
+    stay are multiplied apart, so the CPU launches more kernels, and each expert has two gradients to add up.
     """
     experts, link = mlps.__self__, dist.link_of(group)
     if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
-    n, rank, kernels.SPARED = link.size, link.rank, 2
+    n, rank, kernels.SPARED = link.size, link.rank, 2  # products spare 2 multiprocessors for the transfers' signals
     dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
     both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()
-    first = sum(sends[:rank])                                                                 # for lower ranks
+    first = sum(sends[:rank])                                                                 # rows for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
     sends[rank] = receives[rank] = 0
     there, back = (SimpleNamespace(group=group, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
@@ -2943,7 +2954,7 @@ def visit_under_own_rows(mlps, group, rows, counts):
 
     away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
     arriving = Travel.apply(away, there)
-    own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: else all rows would be kept for its gradient
+    own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: a view would keep all rows alive
     y = faster(through_experts)(mlps, Arrival.apply(arriving, there), others)
     arriving = Travel.apply(y, back)
     own = experts.c_proj(own, stay)
@@ -2960,18 +2971,17 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                going_round: going_round_ahead})
 
 
-# --------------------------------------------------------------------------------------------------------- what is kept
+# ----------------------------------------------------------------------------------------- memory: predicted and in use
 
 def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
                  held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
     """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
 
-    dtype: what layers compute in. optimizer: AdamW's two moments, and the float32 master weights where that is bf16
-    or fp16. activations: as below, of `held` micro-batches of `micro_batch` sequences at once in a pipeline. pieces:
-    a pipeline rank's runs of pieces, as `split_pieces` gives them; left out, all. fused: our cross-entropy takes the
-    loss. sequence, context: as for parallelize. dp: the ranks that share out the shards; cp: those that share each
-    sequence. ep: those that share out the experts; copies: those that keep the same ones, left out, dp / ep. load: how
-    many times its share of the tokens a rank's experts get.
+    dtype: what layers compute in. optimizer: AdamW's two moments, and float32 master weights if dtype is bf16 or fp16.
+    activations: those of `held` micro-batches of `micro_batch` sequences, by activation_bytes. pieces: a pipeline
+    rank's runs of pieces, from `split_pieces`; None means all. fused: our cross-entropy kernel computes the loss.
+    sequence, context: as for parallelize. Ranks: dp share out the shards, cp share a sequence, ep share out the
+    experts, `copies` keep the same experts (None: dp / ep). load: tokens of a rank's experts over an equal share.
     """
     tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
@@ -2989,7 +2999,8 @@ def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="non
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """Elements on one of tp ranks, in some runs of pieces: ({is a matrix: of those}, the same of experts alone)."""
+    """Elements of these pieces on one of tp ranks: (those outside of experts, those of experts), each {is it a matrix:
+    elements}."""
     count = Counter(), Counter()
     for run in pieces:
         for i in run:
@@ -3002,7 +3013,7 @@ def local_elements(config, tp, pieces):
 
 @functools.cache
 def elements_of(config, tp, i):
-    """The same of piece i."""
+    """local_elements of piece i alone."""
     count = Counter(), Counter()
     for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
         layer, _, leaf = name.rpartition(".")
@@ -3014,21 +3025,22 @@ def elements_of(config, tp, i):
 
 def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False, ep=1,
                      load=1.0):
-    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. A block, elements a
-    token:
+    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. Of a block, in elements
+    a token:
 
-        whole on every rank: x, LN(x), x + attention, LN of that                  4C, over `tokens_cut`
+        whole on every rank: x, LN(x), x + attention, LN of that                  4C / tokens_cut
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-                     where ranks share a sequence, the output `twice`             C
+                     attention's output once more, if `twice`                     C
 
-    and float32 statistics: two numbers a layer norm, one a head; no (T, T) matrix. recompute "block" keeps x alone,
-    "attention" drops q, k, v and output; what backward then runs again exists for one block at a time and is not
-    counted. twice: Ulysses keeps the output before and after it trades; a ring keeps it head by head, and token by
-    token for the projection. The head keeps its input, LN of it, and the logits: as they are where the vocabulary is
-    cut or the loss is `fused`, a kernel that leaves the gradient in their place; PyTorch's own loss keeps a float32
-    log-softmax. The embedding keeps its positions once and, where the vocabulary is cut, the ids of its own
-    rows and a mask (9 bytes a token); the loss keeps the targets (8) and, but for PyTorch's own, three float32 numbers.
-    Under ZB-H1 the output gradients that W waits with come on top. Experts: `routed_bytes` in place of 2 inner.
+    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept.
+    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
+    exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
+    a ring keeps it head by head for itself, and token by token for the projection. Experts have `routed_bytes` in place
+    of 2 inner. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a mask, 9 bytes a
+    token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
+    logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
+    over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
+    ZB-H1 keeps more than this: the output gradients that its W actions need.
     """
     tokens, c = micro_batch * config.seq_len, config.n_embd
     blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
@@ -3046,17 +3058,19 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
 
 
 def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
-    """What a token leaves for backward in a router and k experts. Elements, and bytes where our kernels are `fused`:
+    """Bytes a token that a router and k experts keep for backward:
 
-        router    of each expert score and place in the order, int64     E (float32 and int64)         nothing
-                  its input, in float32                                  C, if layers have 16 bits     nothing
-                  k gates as scored, their sum, and as weights           2k + 1                        4k + 4
-                  k numbers of experts                                   among the places              8k
-        sorting   int64: which row comes from where, and goes where      3k, and 2k where tokens come  4k, 4k
-        experts   rows as they come, MLP before and after GeLU           k (C + 2 inner / tp), times `load`
-                  what comes back, to be weighed                         k C
+                                                                         PyTorch's kernels: elements   `fused`: bytes
+        router    each expert's score, and its place (int64) in order    E float32, E int64            nothing
+                  the input in float32                                   C, if layers have 16 bits     nothing
+                  k chosen scores, their sum, and the k weights          2k + 1                        4k + 4
+                  the numbers of the k experts                           among the places              8k
+        sorting   where each row comes from, and where it goes           3k int64                      4k
+                  the same where rows are received from other ranks      2k int64, times `load`        4k, times `load`
+        experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
+                  outputs that come back to be weighed                   k C
 
-    The router's are those of 1 / tokens_cut of the tokens; then the weights of all are kept, too.
+    A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
     """
     c, k, wide = config.n_embd, config.top_k, max(width, 4)
     rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
@@ -3096,10 +3110,10 @@ def most_held(actions):
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
-    """Run unlowered lists on a clock. Costs are those of a rank's whole share; with v stages a rank, one takes 1/v of
-    it.
+    """Give each action of lists without transfers a start and an end: a Timeline.
 
-    An activation is held from the end of its F to the end of its B or W.
+    A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. transfer: the
+    time of a message. An activation is held from the end of its F to the end of its B or W.
     """
     p, stages = len(lists), stages_of(lists)
     v = stages // p
@@ -3115,7 +3129,7 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
 
 
 def draw(timeline, unit=1.0):
-    """The timeline as text, a row a rank, a column a unit of time; "2" in F2 is the micro-batch, dots are idle."""
+    """The timeline as text: a row a rank, a column a unit of time. F2 is F of micro-batch 2; dots are idle time."""
     columns = round(timeline.length / unit)
     width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
     lines = []
@@ -3129,7 +3143,7 @@ def draw(timeline, unit=1.0):
 
 
 def draw_svg(timeline, path):
-    """The same as a picture for light and dark pages: forward blue, input gradient orange, weight gradient green."""
+    """Write the timeline as SVG: F is blue, B and I are orange, W is green. It fits light and dark pages."""
     colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
     scale, height = 960 / timeline.length, 26
     box = f'viewBox="0 0 1040 {height * len(timeline.spans) + 8}"'
@@ -3152,7 +3166,7 @@ def draw_svg(timeline, path):
 def demo_memory(arguments):
     config, gib = PRESETS[arguments.model], 2**30
     print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, "
-          f"{arguments.dtype}, AdamW: GiB a GPU, activations apart\n\n"
+          f"{arguments.dtype}, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     dtype = getattr(torch, arguments.dtype)
     stages = [memory_bytes(config, zero, arguments.dp, arguments.tp, dtype) for zero in range(4)]
@@ -3161,8 +3175,8 @@ def demo_memory(arguments):
     for zero, (b, total, what) in enumerate(zip(stages, totals, kept)):
         print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
               f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
-    print("\nGradients are kept in float32; with 16-bit weights the optimizer column holds their float32 masters, 12\n"
-          "bytes a parameter in all. At stage 3 they are all there is: a 16-bit copy exists while its layer computes.")
+    print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
+          "float32 master. At stage 3 a matrix has 16-bit weights only while its layer computes.")
 
 
 def demo_pipeline(arguments):
@@ -3184,24 +3198,24 @@ def demo_pipeline(arguments):
         if arguments.svg:
             os.makedirs(arguments.svg, exist_ok=True)
             draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
-    print("\nF = I = W = 1, B = I + W; a column is one unit, of 1/v where a rank has v stages. An activation counts 1\n"
-          "while a micro-batch is between its F and its B or W on a rank, 1/v where a rank has v stages: there a\n"
-          "second F0 is its next stage's.")
+    print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
+          "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
+          "rank's second F0 runs micro-batch 0 through its next stage.")
 
 
 def traffic_of(operation):
-    """What this rank has sent by one kind of collective since this was last asked."""
+    """What this rank has sent by one operation since the counts were reset. Resets all counts."""
     sent = dist.traffic().get(operation, dist.Traffic())
     dist.reset_traffic()
     return sent
 
 
 def off(a, b):
-    return ((a - b).norm() / b.norm()).item()
+    return ((a - b).norm() / b.norm()).item()  # the relative error of a
 
 
 def demo_data(arguments):
-    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, how exact they are."""
+    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
     say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
@@ -3209,20 +3223,20 @@ def demo_data(arguments):
     model, came, left = DDP(net, bucket_mb=2), set(), []
     piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
 
-    def look(param):  # runs right after DDP's own hook
+    def look(param):  # called right after DDP's own hook
         came.add(param)
         for bucket in model.buckets[len(left):model.reducer.next]:
             left.append(bucket)
             has, lacks = (", ".join(dict.fromkeys(piece[p] for p in some))
                           for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
             say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}"
-                f"{lacks or 'nothing: it travels alone'}")
+                f"{lacks or 'nothing, so it travels alone'}")
 
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64.\nA bucket leaves when its last gradient is there, and travels while backward goes on:\n\n"
-        f"  gradients there      KiB   bucket of             still to come")
+        f"float64.\nA bucket leaves when its last gradient is computed, and travels while backward goes on:\n\n"
+        f"  gradients ready      KiB   bucket of             backward still computes")
     traffic_of("all_reduce")
     cross_entropy(one(x), y, config.vocab_size).backward()
     cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
@@ -3231,24 +3245,24 @@ def demo_data(arguments):
     cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
     average_gradients(naive)
     rows = [("naive, after backward", traffic_of("all_reduce"), naive)] + rows
-    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients, off from one process's")
+    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
-    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all went by ring; small tensors are sent "
+    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all took the ring; small tensors are sent "
         f"whole, log2(N) times")
 
 
 def demo_tensor(arguments):
-    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, how exact they are."""
+    """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config, say = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N), print if rank == 0 else lambda text: None
     generator = torch.Generator().manual_seed(0)
     X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=generator)
-    say(f"{N} ranks, X (B, T, C) = {tuple(X.shape)} and dY the same on all. An all-reduce sends 2(N-1)/N x BTC x 8 "
+    say(f"{N} ranks have the same X (B, T, C) = {tuple(X.shape)} and dY. An all-reduce sends 2(N-1)/N x BTC x 8 "
         f"bytes = {2 * (N - 1) * X.nbytes // N:,} a rank.")
     one, net = GPT(config).double().h["0"], tensor_parallel(GPT(config).double(), None).h["0"]
-    for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B, A makes each head's q, k and v"),
+    for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B; X A is each head's q, k and v"),
                               ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
         whole, cut, inner = getattr(one, name), getattr(net, name), []
         cut.c_proj.register_forward_pre_hook(lambda layer, inputs, inner=inner: inner.append(inputs[0].detach()))
@@ -3264,24 +3278,24 @@ def demo_tensor(arguments):
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
         dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   before B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
-                            f"its term of Y {tuple(term.shape)}, alone {100 * off(term, Y):.0f} % off")
+                            f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
         say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes "
             f"sent\n"
             f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
-            f"  off from one rank's: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
+            f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
 
 
 def context_steps(n, kind):
-    """[step][rank] of a ring: (chunks of queries, chunks of keys, blocks) that the rank computes with there.
+    """What each rank of a ring computes in each step: [step][rank] is (chunks of queries, chunks of keys, blocks).
 
-    A sequence has 2n chunks. A block is the scores of one chunk with another; with itself, causal, it is half a block.
+    A sequence has 2n chunks. A block is the scores of one chunk with another, half a block those of one with itself.
     """
-    held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # 2n tokens: a chunk is one
+    held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # a sequence of 2n tokens, so a token is a chunk
 
     def work(rank, other):
         rows, keys, causal = seen(rank, other, 1) if kind == "ring" else (slice(None), slice(None), True)
         mine, theirs = held[rank][rows], held[other][keys]
-        ahead = mine.unsqueeze(1) - theirs  # of a key's chunk
+        ahead = mine.unsqueeze(1) - theirs  # how many chunks the queries are ahead of the keys
         blocks = (ahead > 0) + 0.5 * (ahead == 0) if causal else torch.ones(ahead.shape)
         return mine.tolist(), theirs.tolist(), blocks.sum().item()
     return [[work(rank, (rank - s) % n) for rank in range(n)] for s in range(n)]
@@ -3289,11 +3303,11 @@ def context_steps(n, kind):
 
 def demo_context(arguments):
     n = arguments.ranks
-    print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right: in step s a "
-          f"rank has\nthose of the rank s to its left. Q x K: W reads: queries of chunks Q see keys of chunks K, W "
-          f"blocks of scores. A block\nis one chunk with another; a chunk with itself is half a block, because "
-          f"attention is causal.")
-    for kind, title in ("ulysses", "contiguous cuts, which a ring does not take"), ("ring", "zigzag, the ring's"):
+    print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right, so in step s "
+          f"a rank\nhas those of the rank s to its left. \"Q x K: W\" means that queries of chunks Q see keys of "
+          f"chunks K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, "
+          f"because attention is causal.")
+    for kind, title in ("ulysses", "contiguous chunks, if a ring used them"), ("ring", "zigzag, which our ring uses"):
         steps = context_steps(n, kind)
         longest = [max(blocks for _, _, blocks in row) for row in steps]
 
@@ -3306,25 +3320,25 @@ def demo_context(arguments):
             print(f"  rank {rank:<3} {','.join(map(str, row[0][0])):10}" + "".join(cell(*work) for work in row)
                   + f"{sum(blocks for _, _, blocks in row):g}")
         print("  the busiest        " + "".join(f"{most:g}".ljust(18) for most in longest) + f"{sum(longest):g}")
-    print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank: "
-          f"zigzag takes no longer.")
+    print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
+          f"and zigzag takes just that.")
 
 
 def demo_experts(arguments):
-    """Experts over the ranks in float64: where tokens go, what the exchange sends, how exact it is; then balancing."""
+    """Experts over the ranks in float64: where tokens go, what the exchange sends, the errors; then balancing."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config, say = GPTConfig(seq_len=5, n_embd=32, experts=2 * N), print if rank == 0 else lambda text: None
     one, net, C, E = GPT(config).double().h["0"].mlp, GPT(config).double(), config.n_embd, config.experts
     expert_parallel(net, *split_experts(make_mesh("cpu", dp=N), N))
     cut, mine, generator = net.h["0"].mlp, slice(rank, rank + 1), torch.Generator().manual_seed(2)
     for router in (one.router, cut.router):
-        router.weight.detach().mul_(10)  # so that it has clear favourites: the initial scores are all about the same
+        router.weight.detach().mul_(10)  # initial scores are almost equal; this makes them differ
     X, dY = torch.randn(2, N, config.seq_len, C, dtype=torch.float64, generator=generator)
     x, x_cut = X.clone().requires_grad_(), X[mine].clone().requires_grad_()
     Y = one(x)
     Y.backward(dY)
     say(f"{N} ranks, {config.seq_len} tokens each, C = {C} wide, float64. E = {E} experts, 2 on each rank. A token's "
-        f"output is the\nsum of those of k = {config.top_k} experts, weighted:\n")
+        f"output is the\nweighted sum of k = {config.top_k} experts' outputs:\n")
     chosen, gates = cut.router(x_cut)
     lines = [" + ".join(f"{gate:.2f} x expert {e}" for e, gate in zip(*token)) for token in zip(chosen[0], gates[0])]
     dist.print_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
@@ -3345,29 +3359,29 @@ def demo_experts(arguments):
     errors = [off(Y_cut, Y[mine]), off(x_cut.grad, x.grad[mine])]
     errors.append(max(off(p.grad, q.grad.chunk(N)[rank])
                       for p, q in zip(cut.experts.parameters(), one.experts.parameters())))
-    say("\n           bytes sent by all-to-all: counted | formula     off from one process's\n"
+    say("\n           bytes sent by all-to-all: counted | formula     errors against one process\n"
         "           forward             backward                Y       dX      its experts' gradients")
     dist.print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
                         + "   ".join(f"{error:.0e}" for error in errors))
-    say("\nForward, a rank sends rows to the others' experts, and the outputs of those that it got: C x 8 bytes each. "
-        "Backward\nsends their gradients. First of all go E/N counts of 8 bytes to each rank, which say how many rows "
-        "will come.")
+    say("\nIn forward a rank sends rows to other ranks' experts, and outputs for the rows that it received: C x 8 "
+        "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each "
+        "other rank, so that the\nother rank knows how many rows it will receive.")
     demo_balance(cut.router, generator, say)
 
 
 def demo_balance(router, generator, say, rate=0.01, tokens=500):
-    """Rounds of balancing on the same tokens. They have much in common, so most of them prefer the same experts."""
+    """Balance a router on the same tokens, 50 times. The tokens are alike, so at first most prefer the same experts."""
     N, rank, (E, C) = dist.get_world_size(), dist.get_rank(), router.weight.shape
     batch = torch.randn(N, tokens, C, dtype=torch.float64, generator=generator)
     batch += torch.randn(C, dtype=torch.float64, generator=generator)
-    say(f"\nBalancing: {tokens} tokens a rank, again and again the same. After each round the bias of an expert falls "
-        f"by {rate} if it got\nmore than the mean of {N * tokens * router.top_k // E} tokens, else it rises; their "
-        f"mean stays 0. Biases count in the choice alone.\n\n  rounds   largest    " + "load".rjust(6).ljust(6 * E + 2)
+    say(f"\nBalancing: each round routes the same {tokens} tokens a rank. After it an expert's bias falls by {rate} if "
+        f"it got more\nthan the mean of {N * tokens * router.top_k // E} tokens, else it rises. The mean bias stays 0. "
+        f"Biases only decide which experts are chosen.\n\n  rounds   largest    " + "load".rjust(6).ljust(6 * E + 2)
         + "  bias")
     for done in range(51):
         router.load = 0
         _, gates = router(batch[rank:rank + 1])
-        gates.sum().backward()  # `load` counts tokens when backward comes by
+        gates.sum().backward()  # because the router counts its load in backward
         dist.all_reduce(load := router.load)
         if done in (0, 10, 50):
             say(f"  {done:6}   {load.max() * E / load.sum():.2f} x mean" + "".join(f"{n:6}" for n in load) + "  "
@@ -3377,12 +3391,12 @@ def demo_balance(router, generator, say, rate=0.01, tokens=500):
 
 def positive(text):
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1, e.g. 4")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1, e.g. 4")
     return int(text)
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # one line, where argparse would print its usage too
+    def error(self, message):  # one line, without argparse's usage
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see --help\n")
 
 
@@ -3399,12 +3413,12 @@ def main():
     pipeline.add_argument("--stages", type=positive, default=4)
     pipeline.add_argument("--micro-batches", type=positive, default=8)
     pipeline.add_argument("--virtual-stages", type=positive, default=2)
-    pipeline.add_argument("--svg", metavar="DIR", help="write a picture of each there, too")
+    pipeline.add_argument("--svg", metavar="DIR", help="also write an SVG of each schedule there")
     pipeline.set_defaults(run=demo_pipeline, processes=False)
     context = demos.add_parser("context", help="a sequence cut over ranks: who holds and computes what in each step")
-    context.add_argument("--ranks", type=positive, default=4, help="of the ring; no processes are needed")
+    context.add_argument("--ranks", type=positive, default=4, help="ranks of the ring; starts no processes")
     context.set_defaults(run=demo_context, processes=False)
-    for name, demo, what in (("data", demo_data, "buckets that leave while backward runs, beside the naive way"),
+    for name, demo, what in (("data", demo_data, "gradients sent in buckets during backward, or one by one"),
                              ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes"),
                              ("experts", demo_experts, "tokens that travel to experts; balancing their load")):
         ranks = demos.add_parser(name, help=what)

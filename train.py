@@ -413,31 +413,31 @@ from model import crc_of_file, open_hf, read_safetensors, sync_folder, write_fil
 
 @dataclass
 class Settings(Flags):
-    """Every flag of the command line."""
+    """Every flag of the command line: those above, and those that only this half of the file has."""
     data: str = flag("", "a text file, a folder of text, or a .bin of tokens (uint16, or llm.c's with its header); "
                          "left out, the source of Python's standard library as bytes. The last 10 %% are held out")
-    out: str = flag("", "folder for log.jsonl and checkpoints; the same command with it again goes on where they end")
-    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. What "
-                           "decides the numbers (data, sizes, --lr ...) comes with it where the flag is left out",
+    out: str = flag("", "folder for log.jsonl and checkpoints; the same command again goes on from the newest one")
+    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
+                           "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
                        nargs="?", const="newest", metavar="PATH")
-    init_from: str = flag("", "start from the weights in this Hugging Face GPT-2 folder, in its sizes")
+    init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face GPT-2 folder")
     trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
     profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
-    cuda_graphs: str = flag("auto", "replay a micro-batch's kernels, which spares the CPU; auto: on several GPUs, "
-                                    "where no block has experts, and ZeRO is 0 or 1 or a stage has one micro-batch at "
-                                    "a time (--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
-    keep: int = flag(2, "newest checkpoints to keep; 0: all")
-    on_nan: str = flag("stop", "what a loss or gradient that is not finite does to all ranks", choices=["stop", "skip"])
-    timeout: int = flag(600, "seconds without progress until a rank gives up and says which other one is missing")
+    cuda_graphs: str = flag("auto", "launch a micro-batch's kernels as one CUDA graph, so that the CPU does not launch "
+                                    "each of them; auto: with several GPUs, no experts, and --zero 0 or 1 (2 and 3 "
+                                    "with --pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
+    keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
+    on_nan: str = flag("stop", "what all ranks do if a loss or gradient is not finite", choices=["stop", "skip"])
+    timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")
 
 
 def schedule_of(s):
-    """The pipeline's actions, a list for each rank. ValueError if they cannot be made or would not run to their end."""
+    """The pipeline's actions, a list for each rank. ValueError if they cannot be made or would never finish."""
     return checked(parallel.SCHEDULES[s.schedule], s.pp, s.micro_batches, s.virtual_stages)
 
 
-@functools.cache  # a plan asks for the same ones in thousands of layouts
+@functools.cache  # bench.py's plan asks for the same lists in thousands of layouts
 def checked(schedule, p, m, v):
     lists = schedule(p, m, v)
     parallel.check(parallel.lower(lists))
@@ -445,7 +445,7 @@ def checked(schedule, p, m, v):
 
 
 class BadInput(Exception):
-    """One line for the user: the flag or the file, what is wrong, a value that would work."""
+    """Its text is one line for the user: the flag or the file, what is wrong, a value that would work."""
 
 
 def reject(wrong, text):
@@ -459,29 +459,29 @@ def refuse(program, problem, rank):
     if not rank or os.environ.get("LOCAL_RANK") == "0":
         print(f"{program}: {problem}", file=sys.stderr, flush=True)
     else:
-        time.sleep(2)  # torchrun ends all ranks when the first one is gone: that one has something to say
+        time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first
     sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse would print its whole usage, and exit on every rank before rank 0 has spoken
+    def error(self, message):  # argparse would print its usage and exit on every rank, maybe before rank 0 prints
         raise BadInput(message.removeprefix("argument ") + "; see --help")
 
 
 def check_numbers(s):
-    """Numbers that make no sense on their own."""
+    """Reject numbers that are wrong whatever the other flags are."""
     at_least_1 = {"batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout",
                   *SIZES} - {"experts"}
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
-        if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # not (nan), not (inf) either
+        if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # nan and inf, too
             value = f.default or getattr(PRESETS["tiny"], f.name, 2)
             raise BadInput(f"--{f.name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
 def model_config(s, checkpoint=None):
-    """(GPTConfig, source of weights or None) the settings ask for."""
+    """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
     where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
@@ -496,8 +496,8 @@ def model_config(s, checkpoint=None):
             reject(name in given and not given.get("experts"), f"--{name.replace('_', '-')} is for a model with "
                    "experts: give --experts 4, say, too")
         every, blocks = given.get("expert_every", 1), given.get("n_layer", PRESETS[s.model].n_layer)
-        reject(every > blocks, f"--expert-every {every}: of each {every} blocks the last has experts, and the model's "
-               f"{blocks} are fewer: give --expert-every {blocks}")
+        reject(every > blocks, f"--expert-every {every}: the last of each {every} blocks has experts, but the model "
+               f"has only {blocks}: give --expert-every {blocks}")
         return config_of(s), None
     try:
         config, source = open_hf(folder)
@@ -511,15 +511,15 @@ def model_config(s, checkpoint=None):
 
 
 def check_layout(s, config, world, local_world):
-    """Everything that must divide, and enough GPUs. Fills in s.dp, s.device and s.cuda_graphs; returns how many
-    processes the layout needs."""
+    """Reject a layout whose sizes do not divide or that needs more GPUs than there are. Fills in s.dp, s.device and
+    s.cuda_graphs. Returns how many processes the layout needs."""
     processes, rest, unit = processes_of(s, world), s.tp * s.pp * s.cp, s.dp * s.micro_batches
     instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
     axes = f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp}" + f" x --cp {s.cp}" * (s.cp > 1)
     reject(world > 1 and world != processes, f"{axes} needs {processes} processes, {world} were started: give "
            f"{instead}")
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
-           f"{local_world} processes, and it talks in every layer: give --tp {math.gcd(s.tp, local_world)}")
+           f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject(config.n_head % s.tp, f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
            f"{math.gcd(s.tp, config.n_head)}")
     reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
@@ -531,7 +531,7 @@ def check_layout(s, config, world, local_world):
     heads = config.n_head // s.tp
     reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
            f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
-    fixed = s.init_from or s.resume  # whose model has the experts that it has
+    fixed = s.init_from or s.resume  # then --experts cannot change the model
     reject(s.ep > 1 and not config.experts, f"--ep {s.ep} shares out experts, and the model has none: "
            + f"give --experts {2 * s.ep}, say, or " * (not fixed) + "leave --ep out")
     shared, enough = math.gcd(s.ep, s.dp, config.experts), world == 1 and config.experts % s.ep == 0
@@ -547,11 +547,12 @@ def check_layout(s, config, world, local_world):
     within = s.zero_within or replicas
     reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
            f"give --zero-within {math.gcd(within, replicas)}")
-    reject(s.zero_within and not s.zero, f"--zero-within {within} says how far ZeRO shards: give --zero 1, 2 or 3")
-    reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would undo --dtype fp64")
+    reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+    reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would lose what --dtype "
+           "fp64 keeps: leave one of them out")
     local, gpus = local_world if world > 1 else processes, gpus_here()
     short = f"need as many GPUs and it has {gpus}: give --device cpu"
-    reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # another node may have enough
+    reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
     able = s.device == "cuda" and replayable(s, config)
@@ -571,14 +572,14 @@ def check_layout(s, config, world, local_world):
 
 
 def replayable(s, config):
-    """Whether CUDA graphs can replay a micro-batch. Not of experts, whose counts the CPU must see in each block."""
+    """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
     return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
 
 
 def check_schedule(s, config):
-    """The schedule makes lists for this many ranks, micro-batches and stages, and they can run."""
+    """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
     def stages_of(**change):
-        """How many stages the lists of changed settings have; 0: they cannot be made."""
+        """How many stages the schedule has with some settings changed; 0 if it cannot be made."""
         with contextlib.suppress(ValueError):
             return parallel.stages_of(schedule_of(dataclasses.replace(s, **change)))
         return 0
@@ -591,7 +592,7 @@ def check_schedule(s, config):
         raise BadInput(f"--virtual-stages {s.virtual_stages} needs --schedule {' or '.join(some)} and --pp 2 or more")
     try:
         schedule_of(s)
-    except parallel.ScheduleError as problem:  # several lines: whoever has added a schedule sees where it ends
+    except parallel.ScheduleError as problem:  # several lines, which show whoever adds a schedule where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}") from None
     except ValueError as problem:
         works = [m for m in range(s.micro_batches, s.micro_batches + s.pp) if stages_of(micro_batches=m)]
@@ -612,7 +613,7 @@ def load_data(s):
 
 
 def files_of(s):
-    """The text files that --data stands for; of a folder, all but what this run, or the one it goes on from, wrote."""
+    """The text files of --data. In a folder, neither hidden files nor those that this run or that of --resume wrote."""
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
     whole = pathlib.Path(s.data).resolve()
@@ -627,7 +628,7 @@ def check_data(s, config, train, held_out):
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
            f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
     for part in (train, held_out):
-        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # half a gigabyte; `micro_batches` checks the rest
+        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # 512 MiB; `micro_batches` checks the rest
             check_tokens(part[start:start + (1 << 24)], config.vocab_size)
 
 
@@ -637,7 +638,7 @@ def check_tokens(tokens, vocab_size):
 
 
 def read_tokens(path, where):
-    """Tokens of a .bin: nanoGPT's is uint16 alone, llm.c's has 256 int32 first (20240520, version, how many tokens)."""
+    """Tokens of a .bin file, uint16. llm.c's begin with 256 int32 (20240520, version, how many tokens, ...)."""
     size = os.path.getsize(path)
     header = np.fromfile(path, np.int32, min(256, size // 4))
     if len(header) == 256 and header[0] == 20240520:
@@ -650,17 +651,19 @@ def read_tokens(path, where):
 
 # --------------------------------------------------------------------------------------------- checkpoints that survive
 #
-# A folder a step, whole or not there: it is written as .step-00000200.part and renamed once every byte is on the disk.
+# A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
+# .step-00000200.part, which is renamed only when every byte is on the disk:
 #
 #     step-00000200/
 #         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
 #         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
-# 12 bytes a parameter. Nothing in it knows the layout, and nothing is pickled.
+# It takes 12 bytes a parameter. Any layout can load it, because its tensors are whole. Nothing in it is pickled, so
+# loading one runs no code.
 
 NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
-           "reduce_dtype", "on_nan")
+           "reduce_dtype", "on_nan")  # flags that decide the losses
 
 
 @dataclass
@@ -670,29 +673,29 @@ class Checkpoint:
 
 
 def run_of(s, config, data):
-    """What decides a run's numbers, whatever its layout: a folder of checkpoints goes on with the same."""
-    edges = slice(0, 1 << 20), slice(-1 << 20, None)  # to read all data would take minutes
+    """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own."""
+    edges = slice(0, 1 << 20), slice(-1 << 20, None)  # of each part: reading all would take minutes
     crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in data[:2] for edge in edges]).tobytes())
     start = {"init_from": os.path.abspath(s.init_from)} if s.init_from else {}
     flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
     sizes = dataclasses.asdict(config)
     if config.experts:
         flags["balance_rate"] = s.balance_rate
-    else:  # as in folders that were written before there were experts
+    else:  # older manifests lack these keys, and must still match
         sizes = {name: value for name, value in sizes.items() if name not in ("experts", "top_k", "expert_every")}
     return {"flags": flags, "start": start, "model": sizes,
             "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]), "crc32": crc}}
 
 
 def differences(there, here, parts=("model", "flags", "start", "data")):
-    """In words, what of two `run_of` differs. A data set may move: its contents count, not its path."""
+    """How two results of `run_of` differ, in words. Data counts by its contents, not its path, so it may move."""
     return [f"{'data: ' if part == 'data' else '--'}{key.replace('_', '-')} {a.get(key, 'none')} there, "
             f"{b.get(key, 'none')} here" for part in parts for a, b in [(there[part], here[part])] for key in a | b
             if a.get(key) != b.get(key) and (part, key) != ("flags", "data")]
 
 
 def checkpoints(folder):
-    """The complete ones in a folder, oldest first."""
+    """Paths of the complete checkpoints in a folder, oldest first."""
     names = [name for name in os.listdir(folder) if re.fullmatch(r"step-\d{8,}", name)] if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name[5:]))]
 
@@ -702,7 +705,7 @@ def crc_of(value):
 
 
 def open_checkpoint(path, read_all):
-    """A Checkpoint. BadInput names what is missing or damaged; read_all: by every byte of it, not by sizes alone."""
+    """The Checkpoint at path. BadInput names what is missing or damaged. read_all: check all bytes, not only sizes."""
     file = os.path.join(path, "manifest.json")
     try:
         with open(file) as text:
@@ -743,7 +746,8 @@ def find_checkpoint(s, read_all):
 
 
 def read_moments(checkpoint, config):
-    """{exp_avg.NAME: whole tensor}, mapped from the file; BadInput where a name, shape or dtype is not this model's."""
+    """{exp_avg.NAME or exp_avg_sq.NAME: whole tensor}, mapped from the file. BadInput if a name, shape or dtype is not
+    this model's."""
     dtype = parallel.master_dtype(DTYPES[checkpoint.manifest["run"]["flags"]["dtype"]])
     path = os.path.join(checkpoint.path, "optimizer.safetensors")
     try:
@@ -759,7 +763,8 @@ def read_moments(checkpoint, config):
 
 
 def start_of(s, identity, asked, read_all):
-    """(the Checkpoint to go on from or None, the run's identity): the newest of --out, asked for by --resume or not."""
+    """(the Checkpoint to go on from or None, the run's identity). asked: the Checkpoint of --resume; None takes the
+    newest in --out. BadInput if --out holds another run."""
     found, folder = checkpoints(s.out), s.out.rstrip("/")
     another = f"name a new folder, e.g. --out {folder}-2"
     if asked:
@@ -781,8 +786,9 @@ def start_of(s, identity, asked, read_all):
 
 
 class Lock:
-    """--out is this run's own, as long as the process that made this lives. The file says who writes there. Rank 0
-    empties it when all there is to save is on the disk, because the process that started the ranks wants to know."""
+    """Keeps a second run from writing into the same --out, by a lock on its file .lock that lasts until this process
+    ends. The file names the process. Rank 0 empties it when all is saved; the process that started the ranks looks at
+    it to choose its exit code."""
 
     def __init__(self, folder):
         self.file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
@@ -792,7 +798,7 @@ class Lock:
         self.file.flush()
 
     def mark_all_saved(self):
-        self.file.truncate(0)  # a full disk has room for that
+        self.file.truncate(0)  # possible even on a full disk
 
     def all_saved(self):
         return not os.path.getsize(self.file.name)
@@ -804,7 +810,7 @@ def claim(folder, identity):
     try:
         lock = Lock(folder)
         write_file(os.path.join(folder, "run.json"), json.dumps(identity))
-        for name in os.listdir(folder):  # what a run that was killed had not finished, or not finished removing
+        for name in os.listdir(folder):  # a killed run leaves folders half written or half removed
             if re.fullmatch(r"\.step-\d+\.(part|old)", name):
                 shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
@@ -826,20 +832,22 @@ def check_folder(folder, name):
 
 
 class Log:
-    """log.jsonl, an entry a line. A full disk keeps entries waiting until there is room, and tears no line."""
+    """log.jsonl, an entry a line. If the disk is full, entries wait in memory for room, and no line is cut in two.
+
+    step: a run that resumes drops the entries of later steps, because it will write them again."""
 
     def __init__(self, path, step):
         kept = []
         with contextlib.suppress(FileNotFoundError), open(path) as file:
             for line in file:
-                with contextlib.suppress(ValueError):  # a line that was being written when the power went
-                    kept += [line] if json.loads(line)["step"] <= step else []  # the others will come again
+                with contextlib.suppress(ValueError):  # a line that a power cut left incomplete
+                    kept += [line] if json.loads(line)["step"] <= step else []
         write_file(path, "".join(kept))
         self.file, self.waiting = os.open(path, os.O_WRONLY | os.O_APPEND), b""
 
     def write(self, entry):
-        """entry: {"step": ..., ...}; numbers that are not finite become text. Returns the OSError that keeps it
-        waiting, or None."""
+        """Write entry, {"step": ..., ...}; nan and inf become text. Returns the OSError if entries have to wait, else
+        None."""
         odd = {key: str(n) for key, n in entry.items() if isinstance(n, float) and not math.isfinite(n)}
         self.waiting += json.dumps(entry | odd).encode() + b"\n"
         size = os.fstat(self.file).st_size
@@ -863,13 +871,13 @@ HALF_COUNTED = "MFU counts half of attention's FLOPs, those that the mask leaves
 
 
 def peak_flops(device):
-    """FLOP/s of this GPU by its datasheet, or None: MFU of an unknown GPU would be a guess."""
+    """FLOP/s of this GPU by its datasheet. None for an unknown GPU, whose MFU would be a guess."""
     name = torch.cuda.get_device_name(device).replace("-", " ") if device.type == "cuda" else ""
     return next((1e12 * value for key, value in PEAK_TFLOPS.items() if re.search(rf"\b{key}(\b|$)", name)), None)
 
 
 class BirthLog(TorchDispatchMode):
-    """Counts the bytes of every tensor made inside it, but of views of older ones."""
+    """Measures what activations take: counts the bytes of every tensor made inside it, except views of older ones."""
 
     def __init__(self):
         super().__init__()
@@ -883,11 +891,11 @@ class BirthLog(TorchDispatchMode):
         return out
 
     def ignore(self, tensors):
-        """Count none of these, as if they were older."""
+        """Do not count these tensors."""
         self.born.update((StorageWeakRef(t.untyped_storage()), 0) for t in tensors)
 
     def alive(self):
-        """Bytes of what still exists."""
+        """Bytes of the counted tensors that still exist."""
         return sum(size for storage, size in self.born.items() if not storage.expired())
 
 
@@ -929,13 +937,14 @@ def describe(trainer):
 
 
 def load_here(net, loads):
-    """How many times its share of the tokens went to this rank's experts, if the groups that share them got alike."""
+    """Tokens that this rank's experts got, as a multiple of 1/N of all. loads (L, E) are the whole batch's, so this
+    assumes that every group of ranks that shares out the experts got equal loads."""
     ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
     return (loads.chunk(ranks, 1)[rank].sum() / loads.sum() * ranks).item()
 
 
 def predicted_bytes(trainer, load=1.0):
-    """load: as in parallel.memory_bytes."""
+    """`parallel.memory_bytes` of this rank. load: as there."""
     s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
     return parallel.memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
                                  s.recompute, s.batch_size // s.dp // s.micro_batches,
@@ -946,7 +955,7 @@ def predicted_bytes(trainer, load=1.0):
 
 
 def write_trace(trainer, folder, say):
-    """What every rank ran in this step, as one file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    """Write what every rank ran in this step into one file, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
     spans = parallel.recorded_times(trainer.net.pipeline)
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
@@ -970,7 +979,7 @@ def write_trace(trainer, folder, say):
 
 @contextlib.contextmanager
 def named(owner, method, name):
-    """Inside, each call of a method is a range in the profile: `name`, or name(the call's arguments)."""
+    """Inside, the profile shows each call of owner.method as a range called `name`, or name(the call's arguments)."""
     whole, own = getattr(owner, method), method in vars(owner)
 
     def ranged(*args):
@@ -988,7 +997,7 @@ def named(owner, method, name):
 
 
 def collective_name(link, name, operation, arguments, async_op):
-    """Of Watched.run's arguments, e.g. "all_reduce 4,096 bytes": those of the largest argument, a whole list's."""
+    """From Watched.run's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest argument, tensor or list."""
     sizes = Counter()
     for argument, t in dist.tensors_of(arguments):
         sizes[argument] += t.nbytes
@@ -996,7 +1005,7 @@ def collective_name(link, name, operation, arguments, async_op):
 
 
 def exchange_name(window, outgoing, incoming):
-    """The same of Window.all_to_all's arguments. Experts on GPUs of one node call it past Watched.run."""
+    """As collective_name, from Window.all_to_all's arguments. Experts on GPUs of one node call it, not Watched.run."""
     return f"all_to_all_single {sum(size for _, size in outgoing):,} bytes"
 
 
@@ -1005,7 +1014,7 @@ def action_name(action):
 
 
 def phases(trainer):
-    """(owner, method, name in the profile) of what Trainer.step calls, in its order."""
+    """(owner, method, name in the profile) of the methods that Trainer.step calls, in order."""
     net, optimizer = trainer.net, trainer.optimizer
     return [(trainer, "micro_batches", "batch"), (optimizer, "zero_grad", "zero_grad"),
             (net, "forward_backward", "forward_backward"), (net, "clip_grad_norm_", "clip"),
@@ -1014,8 +1023,8 @@ def phases(trainer):
 
 @contextlib.contextmanager
 def profiled(trainer):
-    """Profile the step inside. Ranges stand in front of methods until its end: phases; in forward_backward, a
-    pipeline's actions and finish_grad_sync; collectives, on whatever thread they run."""
+    """Profile the step that runs inside. Ranges name the step's phases, the pipeline's actions and finish_grad_sync in
+    forward_backward, and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     activities = torch.profiler.ProfilerActivity
     ranges = [*phases(trainer), (dist.Watched, "run", collective_name),
@@ -1031,19 +1040,19 @@ def profiled(trainer):
 
 
 def write_profile(trainer, profile):
-    """Each rank its file; rank 0 says where they are and what its phases took."""
+    """Write a file on each rank. Rank 0 prints where the files are and how long its phases took."""
     folder, rank, problem, problems = trainer.s.profile, dist.get_rank(), None, [None] * dist.get_world_size()
     path = pathlib.Path(folder, f"rank-{rank}.json")
     try:
         os.makedirs(folder, exist_ok=True)
-        path.write_text("")  # the profiler itself raises no error where it cannot write
+        path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     except (OSError, ValueError) as error:  # ValueError: a file cut short
         problem = getattr(error, "strerror", None) or "not written whole, the disk may be full"
         with contextlib.suppress(OSError):
             path.unlink()
-            path.with_name(path.name + ".tmp").unlink()  # under this name the profiler writes it
+            path.with_name(path.name + ".tmp").unlink()  # the profiler's own unfinished file
     torch.distributed.gather_object(problem, None if rank else problems, group=trainer.control)
     if lost := [f"rank {r}: {why}" for r, why in enumerate(problems) if why]:
         trainer.say(f"no profile in {folder} of {', '.join(lost)}")  # a full disk costs the profile, not the run
@@ -1055,8 +1064,8 @@ def write_profile(trainer, profile):
 
 
 def phase_times(events, names):
-    """[(name, ms on the CPU, ms of the kernels and copies that were launched meanwhile, on any thread)] of a trace's
-    ranges of these names. Kernels of two streams that overlap count twice."""
+    """[(name, ms on the CPU, ms of the kernels and copies that any thread launched meanwhile)] of a trace's ranges with
+    these names. Kernels that overlap on two streams both count in full."""
     launched = {e["args"]["correlation"]: e["ts"] for e in events
                 if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]}
     ran = [(launched.get(e["args"].get("correlation"), 0), e["dur"]) for e in events
@@ -1067,7 +1076,8 @@ def phase_times(events, names):
 
 
 def describe_first_steps(trainer):
-    """What the start promised beside what came of it, and what one step sends. Returns the bytes for the log."""
+    """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
+    log."""
     predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
@@ -1090,14 +1100,14 @@ class NotFinite(Exception):
 
 
 class Terminated(Exception):
-    """SIGTERM has come, and the step that was under way is done and saved."""
+    """SIGTERM has come, and the step that was running is finished and saved."""
 
 
 class WatchedTrainer(Trainer):
-    """The Trainer of long runs: it reports memory, speed, traces and profiles, says whose numbers are not finite, ends
-    by SIGTERM, and saves Hugging Face folders that are whole or not there.
+    """The Trainer for long runs: it reports memory and speed, writes traces and profiles, names the rank whose numbers
+    are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent.
 
-    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun; a benchmark has none."""
+    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun, None in a benchmark."""
 
     def __init__(self, s, config, source, data, device, run=None):
         self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
@@ -1123,10 +1133,10 @@ class WatchedTrainer(Trainer):
             self.save(0)
 
     def step(self, step, births=None):
-        """As in Trainer. births: a BirthLog, which finds out what activations take."""
+        """As in Trainer. births: a BirthLog that measures activations; the first step has one of its own."""
         dist.progress("starting the step", step=step + 1)
         looked_at = (self.s.trace or self.s.profile) and self.first is not None  # a benchmark has no first step
-        third = looked_at and step == min(self.first + 2, self.s.steps - 1)  # the first ones warm up
+        third = looked_at and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
         trace = third and self.s.trace
         if trace:
             parallel.record_times(self.net.pipeline)
@@ -1146,15 +1156,15 @@ class WatchedTrainer(Trainer):
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
         for t in rows:
             check_tokens(t, self.config.vocab_size)
-        if self.device.type == "cuda":  # from pageable memory the copy would stop the CPU, and soon the GPU
+        if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
             rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         if self.births:
             self.births.ignore(rows)
         return [t.chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
-        """As in Trainer; `bad` says what was found: 0 nothing, 1 the norm, more: the loss of rank world size + 1 - bad,
-        the first one."""
+        """As in Trainer. self.bad becomes 0 if all is finite, 1 if only the norm is not; else world size + 1 - r, where
+        r is the first rank whose loss is not."""
         blame = 1 + dist.get_world_size() - dist.get_rank()
         alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
         late = self.device.type == "cuda" and self.s.on_nan == "stop" and not self.scaler
@@ -1164,12 +1174,12 @@ class WatchedTrainer(Trainer):
         if self.scaler:
             hopeless = self.scaler.scale == 1
             self.scaler.update(finite)
-            self.bad = self.bad and hopeless  # fp16 overflows now and then: that is what the scale is for
+            self.bad = self.bad and hopeless  # fp16 overflows sometimes; it is an error only at the smallest scale
         return finite
 
     def read(self, alarm=None, late=False):
-        """`alarm`, a number on the device, as an int. late: return the one of the step before, which is already here,
-        because waiting for this step's number would leave the GPU idle. Without `alarm`: the one still unread."""
+        """`alarm`, a number on the device, as an int. late: return the alarm of the step before, which has arrived by
+        now, because waiting for this step's would leave the GPU idle. Without `alarm`: return the one still unread."""
         before, self.unread = self.unread, None
         if late:
             self.unread = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
@@ -1179,10 +1189,10 @@ class WatchedTrainer(Trainer):
             before[1].synchronize()
         return int(before[0] if before else 0 if late or alarm is None else alarm)
 
-    # what is said and logged
+    # printing and logging
 
     def say(self, text):
-        with contextlib.suppress(OSError):  # the output may go to a disk that is full; it comes when there is room
+        with contextlib.suppress(OSError):  # output to a full disk: Python prints the text when there is room
             if dist.get_rank() == 0:
                 print(text, flush=True)
 
@@ -1209,7 +1219,8 @@ class WatchedTrainer(Trainer):
             raise Terminated
 
     def raise_alarm(self, done):
-        """NotFinite where --on-nan is stop. An alarm that is read late must be read before anything is saved."""
+        """If a number was not finite, raise NotFinite; with --on-nan skip, say so instead. Before a checkpoint is
+        saved, also read the alarm that is still unread."""
         bad = self.bad or (self.stopping or self.due("save", done)) and self.agree(self.read())[0]
         if not bad:
             return
@@ -1220,7 +1231,7 @@ class WatchedTrainer(Trainer):
         self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
 
     def record(self, entry):
-        """The speed is that of all steps since the entry before."""
+        """Print and log the entry. Its speed is the mean over the steps since the last entry."""
         s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
         speed, scale, mfu = (done - self.logged) * tokens / self.seconds, "", ""
         entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
@@ -1248,8 +1259,8 @@ class WatchedTrainer(Trainer):
             self.say(f"log      step {entry['step']} waits to be written to {self.s.out}/log.jsonl: {problem.strerror}")
 
     def show_sample(self):
-        """As in Trainer, of data that are no bytes too. All ranks agree each time, because the last token could come
-        after --timeout."""
+        """As in Trainer, also for data of tokens. All ranks agree before each token: if the others only waited for rank
+        0's last one, they could time out."""
         dist.progress("sampling")
         whole = self.whole_model()
         prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
@@ -1266,7 +1277,7 @@ class WatchedTrainer(Trainer):
     def save(self, done):
         s, started = self.s, time.perf_counter()
         if self.log:
-            with contextlib.suppress(OSError):  # a disk that is full only now: the checkpoint will say so
+            with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint says so
                 os.fsync(self.log.file)
         problem = self.write(done)
         self.saved = problem is None
@@ -1282,8 +1293,8 @@ class WatchedTrainer(Trainer):
         self.since += time.perf_counter() - started
 
     def write(self, done):
-        """Write the checkpoint into --out, on all ranks: one whole tensor at a time. Returns the OSError, or None, as
-        the other ranks always do."""
+        """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time. Returns
+        the OSError if writing failed, else None; None on the other ranks."""
         whole, problem, rest = shapes(self.config), None, self.whole_tensors()
 
         def get(label):
@@ -1308,12 +1319,12 @@ class WatchedTrainer(Trainer):
                 sync_folder(self.s.out)
                 for old in checkpoints(self.s.out)[:-self.s.keep] if self.s.keep else []:
                     gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
-                    os.rename(old, gone)  # first out of sight: a folder half removed must not look like a checkpoint
+                    os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
                     shutil.rmtree(gone)
             except OSError as error:
                 problem = error
                 shutil.rmtree(part, ignore_errors=True)
-        for _ in rest:  # the other ranks; and rank 0 after an error, for they wait for its part
+        for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
         return problem
 
@@ -1330,8 +1341,8 @@ class WatchedTrainer(Trainer):
         for param in [p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]]:
             if state := self.optimizer.state.get(param):
                 state["step"] = state["step"].to(self.device)
-        # Clusters announce by SIGTERM that they will take the machine away: then the step ends first, and is saved.
-        # After an error this handler stays, because torchrun sends SIGTERM to ranks that still explain it.
+        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
+        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))
         self.log = Log(os.path.join(self.s.out, "log.jsonl"), first) if self.run.lock else None
         self.gpu_flops = peak_flops(self.device)
@@ -1342,13 +1353,13 @@ class WatchedTrainer(Trainer):
         self.first, self.logged, self.since = first, first, time.perf_counter()
         return first
 
-    def note_activations(self):  # neither gradients of earlier micro-batches nor what collectives keep counts
-        gc.collect()  # recomputation leaves cycles that hold what it dropped, until Python looks for them
+    def note_activations(self):  # without gradients of earlier micro-batches and buffers of collectives
+        gc.collect()  # recomputation leaves reference cycles, which keep dropped activations until they are collected
         self.births.ignore([*parallel.kept_tensors(self.net)["gradients"], *dist.scratches()])
         self.activations = max(self.activations, self.births.alive())
 
     def measured_bytes(self):
-        """What the tensors of each kind take on this rank, a storage counted once; beside it: parallel.memory_bytes."""
+        """{kind: bytes} of this rank's tensors, each storage counted once. parallel.memory_bytes predicts it."""
         sizes, seen = {}, set()
         for kind, tensors in parallel.kept_tensors(self.net).items():
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -1360,10 +1371,10 @@ class WatchedTrainer(Trainer):
 # ------------------------------------------------------------------------------------------------- a run that survives
 
 class WatchedRun(Run):
-    """The Run that checks its input before processes meet, starts them itself, owns --out, and says what went wrong.
+    """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
-    Beside what a Run has: `checkpoint` (the Checkpoint to go on from, or None), `identity` (`run_of`), `processes` (how
-    many it takes), `saving` (whether --out gets checkpoints) and `lock` (of --out, on rank 0).
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
+    the layout needs), `saving` (whether --out gets checkpoints) and `lock` (the Lock of --out, on rank 0).
     """
 
     def __init__(self, arguments):
@@ -1383,7 +1394,7 @@ class WatchedRun(Run):
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, processes_here())
         if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
-            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only to sample
+            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only a sample is asked for
         else:
             data = load_data(s)
             check_data(s, config, *data[:2])
@@ -1410,9 +1421,9 @@ class WatchedRun(Run):
         self.checkpoint, self.identity = checkpoint, identity
 
     def start(self):
-        sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         if self.processes != self.world:
-            if self.lock:  # rank 0 is about to write its own name into it
+            if self.lock:  # release it, for the rank 0 that is about to start
                 self.lock.mark_all_saved()
                 self.lock.file.close()
             dist.start_again(self.processes, lambda: not self.lock or self.lock.all_saved())
@@ -1421,7 +1432,7 @@ class WatchedRun(Run):
             device = dist.initialize(self.s.device, self.s.timeout)
             self.watch.start()
             saved = self.train(device)
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
             if not isinstance(error, (BadInput, NotFinite, dist.PeerError, torch.distributed.DistError)):
                 traceback.print_exception(error)
             self.watch.give_up(error)
@@ -1431,7 +1442,7 @@ class WatchedRun(Run):
         sys.exit(0 if saved else 1)
 
     def train(self, device):
-        """As in Run; returns, on rank 0, whether all there is to save is on the disk; True on the others."""
+        """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
         before = signal.getsignal(signal.SIGTERM)
         trainer = WatchedTrainer(self.s, self.config, self.source, self.data, device, self)
         trainer.train(self.saved)
