@@ -212,9 +212,10 @@ def sent_in(link, op, elements, width, waited=True):
 class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
-    axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp", "world", "all"; "replicas", dp x cp
-    where the caller waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the
-    groups of ZeRO if it shards over a part of dp x cp; "copies", the ranks with the same experts.
+    axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp"; "replicas", dp x cp where the caller
+    waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the groups of ZeRO if
+    it shards over a part of dp x cp; "copies", the ranks with the same experts; "world", all ranks; "all", all ranks in
+    the trainer's own group.
     """
     what: str
     op: str
@@ -997,7 +998,7 @@ def ungrouped_and_grouped(device, size):
 
 
 def float32_and_bf16(function, matrices):
-    """A lesson: a product of two matrices, or an operation on one tensor that memory bounds, in both dtypes."""
+    """A lesson in two dtypes: a product of two matrices, or an operation on one tensor, which memory bounds."""
     def measure(device, size):
         x = torch.randn(size.side, size.side, device=device) if matrices == 2 else torch.randn(size.n, device=device)
         return timed(device, size, {str(dtype)[6:]: (
@@ -1050,7 +1051,7 @@ def claims_of_traffic():
         s = train.Settings(dp=n, zero=zero, batch_size=n, dtype="fp32")
         buckets = messages_of_buckets(s, "dp", [(k, 2 if zero == 3 else 0)], n)
         yield Claim(f"{name}: a rank sends in a step, in K", figure, bytes_of(buckets, n) / (4 * k), f"(N-1)/N of it, "
-                    f"N = {n}" + "; a stage's last unit once less" * (zero == 3), f"{STRATEGIES} {name}")
+                    f"N = {n}" + "; a stage's last unit is gathered once" * (zero == 3), f"{STRATEGIES} {name}")
     for name, sp in ("tp", False), ("tp+sp", True):
         s = train.Settings(dp=1, tp=n, sp=sp, dtype="bf16", batch_size=1)
         passed = [item for item in messages(GPT3, s, block, []) if item.what.startswith("activations")]
@@ -1072,14 +1073,14 @@ def claims_of_memory():
                               for kind in ("gradients", "parameters", "optimizer"))
         yield Claim(f"ZeRO-{zero}: 7.5 billion parameters, {n} GPUs: GB", figure, gradients + sum(others),
                     "gradients are float32; " + (f"16-bit ones: {gradients / 2 + sum(others):.4g}" if zero < 3 else
-                                                 "no 16-bit shard beside the masters"), "python parallel.py memory")
+                                                 "no 16-bit shard besides masters"), "python parallel.py memory")
     scores, t = 5 * GPT3.n_head * GPT3.seq_len / GPT3.n_embd, 8
     for flags, figure, tp, sp, recompute, note in (
-            ("", 34 + scores, 1, False, "none", "no dropout, no T x T"),
-            ("--tp 8", 10 + (24 + scores) / t, t, False, "none", "no dropout, no T x T"),
-            ("--tp 8 --sp", (34 + scores) / t, t, True, "none", "no dropout, no T x T"),
-            ("--tp 8 --sp --recompute attention", 34 / t, t, True, "attention", "nor q, k, v, attention's output"),
-            ("--recompute block", 2, 1, False, "block", "x alone")):
+            ("", 34 + scores, 1, False, "none", "no dropout, no T x T scores"),
+            ("--tp 8", 10 + (24 + scores) / t, t, False, "none", "no dropout, no T x T scores"),
+            ("--tp 8 --sp", (34 + scores) / t, t, True, "none", "no dropout, no T x T scores"),
+            ("--tp 8 --sp --recompute attention", 34 / t, t, True, "attention", "nor q, k, v, attention's output kept"),
+            ("--recompute block", 2, 1, False, "block", "only the block's input")):
         kept = parallel.activation_bytes(GPT3, 1, tp, 2, recompute, [range(1, 2)], tokens_cut=tp if sp else 1)
         yield Claim(f"activations of a block, in BTC: {flags or 'one GPU'}", figure,
                     kept / (GPT3.seq_len * GPT3.n_embd), note,
@@ -1462,7 +1463,7 @@ def torch_fsdp(config, s, device, x, y):
 
 def torch_tp(config, s, device, x, y):
     """DTensor. Weights are in the compute dtype without float32 masters, so it does less work than ours. It cuts c_attn
-    into N equal parts, not by heads, so its results differ, but not its work."""
+    into N contiguous parts, not by heads, so its results differ, but not its work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
     model = plain_model(config, device, train.DTYPES[s.dtype])
@@ -1698,7 +1699,7 @@ def warm_up(step, s, config):
 def measure_strategy(name, s, a, device, machines):
     """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
     comms, config, tokens = list(machines), a.configs[name], a.batch_size * a.config.seq_len / a.gpus
-    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # it needs a C++ compiler
+    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
 
     def build():
         trainer = make_trainer(config, s, device)
