@@ -2453,7 +2453,7 @@ number = functools.partial(option, type=parallel.positive)
 FLAGS = [
     option((*MEASURED, "lessons", "plan"), "--json", "write the rows there, with hardware, versions, commit",
            default="", metavar="FILE"),
-    number((*MEASURED[1:], "plan"), "--gpus", "processes, on GPUs one for each; left out, all GPUs, or 2 on the CPU"),
+    number((*MEASURED[1:], "plan"), "--gpus", "processes, on GPUs one for each; left out, all GPUs, on the CPU 2, in plan 8"),
     option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
     option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
     option((*MEASURED, "lessons"), "--only", "which kernels, lessons, collectives or strategies; left out, all (but "
@@ -2505,7 +2505,7 @@ def check(a, world):
         check_files(a)
         return world if world > 1 else 4
     reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
-           f"--json {a.json}: no file can be there; give e.g. --json rows.json")
+           f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
         a.machine, a.runs = load_machine(a), read_published(a.published) if a.published else []
@@ -2568,7 +2568,7 @@ def check_strategies(a, batch_size):
         except BadInput as problem:
             reject(a.only, f"--only {name}: {problem}")
             a.reasons.append(f"{name}: {problem}")
-    reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run so; {''.join(a.reasons[:1])}")
+    reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run with it; {''.join(a.reasons[:1])}")
 
 
 def check_files(a):
