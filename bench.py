@@ -192,8 +192,7 @@ HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # 
 
 
 def in_two_levels(op, elements, inside, nodes, rank):
-    """The parts into which TwoLevels splits a collective, for rank `rank` of the `inside` ranks of a node: [(times, op,
-    elements, whether it stays on the node)]."""
+    """TwoLevels' parts of a collective, for rank `rank` of a node's `inside`: [(times, op, elements, on the node?)]."""
     if op != "all_reduce":
         return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
     mine = elements // inside + (rank < elements % inside)
@@ -325,8 +324,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     elif s.tp > 1:  # a block: g twice forward, f twice backward
         yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
     if s.cp > 1:
-        # In backward keys and values go round again, with gradients in `wide`. Recomputing runs attention's forward
-        # again.
+        # In backward keys and values go round again, gradients in `wide`; recomputing runs attention's forward again.
         part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
         if s.cp_kind == "ring":
             yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * (forwards + m * blocks))
@@ -1269,8 +1267,7 @@ def configs_of(config):
 
 
 def random_source(config, device):
-    """A function from names to random weights. It draws them on the device, because to draw GPT-2 XL's on the CPU takes
-    longer than the benchmark."""
+    """A function from names to weights, made on the device: drawing GPT-2 XL's on the CPU takes longer than a benchmark."""
     sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
     return lambda name: (torch.zeros(config.experts, device=device) if name.endswith("router.bias") else
                          torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
@@ -1562,7 +1559,7 @@ def torch_grouped(rows, weight, counts):
 def torch_experts(config, s, device, x, y):
     """The same model and router of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP for all parameters
     but the experts that ranks share out. All but the experts is compiled. The dense twin is DDP of compiled blocks.
-    Weights, router and loss are in float32, other layers under autocast; rows travel in 16 bits."""
+    Weights, router and loss are in float32, other layers under autocast. Rows travel in 16 bits under autocast."""
     ep, copies = parallel.split_experts(parallel.make_mesh(device.type, dp=s.dp), s.ep)
     compiled = torch.compile if device.type == "cuda" else lambda function: function  # needs C++ on a CPU
     model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
@@ -1789,8 +1786,7 @@ def held(schedule, p, m, v):
 
 
 def needed_bytes(config, s, fused):
-    """Bytes that the fullest pipeline rank needs, with the activations that one block recomputes. fused: as in
-    parallel.memory_bytes."""
+    """Bytes that the fullest pipeline rank needs, with what a block recomputes. fused: as in parallel.memory_bytes."""
     cuts, dtype = parallel.split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
     each, i = s.batch_size // s.dp // s.micro_batches, min(config.expert_every, config.n_layer)  # a block with experts
     again, kept = (parallel.activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(i, i + 1)],
@@ -1813,8 +1809,7 @@ WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # (sc
 
 
 def ways_to_cut_sequences(config, tp, ranks, dtype, machine):
-    """Every (cp, kind) that train.py takes and that leaves ranks so many tokens that attention hides a ring's traffic
-    inside a node."""
+    """Every (cp, kind) of train.py that leaves a rank so many tokens that attention hides a ring inside a node."""
     yield 1, "ring"
     for cp in divisors(ranks)[1:]:
         own = config.seq_len // cp
@@ -2384,8 +2379,7 @@ def grouped(values):
 
 
 def comparisons(found):
-    """(picture, title, groups) of each chart that the rows of a --json file can give. groups: empty if the rows hold
-    nothing for the chart."""
+    """(picture, title, groups) of each chart of a --json file's rows. groups: empty if the rows hold nothing for it."""
     rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # ours: first colour
     if found["what"] == "kernels":
         for (picture, op, key, unit), way in itertools.product((
@@ -2453,7 +2447,7 @@ number = functools.partial(option, type=parallel.positive)
 FLAGS = [
     option((*MEASURED, "lessons", "plan"), "--json", "write the rows there, with hardware, versions, commit",
            default="", metavar="FILE"),
-    number((*MEASURED[1:], "plan"), "--gpus", "processes, on GPUs one for each; left out, all GPUs, on the CPU 2, in plan 8"),
+    number((*MEASURED[1:], "plan"), "--gpus", "processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8"),
     option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
     option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
     option((*MEASURED, "lessons"), "--only", "which kernels, lessons, collectives or strategies; left out, all (but "
@@ -2499,8 +2493,7 @@ def parse(words):
 
 
 def check(a, world):
-    """Fill in flags that were left out. BadInput for wrong ones, before any process starts. Returns the number of
-    processes needed."""
+    """Fill in flags left out; BadInput before any process starts. Returns the number of processes needed."""
     if a.what == "pictures":
         check_files(a)
         return world if world > 1 else 4

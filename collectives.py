@@ -1052,8 +1052,7 @@ class GlooLink(PiecewiseLink):
         self.mail = self._jobs = self._last = None
 
     def scratch(self, like, count):
-        """One buffer serves all operations, because they run one after the other. A new one would cost a page fault
-        every 4 KiB."""
+        """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
         if self.room.numel() < count * like.element_size():
             self.room = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
         return self.room[:count * like.element_size()].view(like.dtype)
@@ -1287,8 +1286,7 @@ class Window:
         self.handle.barrier(timeout_ms=1000 * (self.timeout + 60))
 
     def open(self, flat):
-        """Copy `flat` into my window, where all ranks can read and write it until the next barrier. Returns the tensors
-        that all ranks have put there."""
+        """Copy `flat` where all ranks can read and write it until the next barrier. Returns every rank's tensor."""
         _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
@@ -1474,8 +1472,7 @@ class Direct:
         return None
 
     def open_from(self):
-        """All-reduces that the caller waits for go through the window from so many bytes on, up to OPEN_BYTES. Call on
-        all ranks."""
+        """From so many bytes to OPEN_BYTES, all-reduces that the caller waits for use the window. Call on all ranks."""
         self.aside = False
         return OPEN_FROM if self.window(OPEN_BYTES) else 1 << 62
 
@@ -1493,8 +1490,7 @@ class Direct:
             self.all_gather(chunks)
 
     def _open_all_reduce(self, window, flat, chunks, op):
-        """All tensors lie in windows: rank r combines chunk r of all of them and writes the result into all of them.
-        chunks: those of `flat`."""
+        """All tensors lie in windows: rank r combines chunk r of all and writes it into all. chunks: `flat`'s."""
         tensors = window.open(flat)
         rows = [tensor.tensor_split(self.size)[self.rank] for tensor in tensors]
         _sum_rows(rows, rows, op)
