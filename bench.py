@@ -439,7 +439,7 @@ class Costs(NamedTuple):
 
 
 def passes(config, tp=1, sp=False, ep=1, routed=False):
-    """(F, I, W): elements that a block reads and writes for a token outside of matrix products and attention.
+    """(F, I, W): elements that a block's kernels read and write for a token, outside of matrix products and attention.
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the sums of the biases'
     gradients, 2C + (3C + inner). tp cuts (3C + inner), sp also the other C. routed: the block has experts, with equal
@@ -475,7 +475,7 @@ WAIT = 2e-5
 
 
 def stage_seconds(config, s, machine, stages):
-    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s.
+    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s, each kind of work at its rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
     CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
@@ -1267,7 +1267,7 @@ def configs_of(config):
 
 
 def random_source(config, device):
-    """A function from names to weights, made on the device: drawing GPT-2 XL's on the CPU takes longer than a benchmark."""
+    """A function from names to weights, drawn on the device: for GPT-2 XL a CPU needs longer than the benchmark."""
     sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
     return lambda name: (torch.zeros(config.experts, device=device) if name.endswith("router.bias") else
                          torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
