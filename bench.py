@@ -475,7 +475,7 @@ WAIT = 2e-5
 
 
 def stage_seconds(config, s, machine, stages):
-    """(F, I, W): seconds of one micro-batch on a rank that has these stages, in layout s, each kind of work at its rate.
+    """(F, I, W): seconds of one micro-batch on a rank with these stages, in layout s, each kind of work at its rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
     CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
