@@ -646,7 +646,7 @@ PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
 # Gloo sends a message only after the receiver has announced its receive. So receives are posted this many messages
 # early: 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
 RECEIVES_AHEAD = 4
-# `Mail` passes messages between processes of one machine through slots of this size. There are several, so that the
+# `Mailboxes` passes messages between processes of one machine through slots of this size. There are several, so that the
 # sender fills one while the receiver empties another. To fill one costs a system call, which may wake the receiver.
 SLOT_BYTES, SLOTS = 1 << 20, 4
 # Up to so many bytes an all-reduce takes recursive doubling. Small messages cost latency, not bytes, so log2(N) rounds
@@ -889,17 +889,17 @@ class PiecewiseLink(Watched):
 
 # ----------------------------------------------------------------------------------------------------------------- gloo
 
-class Letter(Handle):
-    """The handle of a message through Mail. rest: its bytes that are not copied yet."""
+class PartialMessage(Handle):
+    """The handle of a message through Mailboxes. rest: its bytes that are not copied yet."""
 
-    def __init__(self, mail, flat):
-        self.mail, self.rest = mail, flat.view(torch.uint8)
+    def __init__(self, mailboxes, flat):
+        self.mailboxes, self.rest = mailboxes, flat.view(torch.uint8)
 
     def is_completed(self):
         return not len(self.rest)
 
     def wait(self):
-        self.mail.carry(self)
+        self.mailboxes.finish(self)
 
     def cut(self):
         """Take the bytes for the next slot off the front of `rest`."""
@@ -907,7 +907,7 @@ class Letter(Handle):
         return part
 
 
-class Mail:
+class Mailboxes:
     """Messages between processes of one machine through shared memory, which spares them gloo's threads and TCP. A
     message costs a copy into the shared memory and one out of it.
 
@@ -923,13 +923,13 @@ class Mail:
     def __init__(self, link):
         """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them."""
         self.link, self.others = link, [r for r in range(link.size) if r != link.rank]
-        fd = os.memfd_create("mail")  # a file in memory alone; the system frees it after the last process that maps it
-        self.closed_later = [os.fdopen(fd, "r+b", 0)]
+        fd = os.memfd_create("mailboxes")  # a file in memory alone; the system frees it after the last process that maps it
+        self.own_ends = [os.fdopen(fd, "r+b", 0)]
         os.ftruncate(fd, link.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
-        self.mine, ends, self.ears = mmap.mmap(fd, 0), [0] * link.size, {}
+        self.mine, ends, self.read_ends = mmap.mmap(fd, 0), [0] * link.size, {}
         for r in self.others:
-            self.ears[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
-            self.closed_later.append(end)
+            self.read_ends[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
+            self.own_ends.append(end)
             ends[r] = end.fileno()
         secret, start = os.urandom(8), link.rank * SLOTS * SLOT_BYTES
         self.mine[start:start + 8] = secret  # in the slots from this rank to itself, which nobody uses
@@ -938,7 +938,7 @@ class Mail:
     def open(self, offers):
         """Open every other rank's memory and pipe. OSError or ValueError: one cannot be opened."""
         rank, shape = self.link.rank, (self.link.size, SLOTS, SLOT_BYTES)
-        self.mouths, self.to, self.source, self.memory = {}, {}, {}, []
+        self.write_ends, self.to, self.source, self.memory = {}, {}, {}, []
         for r in self.others:
             pid, fd, secret, *ends = offers[r]
             with open(f"/proc/{pid}/fd/{fd}", "r+b", 0) as file:
@@ -946,7 +946,7 @@ class Mail:
             start = r * SLOTS * SLOT_BYTES
             if int.from_bytes(memory[start:start + 8], "little", signed=True) != secret:
                 raise OSError("a process of another container has this number here")
-            self.mouths[r] = open(f"/proc/{pid}/fd/{ends[rank]}", "wb", 0)
+            self.write_ends[r] = open(f"/proc/{pid}/fd/{ends[rank]}", "wb", 0)
             here, there = (torch.frombuffer(m, dtype=torch.uint8).view(shape) for m in (self.mine, memory))
             self.to[r], self.source[r] = itertools.cycle(here[r]), itertools.cycle(there[rank])
             self.memory += here, there
@@ -956,23 +956,23 @@ class Mail:
         self.full, self.emptied = dict.fromkeys(self.others, 0), dict.fromkeys(self.others, 0)
 
     def send(self, flat, peer):
-        self.sends[peer].append(letter := Letter(self, flat))
+        self.sends[peer].append(message := PartialMessage(self, flat))
         self._copy(peer)
-        return letter
+        return message
 
     def receive(self, flat, peer):
-        self.receives[peer].append(letter := Letter(self, flat))
-        return letter
+        self.receives[peer].append(message := PartialMessage(self, flat))
+        return message
 
-    def carry(self, letter):
+    def finish(self, message):
         """Copy and sleep until this message is through. Other messages are copied, too: if each of two ranks served one
         message alone, both could wait for ever for the other to empty a slot."""
         while True:
             for r in self.others:
                 self._copy(r)
-            if letter.is_completed():
+            if message.is_completed():
                 return
-            self._listen()
+            self._sleep()
 
     def _copy(self, r):
         """Fill the empty slots to rank r and empty the full ones from it."""
@@ -982,7 +982,7 @@ class Mail:
             self.empty[r] -= 1
             if self.sends[r][0].is_completed():
                 self.sends[r].popleft()
-            self._say(r, self.FULL)
+            self._write(r, self.FULL)
         while self.receives[r] and self.full[r]:
             part = self.receives[r][0].cut()
             part.copy_(next(self.source[r])[:len(part)])
@@ -991,20 +991,20 @@ class Mail:
             if self.receives[r][0].is_completed():
                 self.receives[r].popleft()
             if self.emptied[r] >= SLOTS // 2:
-                self._say(r, b"")
+                self._write(r, b"")
 
-    def _say(self, r, what):
+    def _write(self, r, what):
         what, self.emptied[r] = what + self.EMPTY * self.emptied[r], 0
-        with contextlib.suppress(BrokenPipeError):  # rank r is gone; `_listen` says so to those who wait for it
-            self.mouths[r].write(what)
+        with contextlib.suppress(BrokenPipeError):  # rank r is gone; `_sleep` says so to those who wait for it
+            self.write_ends[r].write(what)
 
-    def _listen(self):
+    def _sleep(self):
         """Sleep until a rank with which a message is under way writes into its pipe, and count the slots it reports."""
         poll, of = select.poll(), {}
         for r in self.others:
             if self.sends[r] or self.receives[r]:
-                of[self.ears[r].fileno()] = r
-                poll.register(self.ears[r], select.POLLIN)
+                of[self.read_ends[r].fileno()] = r
+                poll.register(self.read_ends[r], select.POLLIN)
         heard = poll.poll(1000 * self.timeout)
         if not heard:
             raise RuntimeError(f"nothing arrived for {self.timeout} s")
@@ -1016,31 +1016,31 @@ class Mail:
             self.empty[of[fd]] += said.count(self.EMPTY)
 
     def close(self):
-        for file in *self.ears.values(), *self.mouths.values(), *self.closed_later:
+        for file in *self.read_ends.values(), *self.write_ends.values(), *self.own_ends:
             file.close()
 
 
-def make_mail(link):
-    """Mail for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
+def make_mailboxes(link):
+    """Mailboxes for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
     if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":
         return None
-    mail, row = None, [0] * (3 + link.size)
+    boxes, row = None, [0] * (3 + link.size)
     with contextlib.suppress(OSError):
-        mail = Mail(link)
-        row = mail.offer
+        boxes = Mailboxes(link)
+        row = boxes.offer
     offers = [torch.empty(len(row), dtype=torch.int64, device="cpu") for _ in range(link.size)]
     torch_dist.all_gather(offers, torch.tensor(row, device="cpu"), link.group)
     opened = torch.zeros(1, dtype=torch.int32, device="cpu")
-    if mail:
+    if boxes:
         with contextlib.suppress(OSError, ValueError):
-            mail.open([offer.tolist() for offer in offers])
+            boxes.open([offer.tolist() for offer in offers])
             opened += 1
     torch_dist.all_reduce(opened, ReduceOp.MIN, link.group)
     if not opened:
         return None
-    for file in mail.closed_later:  # else a pipe would stay open here, by this copy of its end, after its sender dies
+    for file in boxes.own_ends:  # else a pipe would stay open here, by this copy of its end, after its sender dies
         file.close()
-    return mail
+    return boxes
 
 
 class GlooLink(PiecewiseLink):
@@ -1049,7 +1049,7 @@ class GlooLink(PiecewiseLink):
     def __init__(self, group):
         super().__init__(group)
         self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # named, because the default device may be a GPU
-        self.mail = self._jobs = self._last = None
+        self.mailboxes = self._jobs = self._last = None
 
     def scratch(self, like, count):
         """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
@@ -1059,12 +1059,12 @@ class GlooLink(PiecewiseLink):
 
     def post(self, sends=(), receives=()):
         with self.naming():
-            if self.mail:
-                handles = [self.mail.receive(t, peer) for t, peer in receives if t.numel()]
+            if self.mailboxes:
+                handles = [self.mailboxes.receive(t, peer) for t, peer in receives if t.numel()]
                 for t, peer in sends:
                     if t.numel():
                         self.count(t, peer)
-                        handles.append(self.mail.send(t, peer))
+                        handles.append(self.mailboxes.send(t, peer))
                 return handles
             handles = [irecv(t.view(torch.uint8), None, self.group, TAG, peer) for t, peer in receives if t.numel()]
             for t, peer in sends:
@@ -1081,17 +1081,17 @@ class GlooLink(PiecewiseLink):
         return self._last if async_op else self._last.wait()
 
     def _run(self, name, operation, arguments):
-        if self.mail is None:
+        if self.mailboxes is None:
             with lost_peer_named(f"{name} in a group of {self.size}"):
-                self.mail = make_mail(self) or False
+                self.mailboxes = make_mailboxes(self) or False
         return super().run(name, operation, arguments, False)
 
     def close(self):
         if self._jobs:
             self._jobs.put(None)
             self._worker.join(2)  # a daemon thread that is inside C++ when Python exits would abort the process
-        if self.mail:
-            self.mail.close()
+        if self.mailboxes:
+            self.mailboxes.close()
         super().close()
 
     def _enqueue(self, body):
@@ -1114,9 +1114,9 @@ class GlooLink(PiecewiseLink):
 
 
 def scratches():
-    """The buffers that gloo groups keep for messages: for receives, and Mail's slots."""
+    """The buffers that gloo groups keep for messages: for receives, and Mailboxes's slots."""
     links = [link for links in _links.values() for link in links.values() if isinstance(link, GlooLink)]
-    return [t for link in links for t in (link.room, *(link.mail.memory if link.mail else ()))]
+    return [t for link in links for t in (link.room, *(link.mailboxes.memory if link.mailboxes else ()))]
 
 
 # ------------------------------------------------------------------------------------------------------ recorded graphs
@@ -1748,7 +1748,7 @@ def end_with_launcher(device_type=None, timeout=None):
 
 def settle(device_type, timeout):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
-    Window.timeout = Mail.timeout = timeout
+    Window.timeout = Mailboxes.timeout = timeout
     if device_type == "cuda":
         # Pipelines send to one peer a group, so this warning means nothing.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -333,7 +333,7 @@ def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
     names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES", "BY_KERNEL",
-             "SLOT_BYTES", "make_mail")
+             "SLOT_BYTES", "make_mailboxes")
     kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
     for way in ways:
         dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
@@ -342,7 +342,7 @@ def compare_with_library(name, cases, *ways):
             (0, 0, 1 << 14, 1 << 14) if way == "windows" else (1 << 40, 0, -1, 0))
         dist.SLOT_BYTES = 1 << 12  # and through many slots
         if way == "messages":  # over gloo, as where ranks do not share memory
-            dist.make_mail = lambda link: None
+            dist.make_mailboxes = lambda link: None
         if way == "windows":
             dist.DOUBLING_BYTES = {"switched": 0}
             dist.BY_KERNEL = dict.fromkeys(dist.BY_KERNEL, -1)
@@ -1282,7 +1282,7 @@ def lost_at_once():
 @contextlib.contextmanager
 def gloo_alone():
     """As on several machines: ranks have no memory in common."""
-    with unittest.mock.patch.object(dist, "make_mail", lambda link: None):
+    with unittest.mock.patch.object(dist, "make_mailboxes", lambda link: None):
         serve_world_by(dist.GlooLink)
         yield
         back_to_ours()
@@ -1300,12 +1300,12 @@ def test_a_peer_lost_as_a_message_starts_is_named(pool):
         assert pipeline == f"{what}: Connection closed by peer"
 
 
-def letters(slot_bytes):
+def messages_of_many_sizes(slot_bytes):
     """Messages of many sizes, all at once, both ways and in order; what was received in place of what."""
     rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
     with unittest.mock.patch.object(dist, "SLOT_BYTES", slot_bytes):
         serve_world_by(dist.GlooLink)
-        dist.barrier()  # mail is made in the first operation
+        dist.barrier()  # mailboxes are made in the first operation
         link = dist.link_of(None)
         sizes = [1, slot_bytes - 1, slot_bytes, slot_bytes + 1, 3, 9 * slot_bytes + 5, 0, 2]
         others = [r for r in range(size) if r != rank]
@@ -1321,12 +1321,12 @@ def letters(slot_bytes):
             (link.wait(went), link.wait(got)) if times % 2 else (link.wait(got[::-1]), link.wait(went))
             want = [message(n, r, rank, i) for i, n in enumerate(sizes) for r in others]
             wrong += [(a.tolist(), b.tolist()) for (a, _), b in zip(into, want) if not a.equal(b)]
-        kind = type(link.mail).__name__
+        kind = type(link.mailboxes).__name__
         back_to_ours()
     return kind, wrong
 
 
-def needs_mail(pool):
+def needs_mailboxes(pool):
     if pool.device_type == "cuda" or sys.platform != "linux":
         pytest.skip("processes share memory through Linux's /proc, for tensors of the CPU")
     try:
@@ -1337,45 +1337,45 @@ def needs_mail(pool):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_ranks_of_a_machine_hand_on_messages_of_any_size(pool, size):
-    needs_mail(pool)
+    needs_mailboxes(pool)
     for slot_bytes in (16, 1024):
-        assert pool(size).run(letters, slot_bytes) == [("Mail", [])] * size
+        assert pool(size).run(messages_of_many_sizes, slot_bytes) == [("Mailboxes", [])] * size
 
 
-def without_mail(who, cause):
-    """What an all-reduce gives where one rank cannot take part in mail, and whether there is any."""
+def without_mailboxes(who, cause):
+    """What an all-reduce gives where one rank cannot take part in mailboxes, and whether there are any."""
     def fails(*args, **kwargs):
         raise OSError("not here")
 
-    def offers_another_secret(mail, link):
-        whole(mail, link)
-        mail.offer[2] += 1
+    def offers_another_secret(boxes, link):
+        whole(boxes, link)
+        boxes.offer[2] += 1
 
-    whole, changes = dist.Mail.__init__, {"no memory": (os, "memfd_create", fails),
+    whole, changes = dist.Mailboxes.__init__, {"no memory": (os, "memfd_create", fails),
                                           "no such process": (os, "getpid", lambda: 2 ** 22 + 1),
-                                          "another's memory": (dist.Mail, "__init__", offers_another_secret)}
+                                          "another's memory": (dist.Mailboxes, "__init__", offers_another_secret)}
     with unittest.mock.patch.object(*changes[cause]) if dist.get_rank() == who else contextlib.nullcontext():
         serve_world_by(dist.GlooLink)
         t = torch.ones(3) * (1 + dist.get_rank())
         dist.all_reduce(t)
-        kind, _ = dist.link_of(None).mail, back_to_ours()
+        kind, _ = dist.link_of(None).mailboxes, back_to_ours()
     return kind, t.tolist()
 
 
 @pytest.mark.parametrize("cause", ["no memory", "no such process", "another's memory"])
 def test_ranks_that_share_no_memory_send_over_gloo(pool, cause):
-    needs_mail(pool)
-    assert pool(3).run(without_mail, 1, cause) == [(False, [6.0] * 3)] * 3
+    needs_mailboxes(pool)
+    assert pool(3).run(without_mailboxes, 1, cause) == [(False, [6.0] * 3)] * 3
 
 
-def mail_of_a_lost_peer():
+def message_of_a_lost_peer():
     """What rank 0 hears where rank 1 has closed its end, and where it is silent."""
     said = []
     for silent in (False, True):
         serve_world_by(dist.GlooLink)
         dist.barrier()
         if dist.get_rank() == 0:
-            with unittest.mock.patch.object(dist.Mail, "timeout", 0.2), pytest.raises(dist.PeerError) as error:
+            with unittest.mock.patch.object(dist.Mailboxes, "timeout", 0.2), pytest.raises(dist.PeerError) as error:
                 dist.all_reduce(torch.ones(3))
             said.append(str(error.value))
         elif silent:
@@ -1384,9 +1384,9 @@ def mail_of_a_lost_peer():
     return said
 
 
-def test_mail_of_a_lost_or_silent_peer_is_named(pool):
-    needs_mail(pool)
-    lost, silent = pool(2).run(mail_of_a_lost_peer)[0]
+def test_message_of_a_lost_or_silent_peer_is_named(pool):
+    needs_mailboxes(pool)
+    lost, silent = pool(2).run(message_of_a_lost_peer)[0]
     assert lost == "all_reduce in a group of 2: Connection closed by rank 1 of the group"
     assert silent == "all_reduce in a group of 2: nothing arrived for 0.2 s"
 
