@@ -2369,11 +2369,11 @@ class TunedRing(RingAttention):
         q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
         for other, kv in going_round_ahead(qkv[:, :, 1:], group):                             # (B, T/N, 2, H, D)
             (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
-            part, its = kernels.tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            part, part_lse = kernels.tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
-                o, lse = part.to(sum_dtype(part, group)), its
+                o, lse = part.to(sum_dtype(part, group)), part_lse
             else:
-                kernels.merge_parts(o[:, :, rows], lse[:, rows], part, its)
+                kernels.merge_parts(o[:, :, rows], lse[:, rows], part, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(qkv, o, lse)
         return o.transpose(1, 2)
@@ -2929,7 +2929,7 @@ def leave(rows, group, sends, receives):
 # Exchanges are hidden in groups with this link, and from so many bytes of rows a rank on. Measured on two H200s with
 # GPT-2 medium, 8 experts in every second block: with 128 MiB of rows a step takes 233 ms instead of 245; with 64 MiB it
 # takes 158 ms instead of 131, because then the step waits for the CPU.
-ASIDE = {"link": dist.NodeLink, "bytes": 3 << 25}
+HIDE_EXCHANGES = {"link": dist.NodeLink, "bytes": 3 << 25}
 
 
 def visit_under_own_rows(mlps, group, rows, counts):
@@ -2940,7 +2940,7 @@ def visit_under_own_rows(mlps, group, rows, counts):
     stay are multiplied apart, so the CPU launches more kernels, and each expert has two gradients to add up.
     """
     experts, link = mlps.__self__, dist.link_of(group)
-    if not isinstance(link, ASIDE["link"]) or rows.nbytes < ASIDE["bytes"] or link.size == 1:
+    if not isinstance(link, HIDE_EXCHANGES["link"]) or rows.nbytes < HIDE_EXCHANGES["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
     n, rank, kernels.SPARED = link.size, link.rank, 2  # products spare 2 multiprocessors for the transfers' signals
     dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)

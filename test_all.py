@@ -5774,7 +5774,7 @@ def results_of_shared_experts(choice):
 
 def traveling(run, *args, **options):
     """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
-    with unittest.mock.patch.dict(parallel.ASIDE, link=dist.Link, bytes=0), unittest.mock.patch.object(
+    with unittest.mock.patch.dict(parallel.HIDE_EXCHANGES, link=dist.Link, bytes=0), unittest.mock.patch.object(
             parallel, "leave", wraps=parallel.leave) as leave:
         result = run(*args, **options)
     assert leave.call_count
