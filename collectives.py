@@ -646,8 +646,8 @@ PIECE_BYTES = {"gloo": 1 << 24, "nccl": 1 << 30}
 # Gloo sends a message only after the receiver has announced its receive. So receives are posted this many messages
 # early: 4 processes on 2 cores sum 64 MiB in 74 ms instead of 84, 4 MiB in 5.8 ms instead of 7.7.
 RECEIVES_AHEAD = 4
-# `Mailboxes` passes messages between processes of one machine through slots of this size. There are several, so that the
-# sender fills one while the receiver empties another. To fill one costs a system call, which may wake the receiver.
+# `Mailboxes` passes messages between processes of one machine through slots of this size. There are several, so that
+# the sender fills one while the receiver empties another. To fill one costs a system call, which may wake the receiver.
 SLOT_BYTES, SLOTS = 1 << 20, 4
 # Up to so many bytes an all-reduce takes recursive doubling. Small messages cost latency, not bytes, so log2(N) rounds
 # with the whole tensor beat 2(N-1) steps with an Nth. 4 processes on 2 cores: 256 KiB 0.8 ms against the ring's 2.1,
@@ -923,7 +923,7 @@ class Mailboxes:
     def __init__(self, link):
         """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them."""
         self.link, self.others = link, [r for r in range(link.size) if r != link.rank]
-        fd = os.memfd_create("mailboxes")  # a file in memory alone; the system frees it after the last process that maps it
+        fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
         os.ftruncate(fd, link.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
         self.mine, ends, self.read_ends = mmap.mmap(fd, 0), [0] * link.size, {}
