@@ -6308,6 +6308,12 @@ def test_no_upper_function_is_long():
     assert {name: size for name, size in sizes.items() if size > 45} == {}
 
 
+@pytest.mark.parametrize("name", [*HALVES, "bench", "test_all"])
+def test_no_line_is_longer_than_120_characters(name):
+    lines = pathlib.Path(HERE, f"{name}.py").read_text().splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > 120] == []
+
+
 # --------------------------------------------------------------------------------------------------------------- README
 
 README = pathlib.Path(HERE, "README.md").read_text()
