@@ -1176,6 +1176,7 @@ def calls_of(op, size, device):
                  "all_gather_into_tensor": (whole, part), "all_to_all_single": (other, whole), "broadcast": (whole, 0),
                  "reduce": (whole, 0), "gather": (part, parts, 0), "scatter": (part, parts, 0), "barrier": ()}
     if op == "send right":  # one message, no collective: it shows the link's own speed
+        dist.barrier()  # the group's first operation makes its mailboxes
         link = dist.link_of(None)
         return {"ours": lambda: link.exchange([(whole, (rank + 1) % n)], [(other, (rank - 1) % n)])}, count
     return {"ours": lambda: getattr(dist, op)(*arguments[op]),

@@ -1005,7 +1005,7 @@ class Mailboxes:
             if self.sends[r] or self.receives[r]:
                 of[self.read_ends[r].fileno()] = r
                 poll.register(self.read_ends[r], select.POLLIN)
-        heard = poll.poll(1000 * self.timeout)
+        heard = poll.poll(min(1000 * self.timeout, 2 ** 31 - 1))
         if not heard:
             raise RuntimeError(f"nothing arrived for {self.timeout} s")
         for fd, _ in heard:
@@ -1018,6 +1018,7 @@ class Mailboxes:
     def close(self):
         for file in *self.read_ends.values(), *self.write_ends.values(), *self.own_ends:
             file.close()
+        self.link = None  # a cycle would keep the memory until Python looks for cycles
 
 
 def make_mailboxes(link):
@@ -1025,17 +1026,19 @@ def make_mailboxes(link):
     if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":
         return None
     boxes, row = None, [0] * (3 + link.size)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # some builds of Python have no memfd_create
         boxes = Mailboxes(link)
         row = boxes.offer
-    offers = [torch.empty(len(row), dtype=torch.int64, device="cpu") for _ in range(link.size)]
-    torch_dist.all_gather(offers, torch.tensor(row, device="cpu"), link.group)
+    # The link's own messages, which are not counted: they keep their order among its operations, whatever thread runs
+    # them, and the library's collectives would not.
+    link.log, offers = Traffic(), [torch.tensor(row, device="cpu") for _ in range(link.size)]
+    Link.all_gather(link, offers)
     opened = torch.zeros(1, dtype=torch.int32, device="cpu")
     if boxes:
         with contextlib.suppress(OSError, ValueError):
             boxes.open([offer.tolist() for offer in offers])
             opened += 1
-    torch_dist.all_reduce(opened, ReduceOp.MIN, link.group)
+    recursive_doubling(link, opened, ReduceOp.MIN)
     if not opened:
         return None
     for file in boxes.own_ends:  # else a pipe would stay open here, by this copy of its end, after its sender dies
@@ -1082,8 +1085,10 @@ class GlooLink(PiecewiseLink):
 
     def _run(self, name, operation, arguments):
         if self.mailboxes is None:
-            with lost_peer_named(f"{name} in a group of {self.size}"):
-                self.mailboxes = make_mailboxes(self) or False
+            progress(name)
+            self.check(name, arguments)  # a rank that is refused must not wait for the others first
+            self.name = name
+            self.mailboxes = make_mailboxes(self) or False
         return super().run(name, operation, arguments, False)
 
     def close(self):
@@ -1685,7 +1690,8 @@ LINKS.update(gloo=gloo_link, nccl=nccl_link, ring=Watched, torch=WatchedLibrary)
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
-    SIGTERM goes on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says so.
+    SIGTERM goes on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says so. A rank
+    without an error must return or call sys.exit(0), because the launcher waits for the result of a forked one.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -1731,12 +1737,24 @@ def may_fork():
     return 0 < threads() == _imported and not torch.cuda.is_available()
 
 
+_forked = False
+
+
 def forked():
     """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
+    global _forked
+    _forked = True
     for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
         signal.signal(name, signal.SIG_DFL)
     if os.environ["OMP_NUM_THREADS"].isdigit():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def end_after_sigterm():
+    """Call it when all is saved. After SIGTERM the launcher no longer reads the result for which a forked rank waits
+    at its end, and would kill it after 30 s. So it ends by itself."""
+    if _forked:
+        signal.alarm(3)
 
 
 def end_with_launcher(device_type=None, timeout=None):

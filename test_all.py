@@ -1347,13 +1347,17 @@ def without_mailboxes(who, cause):
     def fails(*args, **kwargs):
         raise OSError("not here")
 
+    def absent(*args):
+        raise AttributeError("module 'os' has no attribute 'memfd_create'")
+
     def offers_another_secret(boxes, link):
         whole(boxes, link)
         boxes.offer[2] += 1
 
-    whole, changes = dist.Mailboxes.__init__, {"no memory": (os, "memfd_create", fails),
-                                          "no such process": (os, "getpid", lambda: 2 ** 22 + 1),
-                                          "another's memory": (dist.Mailboxes, "__init__", offers_another_secret)}
+    whole, changes = dist.Mailboxes.__init__, {
+        "no memory": (os, "memfd_create", fails), "an older Python": (os, "memfd_create", absent),
+        "no such process": (os, "getpid", lambda: 2 ** 22 + 1),
+        "another's memory": (dist.Mailboxes, "__init__", offers_another_secret)}
     with unittest.mock.patch.object(*changes[cause]) if dist.get_rank() == who else contextlib.nullcontext():
         serve_world_by(dist.GlooLink)
         t = torch.ones(3) * (1 + dist.get_rank())
@@ -1362,10 +1366,39 @@ def without_mailboxes(who, cause):
     return kind, t.tolist()
 
 
-@pytest.mark.parametrize("cause", ["no memory", "no such process", "another's memory"])
+@pytest.mark.parametrize("cause", ["no memory", "an older Python", "no such process", "another's memory"])
 def test_ranks_that_share_no_memory_send_over_gloo(pool, cause):
     needs_mailboxes(pool)
     assert pool(3).run(without_mailboxes, 1, cause) == [(False, [6.0] * 3)] * 3
+
+
+def first_call_is_wrong():
+    """What rank 0 hears at once though rank 1 never calls; then who keeps the memory of a link that is closed."""
+    serve_world_by(dist.GlooLink)
+    said = None
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError) as error:
+            dist.all_reduce(torch.zeros(2, device="meta"))
+        said = str(error.value), dist.progress()[1]
+    back_to_ours()
+    serve_world_by(dist.GlooLink)
+    dist.barrier()
+    link = dist.link_of(None)
+    kept, on = weakref.ref(link.mailboxes), gc.isenabled()
+    gc.disable()
+    back_to_ours()
+    del link
+    gone = kept() is None
+    if on:
+        gc.enable()
+    return said, gone
+
+
+def test_a_wrong_first_call_waits_for_nobody_and_a_closed_link_keeps_no_memory(pool):
+    needs_mailboxes(pool)
+    (said, gone), other = pool(2).run(first_call_is_wrong)
+    assert said == ("all_reduce: a gloo group takes CPU tensors, but tensor is on meta", "all_reduce")
+    assert gone and other == (None, True)
 
 
 def message_of_a_lost_peer():
@@ -3979,7 +4012,7 @@ def run_and_end(how, text, out):
     if how == "killed rank":
         os.kill(max(everyone), signal.SIGKILL)
     else:
-        process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
+        process.send_signal({"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(how, signal.SIGKILL))
     deadline = time.time() + 20
     while processes_with(out) and time.time() < deadline:
         time.sleep(0.1)
@@ -3994,7 +4027,7 @@ def ends(text, tmp_path_factory):
     """{how: what `run_and_end` returns}, and the folder of these runs. Two at a time, for what takes time is to start.
     Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
     # Those look into /proc.
-    hows = ["torchrun"] + ["Ctrl-C", "killed rank", "killed launcher"] * (sys.platform == "linux")
+    hows = ["torchrun"] + ["Ctrl-C", "SIGTERM", "killed rank", "killed launcher"] * (sys.platform == "linux")
     folder = tmp_path_factory.mktemp("ends")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
         return dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(folder / how)), hows))), folder
@@ -4014,6 +4047,7 @@ def test_all_processes_start_and_end_together(ends):
         assert (how != "killed rank"
                 or code == 1 and "ended with exit code -9; all others were stopped" in errors), (code, errors)
         assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
+        assert how != "SIGTERM" or code == 0 and train.checkpoints(str(folder / how)), (code, errors)
 
 
 def test_starts_on_a_machine_whose_name_does_not_resolve(ends):

@@ -1447,6 +1447,8 @@ class WatchedRun(Run):
         trainer = WatchedTrainer(self.s, self.config, self.source, self.data, device, self)
         trainer.train(self.saved)
         signal.signal(signal.SIGTERM, before)
+        if trainer.terminated:
+            dist.end_after_sigterm()
         if self.lock and trainer.saved:
             self.lock.mark_all_saved()
         dist.barrier()
