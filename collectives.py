@@ -1061,19 +1061,20 @@ class GlooLink(PiecewiseLink):
         return self.room[:count * like.element_size()].view(like.dtype)
 
     def post(self, sends=(), receives=()):
+        def send_by_gloo(t, peer):
+            return torch_dist.isend(t.view(torch.uint8), None, self.group, TAG, peer)
+
+        def receive_by_gloo(t, peer):
+            return irecv(t.view(torch.uint8), None, self.group, TAG, peer)
+
+        boxes = self.mailboxes
+        send, receive = (boxes.send, boxes.receive) if boxes else (send_by_gloo, receive_by_gloo)
         with self.naming():
-            if self.mailboxes:
-                handles = [self.mailboxes.receive(t, peer) for t, peer in receives if t.numel()]
-                for t, peer in sends:
-                    if t.numel():
-                        self.count(t, peer)
-                        handles.append(self.mailboxes.send(t, peer))
-                return handles
-            handles = [irecv(t.view(torch.uint8), None, self.group, TAG, peer) for t, peer in receives if t.numel()]
+            handles = [receive(t, peer) for t, peer in receives if t.numel()]
             for t, peer in sends:
                 if t.numel():
                     self.count(t, peer)
-                    handles.append(torch_dist.isend(t.view(torch.uint8), None, self.group, TAG, peer))
+                    handles.append(send(t, peer))
         return handles
 
     def run(self, name, operation, arguments, async_op):
