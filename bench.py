@@ -31,7 +31,6 @@ import inspect
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -2624,7 +2623,7 @@ def main():
         torch_dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
-        if not multiprocessing.parent_process():  # a forked rank must return, because its launcher waits for the result
+        if not dist.is_forked():  # a forked rank must return, because its launcher waits for the result
             os._exit(0)  # all is written, and Python's normal exit now and then aborts in a thread that a peer left
 
 

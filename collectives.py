@@ -733,9 +733,13 @@ class Watched(Link):
         progress(name)
         self.check(name, arguments)
         self.name = name
+        self.prepare()
         result = super().run(name, operation, arguments, async_op)
         progress(f"after {name}")
         return result
+
+    def prepare(self):
+        """Called on all ranks before each operation, when its arguments have been checked."""
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
@@ -922,34 +926,39 @@ class Mailboxes:
 
     def __init__(self, link):
         """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them."""
-        self.link, self.others = link, [r for r in range(link.size) if r != link.rank]
+        self.rank, self.size, self.others = link.rank, link.size, [r for r in range(link.size) if r != link.rank]
         fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
-        os.ftruncate(fd, link.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
-        self.mine, ends, self.read_ends = mmap.mmap(fd, 0), [0] * link.size, {}
+        os.ftruncate(fd, self.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
+        self.memory, self.read_ends, ends = [self.slots_in(fd)], {}, [0] * self.size
         for r in self.others:
             self.read_ends[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
             self.own_ends.append(end)
             ends[r] = end.fileno()
-        secret, start = os.urandom(8), link.rank * SLOTS * SLOT_BYTES
-        self.mine[start:start + 8] = secret  # in the slots from this rank to itself, which nobody uses
-        self.offer = [os.getpid(), fd, int.from_bytes(secret, "little", signed=True), *ends]
+        secret = int.from_bytes(os.urandom(7), "little")
+        self.secret_of(self.memory[0], self.rank).fill_(secret)
+        self.offer = [os.getpid(), fd, secret, *ends]
+
+    def slots_in(self, fd):
+        """The slots (N, SLOTS, SLOT_BYTES) of a rank, in row r those to rank r."""
+        memory = mmap.mmap(fd, self.size * SLOTS * SLOT_BYTES)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self.size, SLOTS, SLOT_BYTES)
+
+    def secret_of(self, slots, r):
+        """A number of rank r, in its slots to itself, which nobody uses."""
+        return slots[r, 0, :8].view(torch.int64)
 
     def open(self, offers):
         """Open every other rank's memory and pipe. OSError or ValueError: one cannot be opened."""
-        rank, shape = self.link.rank, (self.link.size, SLOTS, SLOT_BYTES)
-        self.write_ends, self.to, self.source, self.memory = {}, {}, {}, []
+        self.write_ends, self.to, self.source = {}, {}, {}
         for r in self.others:
             pid, fd, secret, *ends = offers[r]
             with open(f"/proc/{pid}/fd/{fd}", "r+b", 0) as file:
-                memory = mmap.mmap(file.fileno(), SLOTS * SLOT_BYTES * self.link.size)
-            start = r * SLOTS * SLOT_BYTES
-            if int.from_bytes(memory[start:start + 8], "little", signed=True) != secret:
+                self.memory.append(theirs := self.slots_in(file.fileno()))
+            if int(self.secret_of(theirs, r)) != secret:
                 raise OSError("a process of another container has this number here")
-            self.write_ends[r] = open(f"/proc/{pid}/fd/{ends[rank]}", "wb", 0)
-            here, there = (torch.frombuffer(m, dtype=torch.uint8).view(shape) for m in (self.mine, memory))
-            self.to[r], self.source[r] = itertools.cycle(here[r]), itertools.cycle(there[rank])
-            self.memory += here, there
+            self.write_ends[r] = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
+            self.to[r], self.source[r] = itertools.cycle(self.memory[0][r]), itertools.cycle(theirs[self.rank])
         self.sends, self.receives = ({r: deque() for r in self.others} for _ in range(2))
         self.empty = dict.fromkeys(self.others, SLOTS)  # how many slots to rank r are empty
         # How many slots from rank r are full, and how many are empty but not yet reported to it.
@@ -1018,7 +1027,6 @@ class Mailboxes:
     def close(self):
         for file in *self.read_ends.values(), *self.write_ends.values(), *self.own_ends:
             file.close()
-        self.link = None  # a cycle would keep the memory until Python looks for cycles
 
 
 def make_mailboxes(link):
@@ -1079,18 +1087,14 @@ class GlooLink(PiecewiseLink):
 
     def run(self, name, operation, arguments, async_op):
         if not async_op and (self._last is None or self._last.is_completed()):
-            return self._run(name, operation, arguments)
+            return super().run(name, operation, arguments, False)
         # Queue behind the operations under way, because every rank must run them in the same order.
-        self._last = self._enqueue(functools.partial(self._run, name, operation, arguments))
+        self._last = self._enqueue(functools.partial(super().run, name, operation, arguments, False))
         return self._last if async_op else self._last.wait()
 
-    def _run(self, name, operation, arguments):
+    def prepare(self):
         if self.mailboxes is None:
-            progress(name)
-            self.check(name, arguments)  # a rank that is refused must not wait for the others first
-            self.name = name
             self.mailboxes = make_mailboxes(self) or False
-        return super().run(name, operation, arguments, False)
 
     def close(self):
         if self._jobs:
@@ -1739,6 +1743,11 @@ def may_fork():
 
 
 _forked = False
+
+
+def is_forked():
+    """Whether this process is a rank that `start_again` has forked. Its launcher waits for it to return."""
+    return _forked
 
 
 def forked():
