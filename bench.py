@@ -1628,6 +1628,9 @@ def peak_gib(device, build):
 
 def strategies(a):
     device = dist.initialize(a.device)
+    if a.without:
+        without(a, device)
+        return
     comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
     machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
     machine = machines[comms[0]]
@@ -1659,6 +1662,53 @@ def strategies(a):
     if "experts" in a.layouts:
         say(describe_experts(table.rows, a.configs["experts"]))
     write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
+
+
+def sends_late(computed):
+    """`Early.computed`, but buckets wait for the end of backward."""
+    def call(self, param):
+        syncing, self.syncing = self.syncing, False
+        computed(self, param)
+        self.syncing = syncing
+    return call
+
+
+WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its place)
+    "graphs": (train.Settings, "cuda_graphs", "off"),                         # recorded micro-batches
+    "kernels": (kernels, "on_triton", lambda x: False),                       # PyTorch's operations
+    "tuning": (kernels, "FASTER", {}),                                        # the kernels above the bar
+    "fusion": (model, "FASTER", {}),                                          # the blocks above the bar
+    "links": (dist, "LINKS", {**dist.LINKS, "nccl": dist.LINKS["ring"], "gloo": dist.LINKS["ring"]}),  # textbook rings
+    "windows": (dist.NodeLink, "window", dist.Direct.window),                 # NCCL's messages
+    "replay": (dist, "REPLAY_BYTES", 0),                                      # collectives launched one by one
+    "early": (parallel.Early, "computed", sends_late(parallel.Early.computed)),
+    "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None),    # a unit is gathered when it is needed
+    "pieces": (parallel, "MOST_PIECES", 1),                                   # products wait for --tp's traffic
+    "rows": (dist, "ROW_BYTES", 1 << 62),                                     # tokens are copied into one message
+    "patience": (parallel.PatientPipeline, "expect", parallel.PatientPipeline.post)}  # receives are posted early
+
+
+def without(a, device):
+    """Time each strategy's step with all machinery, then without one piece after the other, and with all again."""
+    table = Table("A step without a piece of machinery, over a step with all (with all again: the machine's noise)", {
+        "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
+
+    def seconds(name, s, piece=None):
+        owner, attribute, value = WITHOUT.get(piece, (dist, "PIECE_BYTES", dist.PIECE_BYTES))
+        with patch.object(owner, attribute, value):
+            s = dataclasses.replace(s, cuda_graphs=value) if piece == "graphs" else s
+            trainer = make_trainer(a.configs[name], s, device)
+            trainer.step(0, train.BirthLog())
+            found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats)[name]
+            del trainer
+        forget()
+        return found
+
+    for name, s in a.layouts.items():
+        first = seconds(name, s)
+        table.row(strategy=name, ms=1e3 * first, **{piece: seconds(name, s, piece) / first for piece in a.without},
+                  again=seconds(name, s) / first)
+    write_json(a.json, "without", device, [table], model=a.model)
 
 
 def describe_ring(name, s, config, machine):
@@ -2465,6 +2515,8 @@ FLAGS = [
     number(("strategies",), "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option(TRAINED, "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
     number(TRAINED, "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
+    option(("strategies",), "--without", "time ours without these pieces of machinery, one at a time; no names: all",
+           nargs="*", choices=list(WITHOUT), metavar="PIECE"),
     option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong", "both"],
            default="both"),
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
@@ -2518,6 +2570,7 @@ def check(a, world):
         reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
                + " --device cpu" * (a.device == "cuda"))
         return a.gpus if a.what == "collectives" else 1
+    a.without = list(WITHOUT) if getattr(a, "without", None) == [] else getattr(a, "without", None)
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
     a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]

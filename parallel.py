@@ -724,7 +724,7 @@ class ColumnParallelLinear(Replaceable, nn.Module):
         return self.linear(self.f(x, self.group), self.weight, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Replaceable, nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(kernels.linear)
 
@@ -2251,20 +2251,20 @@ class LeanGPT(ParallelGPT):
 # engines read and write each sequence's tokens in place, so the functions below save that copy. They make one transfer
 # a sequence instead of one in all, so they do so only if each transfer has at least `dist.row_bytes`.
 
-def start_gathering(x, group, async_op=False):
-    """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
+def start_gathering(x, group, async_op=False, whole=None):
+    """Start to all-gather x (B, T/N, C): (handle, `whole` (B, N, T/N, C)). The handle is None unless async_op."""
     n = dist.get_world_size(group)
-    if x[0].nbytes >= dist.row_bytes(group):
-        whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
-    else:
-        whole = x.new_empty(n, *x.shape)
-    return dist.all_gather_into_tensor(whole, x.contiguous(), group, async_op), whole.transpose(0, 1)
+    if whole is None and x[0].nbytes >= dist.row_bytes(group):
+        whole = x.new_empty(len(x), n, *x.shape[1:])
+    elif whole is None:
+        whole = x.new_empty(n, *x.shape).transpose(0, 1)
+    return dist.all_gather_into_tensor(whole.transpose(0, 1), x.contiguous(), group, async_op), whole
 
 
-def start_scattering(x, group, async_op=False):
-    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
+def start_scattering(x, group, async_op=False, mine=None):
+    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum, in `mine`)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
-    mine = x.new_empty(parts.shape[1:])
+    mine = x.new_empty(parts.shape[1:]) if mine is None else mine
     parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
     return dist.reduce_scatter_tensor(mine, parts, group=group, async_op=async_op), mine
 
@@ -2281,50 +2281,139 @@ def scatter_in_place(x, group):
     return start_scattering(x, group)[1]
 
 
-class RegatheredProduct(torch.autograd.Function):
-    """f, then X W^T + b. Until backward a rank keeps only its own T/N tokens of X, which saves memory.
+# -------------------------------------------------------------------------- tensor parallel: traffic under products
+#
+# What f and g send need not stop the products beside it. A batch's sequences are cut in pieces: one piece travels while
+# another is multiplied. What backward adds up for f travels while dW is computed. Copy engines carry it, so that it
+# takes no multiprocessors. On other links, and with small messages, products wait: `pieces` decides.
 
-    The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks, while it computes
-    dY^T X. take: as for kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
+# A piece has at least so many bytes, because a message of fewer is faster by a kernel that nothing hides.
+LEAST_PIECE, MOST_PIECES = 1 << 23, 4
+
+
+def pieces(x, group):
+    """Slices of the sequences of x (B, ...), of which one travels while another is multiplied; one of all, if none
+    should. x: what travels, or comes."""
+    count = 1
+    if isinstance(dist.link_of(group), OVERLAPS) and dist.get_world_size(group) > 1:
+        count = max(1, min(MOST_PIECES, len(x), x.nbytes // LEAST_PIECE))
+    return [slice(len(x) * i // count, len(x) * (i + 1) // count) for i in range(count)]
+
+
+OVERLAPS = dist.NodeLink  # the links whose messages leave the multiprocessors to products
+
+
+def gathered_product(x, weight, bias, group):
+    """X (B, T/N, in) of each rank -> (whole X (B, T, in), X W^T + b (B, T, out))."""
+    n, every = dist.get_world_size(group), pieces(x, group)
+    if len(every) == 1 or x[0].nbytes < dist.row_bytes(group):
+        whole = faster(gather_tokens)(x, group)
+        return whole, F.linear(whole, weight, bias)
+    whole, y = x.new_empty(len(x), n, *x.shape[1:]), x.new_empty(len(x), n * x.shape[1], len(weight))
+    handles = [start_gathering(x[some], group, True, whole[some])[0] for some in every]
+    for some, handle in zip(every, handles):
+        handle.wait()
+        multiply(whole[some], weight, bias, y[some])
+    return whole.flatten(1, 2), y
+
+
+def multiply(x, weight, bias, y):
+    """Write x W^T + b to y, both contiguous."""
+    x, y = x.flatten(0, -2), y.flatten(0, -2)
+    torch.mm(x, weight.T, out=y) if bias is None else torch.addmm(bias, x, weight.T, out=y)
+
+
+class ColumnProduct(torch.autograd.Function):
+    """f, then X W^T + b. cut: X is (B, T/N, in), f gathers it; else X is whole, and f does nothing forward.
+
+    With `cut` a rank keeps its own T/N tokens of X alone until backward, which saves memory. The cost: backward gathers
+    X again, while it computes dY W. Then it adds up dX over the ranks, while it computes dY^T X. take: as for
+    kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, take=None):
-        ctx.group, ctx.take = group, take
+    def forward(ctx, x, weight, bias, group, cut, take=None):
+        ctx.group, ctx.cut, ctx.take = group, cut, take
         ctx.save_for_backward(x, weight)
-        return F.linear(faster(gather_tokens)(x, group), weight, bias)
+        return gathered_product(x, weight, bias, group)[1] if cut else F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, weight), added, dx = ctx.saved_tensors, dist.Handle(), None
-        gathered, whole = start_gathering(x, ctx.group, async_op=True)
+        (x, weight), gathered, added, dx = ctx.saved_tensors, dist.Handle(), dist.Handle(), None
+        if ctx.cut:
+            gathered, x = start_gathering(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
+            added, dx = (start_scattering if ctx.cut else start_sum)(dy @ weight, ctx.group, async_op=True)
         gathered.wait()
-        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), x.flatten(0, -2))
         added.wait()
-        return dx, *gradients, None, None
+        return dx, *gradients, None, None, None
 
 
-# ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
+class RowProduct(torch.autograd.Function):
+    """X W^T, then g, in pieces. cut: g leaves this rank's tokens of the sum, (B, T/N, out), else all. take: as above."""
 
-class FusableColumns(ColumnParallelLinear):
-    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway."""
+    @staticmethod
+    def forward(ctx, x, weight, group, cut, take=None):
+        ctx.group, ctx.cut, ctx.take = group, cut, take
+        ctx.save_for_backward(x, weight)
+        y, x, handles = x.new_empty(*x.shape[:-1], len(weight)), x.contiguous(), []
+        mine = y.new_empty(len(y), y.shape[1] // dist.get_world_size(group), len(weight)) if cut else y
+        for some in pieces(y, group):
+            multiply(x[some], weight, None, y[some])
+            handles.append((start_scattering if cut else start_sum)(y[some], group, True, mine[some])[0])
+        wait(handles)
+        return mine
 
-    def product(self, x):
-        return self.linear(self.f(x, self.group), self.weight)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy, dx = gathered_product(dy, weight.T, None, ctx.group) if ctx.cut else (dy, dy @ weight)
+        return dx, *kernels.weight_gradients(ctx, dy.flatten(0, -2), x.flatten(0, -2))[:1], None, None, None
 
 
-class FusableGathering(FusableColumns, GatheringLinear):
-    """A GatheringLinear whose product is a RegatheredProduct. That includes f, so self.f does nothing."""
+def start_sum(x, group, async_op=False, same=None):
+    """Start to all-reduce x in place: (handle, x). The arguments are start_scattering's."""
+    return dist.all_reduce(x, group=group, async_op=async_op), x
+
+
+class OverlappedColumns(ColumnParallelLinear):
+    """A ColumnParallelLinear whose `linear` includes f. `product` leaves out the bias, so that the activation's kernel
+    can add it in a pass that it makes anyway."""
+    cut = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.f = lambda x, group: x
+        self.send, self.f = self.f, lambda x, group: x
+
+    def product(self, x):
+        return self.linear(x, self.weight)
 
     def linear(self, x, weight, bias=None, take=None):
-        return RegatheredProduct.apply(x, weight, bias, self.group, take)
+        # cuBLAS is slow where 8 does not divide the columns (the head's); kernels.linear pads them
+        if self.cut or self.send == CopyToGroup.apply and len(weight) % 8 == 0 and len(pieces(x, self.group)) > 1:
+            return ColumnProduct.apply(x, weight, bias, self.group, self.cut, take)
+        return kernels.linear(self.send(x, self.group), weight, bias, take)
+
+
+class OverlappedGathering(OverlappedColumns, GatheringLinear):
+    """A GatheringLinear, likewise."""
+    cut = True
+
+
+class OverlappedRows(RowParallelLinear):
+    """A RowParallelLinear whose `linear` includes g."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.send, self.g = self.g, lambda x, group: x
+
+    def linear(self, x, weight, bias=None, take=None):
+        if len(pieces(x.new_empty(()).expand(*x.shape[:-1], len(weight)), self.group)) > 1:  # Y's shape, no memory
+            return RowProduct.apply(x, weight, self.group, self.send is scattered, take)
+        return self.send(kernels.linear(x, weight, bias, take), self.group)
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
@@ -2966,8 +3055,8 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                ShardReducer: EarlyShardReducer, DDP: RestartableDDP, ShardedOptimizer: GuardedOptimizer,
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
-               scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
-               GatheringLinear: FusableGathering, RingAttention: TunedRing,
+               scatter_tokens: scatter_in_place, ColumnParallelLinear: OverlappedColumns,
+               GatheringLinear: OverlappedGathering, RowParallelLinear: OverlappedRows, RingAttention: TunedRing,
                going_round: going_round_ahead})
 
 
