@@ -43,7 +43,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -60,7 +60,7 @@ import model
 import parallel
 import train
 from kernels import tl, triton
-from model import GPT, MLP, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
+from model import GPT, PRESETS, Experts, FusedBlock, GPTConfig, count_of_each, materialize, routers, shapes
 from train import BadInput, reject
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
@@ -1192,6 +1192,9 @@ def fit(messages, sizes, seconds):
     return float(a), float(1 / per_byte) if per_byte else math.inf
 
 
+GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # PyTorch's, replayed from a CUDA graph, too
+
+
 def collectives(a):
     device, n = dist.initialize(a.device), a.gpus
     dist.use(None, a.comm)
@@ -1201,7 +1204,8 @@ def collectives(a):
     say(f"{n} processes, {backend}\n{describe_machine(machines[a.comm])}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
-        "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f",
+        "graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f",
+        "bus": "bus GB/s:>8.2f",
         "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
@@ -1211,6 +1215,9 @@ def collectives(a):
     for op in a.only:
         for size in sizes if op != "barrier" else [0]:
             calls, count = calls_of(op, size, device)
+            if device.type == "cuda" and "torch" in calls and op in GRAPHED:
+                calls["torch"]()
+                calls["graph"] = dist.RecordedGraph(calls["torch"]).replay
             seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
             dist.reset_traffic()
             calls["ours"]()
@@ -1223,8 +1230,9 @@ def collectives(a):
                         "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                         "counted": sum(log.bytes for log in logs),
                         "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
+                row["graph_us"] = 1e6 * seconds["graph"] if "graph" in seconds else None
                 points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
-                                   *seconds.values()))
+                                   seconds["ours"], seconds["torch"]))
             table.row(**row)
             del calls
     for op, (m, k, *both) in ((op, zip(*some)) for op, some in points.items() if len(some) > 1):
@@ -1389,12 +1397,17 @@ def stage_costs(gradients, trainer, repeats):
 # device, x, y) -> (step, its name). x, y: the micro-batches that ours trains on.
 
 def plain_model(config, device, dtype=torch.float32, pieces=None):
-    model = GPT(config, seed=None, pieces=pieces)
-    materialize(model, random_source(config, device), device, dtype)
-    for block in model.h.values():
-        if isinstance(block.mlp, MLP):  # call layers as modules, because DTensor works by their hooks
-            block.mlp.forward = MethodType(MLP.forward, block.mlp)
-    return model
+    """A GPT of the classes above the bar, each block compiled where there is a GPU: a CPU wants a C++ compiler for it.
+    """
+    with patch.object(model, "FASTER", {}):
+        net = GPT(config, seed=None, pieces=pieces)
+    materialize(net, random_source(config, device), device, dtype)
+    # All blocks share compiled code, and each kind of input needs its own. An error, should there be too many: PyTorch
+    # would go on without compiling.
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    for block in net.h.values() if device.type == "cuda" else ():
+        block.forward = torch.compile(block.forward)
+    return net
 
 
 def token_loss(logits, targets):
@@ -1433,7 +1446,7 @@ def torch_compiled(config, s, device, x, y):
     """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
     model = plain_model(config, device)
     loss = torch.compile(lambda tokens, targets: token_loss(model(tokens), targets))
-    return torch_step(model, s, device, x, y, loss), "compile"
+    return torch_step(model, s, device, x, y, loss), "model"
 
 
 def torch_ddp(config, s, device, x, y):
@@ -1459,20 +1472,28 @@ def torch_fsdp(config, s, device, x, y):
 
 
 def torch_tp(config, s, device, x, y):
-    """DTensor. Weights are in the compute dtype without float32 masters, so it does less work than ours. It cuts c_attn
-    into N contiguous parts, not by heads, so its results differ, but not its work."""
+    """DTensor, with --sp sequence parallel. Weights are in the compute dtype without float32 masters, so it does less
+    work than ours. It cuts c_attn into N contiguous parts, not by heads, so its results differ, but not its work."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-    model = plain_model(config, device, train.DTYPES[s.dtype])
-    parallelize_module(model, parallel.make_mesh(device.type, tp=s.tp)["tp"], {
-        "wte": RowwiseParallel(input_layouts=Replicate()), "h.*.attn.c_attn": ColwiseParallel(),
-        "h.*.attn.c_proj": RowwiseParallel(), "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module)
+    net, tokens = plain_model(config, device, train.DTYPES[s.dtype]), Shard(1) if s.sp else Replicate()
+    plan = {"wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(output_layouts=tokens),
+            "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(output_layouts=tokens),
+            "lm_head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)}
+    if s.sp:
+        plan |= dict.fromkeys(("h.*.ln_1", "h.*.ln_2", "ln_f"), SequenceParallel(use_local_output=True))
+        whole = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate(), use_local_output=True)
+        plan |= dict.fromkeys(("h.*.attn", "h.*.mlp"), whole)
+        positions = net.positions
+        net.positions = lambda every: positions(every).chunk(s.tp)[dist.get_rank()]
+    parallelize_module(net, parallel.make_mesh(device.type, tp=s.tp)["tp"], plan)
     if config.tied:
-        model.lm_head.weight = model.wte.weight
-    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-    return torch_step(model, s, device, x, y, lambda tokens, targets: token_loss(model(tokens), targets), kinds=kinds,
-                      precision=loss_parallel), "DTensor"
+        net.lm_head.weight = net.wte.weight
+    kinds = [[p for p in net.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
+    return torch_step(net, s, device, x, y, lambda tokens, targets: token_loss(net(tokens), targets), kinds=kinds,
+                      precision=loss_parallel), "DTensor" + ", sequence parallel" * s.sp
 
 
 def torch_pipeline(config, s, device, x, y):
@@ -1565,12 +1586,11 @@ def torch_experts(config, s, device, x, y):
     model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
     router_of = routers(model)
     for i, block in model.h.items():
-        if int(i) in router_of:
+        if int(i) in router_of:  # compiled apart from the block, which calls them
             experts, router = TorchExperts(block.mlp.experts, ep), block.mlp.router
             block.mlp.experts, experts.activate = experts, compiled(experts.activate)
             router.choose = whole(compiled(router.choose))
             block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # its sizes depend on the router
-        block.forward = compiled(block.forward)
     named = dict(model.named_parameters())
     apart = [name for name in named if ".experts." in name] if s.ep > 1 else []
     kinds = [[p for name, p in named.items() if (name in apart) == kind] for kind in (False, True)]
@@ -1594,14 +1614,14 @@ def torch_experts(config, s, device, x, y):
                 router.load = 0
 
     product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
-    title = product * bool(router_of) + "DDP" + ", compiled" * (device.type == "cuda")
+    title = product * bool(router_of) + "DDP"
     optimizer = adamw([named.values()], device, train.learning_rate(s, 0))
     return torch_step(ddp, s, device, x, y, optimizer=optimizer, clip=clip), title
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "tp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline), "experts": torch_experts,
-         "dense twin": torch_experts}
+         "tp": torch_tp, "tp+sp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline),
+         "experts": torch_experts, "dense twin": torch_experts}
 
 
 def forget():
@@ -1673,41 +1693,49 @@ def sends_late(computed):
     return call
 
 
-WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its place)
-    "graphs": (train.Settings, "cuda_graphs", "off"),                         # recorded micro-batches
-    "kernels": (kernels, "on_triton", lambda x: False),                       # PyTorch's operations
-    "tuning": (kernels, "FASTER", {}),                                        # the kernels above the bar
-    "fusion": (model, "FASTER", {}),                                          # the blocks above the bar
-    "links": (dist, "LINKS", {**dist.LINKS, "nccl": dist.LINKS["ring"], "gloo": dist.LINKS["ring"]}),  # textbook rings
-    "windows": (dist.NodeLink, "window", dist.Direct.window),                 # NCCL's messages
-    "replay": (dist, "REPLAY_BYTES", 0),                                      # collectives launched one by one
-    "early": (parallel.Early, "computed", sends_late(parallel.Early.computed)),
-    "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None),    # a unit is gathered when it is needed
-    "pieces": (parallel, "MOST_PIECES", 1),                                   # products wait for --tp's traffic
-    "rows": (dist, "ROW_BYTES", 1 << 62),                                     # tokens are copied into one message
-    "patience": (parallel.PatientPipeline, "expect", parallel.PatientPipeline.post)}  # receives are posted early
+def always(s):
+    return True
+
+
+WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its place, which layouts use it)
+    "graphs": (train.Settings, "cuda_graphs", "off", always),                      # recorded micro-batches
+    "kernels": (kernels, "on_triton", lambda x: False, always),                    # PyTorch's operations
+    "tuning": (kernels, "FASTER", {}, always),                                     # the kernels above the bar
+    "fusion": (model, "FASTER", {}, always),                                       # the blocks above the bar
+    "links": (dist, "LINKS", {**dist.LINKS, **dict.fromkeys(("nccl", "gloo"), dist.LINKS["ring"])}, always),  # rings
+    "windows": (dist.NodeLink, "window", dist.Direct.window, always),              # NCCL's messages
+    "open": (dist, "OPEN_BYTES", 0, always),                                       # small all-reduces in two halves
+    "replay": (dist, "REPLAY_BYTES", 0, always),                                   # collectives launched one by one
+    "early": (parallel.Early, "computed", sends_late(parallel.Early.computed), lambda s: s.dp > 1 and s.zero < 2),
+    "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None, lambda s: s.zero == 3),  # no unit ahead
+    "pieces": (parallel, "MOST_PIECES", 1, lambda s: s.tp > 1),                    # products wait for traffic
+    "rows": (dist, "ROW_BYTES", 1 << 62, lambda s: s.sp),                          # tokens are copied into one message
+    "patience": (parallel.PatientPipeline, "expect", parallel.PatientPipeline.post, lambda s: s.pp > 1)}
 
 
 def without(a, device):
     """Time each strategy's step with all machinery, then without one piece after the other, and with all again."""
-    table = Table("A step without a piece of machinery, over a step with all (with all again: the machine's noise)", {
+    table = Table("A step without a piece of machinery, over a step with all (again: with all, for the noise)", {
         "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
 
-    def seconds(name, s, piece=None):
-        owner, attribute, value = WITHOUT.get(piece, (dist, "PIECE_BYTES", dist.PIECE_BYTES))
+    def seconds(name, piece=None):
+        owner, attribute, value, used = WITHOUT.get(piece, (dist, "PIECE_BYTES", dist.PIECE_BYTES, always))
+        s = a.layouts[name]
+        if not used(s):
+            return None
         with patch.object(owner, attribute, value):
             s = dataclasses.replace(s, cuda_graphs=value) if piece == "graphs" else s
             trainer = make_trainer(a.configs[name], s, device)
             trainer.step(0, train.BirthLog())
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats)[name]
-            del trainer
+            trainer = None
         forget()
         return found
 
-    for name, s in a.layouts.items():
-        first = seconds(name, s)
-        table.row(strategy=name, ms=1e3 * first, **{piece: seconds(name, s, piece) / first for piece in a.without},
-                  again=seconds(name, s) / first)
+    for name in a.layouts:
+        first = seconds(name)
+        row = {piece: seconds(name, piece) for piece in (*a.without, "again")}
+        table.row(strategy=name, ms=1e3 * first, **{piece: took and took / first for piece, took in row.items()})
     write_json(a.json, "without", device, [table], model=a.model)
 
 
@@ -1763,7 +1791,7 @@ def measure_strategy(name, s, a, device, machines):
             kernels.use("auto")
         in_pytorch()
         warm_up(in_pytorch, s, config)
-        return in_pytorch, "torch " + title
+        return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
 
     def ours(comm):
         for group in trainer.net.groups:

@@ -665,9 +665,9 @@ REPLAY_BYTES, REPLAYS = 1 << 28, 512
 # while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
 # If the caller waits, nothing computes beside the operation. Then up to so many bytes the all-to-all kernel is faster
-# than copies. (4 H200s, us for 16 and 64 MiB: the kernel 102 and 268; by copies an all-gather 166 and 317, a
-# reduce-scatter 138 and 261.)
-BY_KERNEL = {"all_gather": 1 << 26, "reduce_scatter": 1 << 24}
+# than copies. (2 H200s, us: an all-gather of 16 MiB 41 by the kernel, 57 by copies, 1 GiB 1865 and 2075; a
+# reduce-scatter of 16 MiB 42 and 51, from 64 MiB on as long.)
+BY_KERNEL = {"all_gather": 1 << 32, "reduce_scatter": 1 << 24}
 # For the same reason one kernel that reads and writes all windows does an all-reduce that the caller waits for, from
 # OPEN_FROM to OPEN_BYTES. Messages and copies take longer to start (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2 MiB
 # 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, equal at 24 MiB; NCCL's own 28, 59, 95).
