@@ -485,8 +485,7 @@ def stage_seconds(config, s, machine, stages):
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
-    replayed = train.replayable(s, config) and (
-        s.cuda_graphs == "on" or s.cuda_graphs == "auto" and s.dp * s.cp * s.tp * s.pp > 1)
+    replayed = train.replayable(s, config) and s.cuda_graphs != "off"
     issue = machine.units if s.zero == 3 and machine.units else machine.launch
     once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
     launch = once * (1 if s.recompute == "none" else 4 / 3)
@@ -1723,7 +1722,7 @@ def without(a, device):
         s = a.layouts[name]
         if not used(s):
             return None
-        with patch.object(owner, attribute, value):
+        with patch.object(owner, attribute, value), patch.object(dist, "_links", defaultdict(dict)):
             s = dataclasses.replace(s, cuda_graphs=value) if piece == "graphs" else s
             trainer = make_trainer(a.configs[name], s, device)
             trainer.step(0, train.BirthLog())

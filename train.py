@@ -425,8 +425,8 @@ class Settings(Flags):
     profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
     cuda_graphs: str = flag("auto", "launch a micro-batch's kernels as one CUDA graph, so that the CPU does not launch "
-                                    "each of them; auto: with several GPUs, no experts, and --zero 0 or 1 (2 and 3 "
-                                    "with --pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
+                                    "each of them; auto: on GPUs, without experts, with --zero 0 or 1 (2 and 3 with "
+                                    "--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
     on_nan: str = flag("stop", "what all ranks do if a loss or gradient is not finite", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")
@@ -559,7 +559,7 @@ def check_layout(s, config, world, local_world):
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
            "1 --schedule 1f1b) and no --experts: leave it out")
     if s.cuda_graphs == "auto":
-        s.cuda_graphs = "on" if able and processes > 1 else "off"
+        s.cuda_graphs = "on" if able else "off"
     try:
         kernels.use(s.kernels)
     except ValueError as problem:
