@@ -2251,20 +2251,20 @@ class LeanGPT(ParallelGPT):
 # engines read and write each sequence's tokens in place, so the functions below save that copy. They make one transfer
 # a sequence instead of one in all, so they do so only if each transfer has at least `dist.row_bytes`.
 
-def start_gathering(x, group, async_op=False, whole=None):
-    """Start to all-gather x (B, T/N, C): (handle, `whole` (B, N, T/N, C)). The handle is None unless async_op."""
+def start_gathering(x, group, async_op=False):
+    """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
     n = dist.get_world_size(group)
-    if whole is None and x[0].nbytes >= dist.row_bytes(group):
-        whole = x.new_empty(len(x), n, *x.shape[1:])
-    elif whole is None:
-        whole = x.new_empty(n, *x.shape).transpose(0, 1)
-    return dist.all_gather_into_tensor(whole.transpose(0, 1), x.contiguous(), group, async_op), whole
+    if x[0].nbytes >= dist.row_bytes(group):
+        whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
+    else:
+        whole = x.new_empty(n, *x.shape)
+    return dist.all_gather_into_tensor(whole, x.contiguous(), group, async_op), whole.transpose(0, 1)
 
 
-def start_scattering(x, group, async_op=False, mine=None):
-    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum, in `mine`)."""
+def start_scattering(x, group, async_op=False):
+    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
-    mine = x.new_empty(parts.shape[1:]) if mine is None else mine
+    mine = x.new_empty(parts.shape[1:])
     parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
     return dist.reduce_scatter_tensor(mine, parts, group=group, async_op=async_op), mine
 
@@ -2283,42 +2283,23 @@ def scatter_in_place(x, group):
 
 # -------------------------------------------------------------------------- tensor parallel: traffic under products
 #
-# What f and g send need not stop the products beside it. A batch's sequences are cut in pieces: one piece travels while
-# another is multiplied. What backward adds up for f travels while dW is computed. (2 H200s, GPT-2 medium, 32 sequences:
-# 107 ms a step, and 111 where products wait. With --sp nothing was gained: its messages are half as long.)
+# What f and g send need not stop the products beside it. Y's sequences are cut in pieces: one piece is added up over
+# the ranks while the next is multiplied. dX is added up while dW is computed. (2 H200s, GPT-2 medium, 32 sequences:
+# 107 ms a step, and 111 where products wait.) With --sp pieces gain nothing, because its messages are half as long; it
+# only hides what backward sends.
 
 # The links that leave the multiprocessors to products, because copy engines carry their messages; the least bytes of a
 # piece, because a message of fewer is faster by a kernel that nothing hides; the most pieces.
 OVERLAPS, LEAST_PIECE, MOST_PIECES = dist.NodeLink, 1 << 23, 4
 
 
-def pieces(x, group):
-    """Slices of the sequences of x (B, ...), of which one travels while another is multiplied. x: what is sent, or
-    received. A single slice: the product and the message wait for each other."""
+def pieces(shape, itemsize, group):
+    """Slices of the sequences of a tensor (B, T, C), of which one is added up over the ranks while another is
+    multiplied. A single slice: the product and the message wait for each other."""
     count = 1
     if isinstance(dist.link_of(group), OVERLAPS) and dist.get_world_size(group) > 1:
-        count = max(1, min(MOST_PIECES, len(x), x.nbytes // LEAST_PIECE))
-    return [slice(len(x) * i // count, len(x) * (i + 1) // count) for i in range(count)]
-
-
-def gathered_product(x, weight, bias, group):
-    """X (B, T/N, in) of each rank -> (whole X (B, T, in), X W^T + b (B, T, out))."""
-    n, every = dist.get_world_size(group), pieces(x, group)
-    if len(every) == 1 or x[0].nbytes < dist.row_bytes(group):
-        whole = faster(gather_tokens)(x, group)
-        return whole, F.linear(whole, weight, bias)
-    whole, y = x.new_empty(len(x), n, *x.shape[1:]), x.new_empty(len(x), n * x.shape[1], len(weight))
-    handles = [start_gathering(x[some], group, True, whole[some])[0] for some in every]
-    for some, handle in zip(every, handles):
-        handle.wait()
-        multiply(whole[some], weight, bias, y[some])
-    return whole.flatten(1, 2), y
-
-
-def multiply(x, weight, bias, y):
-    """Write x W^T + b to y, both contiguous."""
-    x, y = x.flatten(0, -2), y.flatten(0, -2)
-    torch.mm(x, weight.T, out=y) if bias is None else torch.addmm(bias, x, weight.T, out=y)
+        count = max(1, min(MOST_PIECES, shape[0], math.prod(shape) * itemsize // LEAST_PIECE))
+    return [slice(shape[0] * i // count, shape[0] * (i + 1) // count) for i in range(count)]
 
 
 class ColumnProduct(torch.autograd.Function):
@@ -2333,7 +2314,7 @@ class ColumnProduct(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, cut, take=None):
         ctx.group, ctx.cut, ctx.take = group, cut, take
         ctx.save_for_backward(x, weight)
-        return gathered_product(x, weight, bias, group)[1] if cut else F.linear(x, weight, bias)
+        return F.linear(faster(gather_tokens)(x, group) if cut else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -2350,31 +2331,28 @@ class ColumnProduct(torch.autograd.Function):
 
 
 class RowProduct(torch.autograd.Function):
-    """X W^T, then g, in pieces. cut: g leaves this rank's tokens of the sum, (B, T/N, out), else all. take: as for
-    kernels.Linear."""
+    """X W^T, added up over the ranks in pieces. take: as for kernels.Linear."""
 
     @staticmethod
-    def forward(ctx, x, weight, group, cut, take=None):
-        ctx.group, ctx.cut, ctx.take = group, cut, take
+    def forward(ctx, x, weight, group, take=None):
+        ctx.take, handles = take, []
         ctx.save_for_backward(x, weight)
-        y, x, handles = x.new_empty(*x.shape[:-1], len(weight)), x.contiguous(), []
-        mine = y.new_empty(len(y), y.shape[1] // dist.get_world_size(group), len(weight)) if cut else y
-        for some in pieces(y, group):
-            multiply(x[some], weight, None, y[some])
-            handles.append((start_scattering if cut else start_sum)(y[some], group, True, mine[some])[0])
+        y, x = x.new_empty(*x.shape[:-1], len(weight)), x.contiguous()
+        for some in pieces(y.shape, y.itemsize, group):
+            torch.mm(x[some].flatten(0, -2), weight.T, out=y[some].flatten(0, -2))
+            handles.append(start_sum(y[some], group, async_op=True)[0])
         wait(handles)
-        return mine
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dy, dx = gathered_product(dy, weight.T, None, ctx.group) if ctx.cut else (dy, dy @ weight)
-        return dx, *kernels.weight_gradients(ctx, dy.flatten(0, -2), x.flatten(0, -2))[:1], None, None, None
+        return dy @ weight, kernels.weight_gradients(ctx, dy.flatten(0, -2), x.flatten(0, -2))[0], None, None
 
 
-def start_sum(x, group, async_op=False, same=None):
-    """Start to all-reduce x in place: (handle, x). The arguments are start_scattering's."""
+def start_sum(x, group, async_op=False):
+    """Start to all-reduce x in place: (handle, x)."""
     return dist.all_reduce(x, group=group, async_op=async_op), x
 
 
@@ -2392,7 +2370,8 @@ class OverlappedColumns(ColumnParallelLinear):
 
     def linear(self, x, weight, bias=None, take=None):
         # cuBLAS is slow where 8 does not divide the columns (the head's); kernels.linear pads them
-        if self.cut or self.send == CopyToGroup.apply and len(weight) % 8 == 0 and len(pieces(x, self.group)) > 1:
+        if self.cut or self.send == CopyToGroup.apply and len(weight) % 8 == 0 and (
+                len(pieces(x.shape, x.itemsize, self.group)) > 1):
             return ColumnProduct.apply(x, weight, bias, self.group, self.cut, take)
         return kernels.linear(self.send(x, self.group), weight, bias, take)
 
@@ -2410,8 +2389,9 @@ class OverlappedRows(RowParallelLinear):
         self.send, self.g = self.g, lambda x, group: x
 
     def linear(self, x, weight, bias=None, take=None):
-        if len(pieces(x.new_empty(()).expand(*x.shape[:-1], len(weight)), self.group)) > 1:  # Y's shape, no memory
-            return RowProduct.apply(x, weight, self.group, self.send is scattered, take)
+        if self.send == ReduceFromGroup.apply and (
+                len(pieces((*x.shape[:-1], len(weight)), x.itemsize, self.group)) > 1):
+            return RowProduct.apply(x, weight, self.group, take)
         return self.send(kernels.linear(x, weight, bias, take), self.group)
 
 

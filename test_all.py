@@ -2212,37 +2212,33 @@ def test_sequence_parallel_in_place_equals_one_process(pool):
 
 
 def in_layout_in_pieces(*args, **options):
-    products, real = Counter(), parallel.multiply
+    sums, real = [], parallel.start_sum
 
-    def multiply(*args):
-        products.update([sys._getframe(1).f_code.co_name])
-        return real(*args)
+    @functools.wraps(real)
+    def start_sum(*args, **kwargs):
+        sums.append(sys._getframe(1).f_code.co_name)
+        return real(*args, **kwargs)
 
-    with (unittest.mock.patch.multiple(parallel, OVERLAPS=dist.Link, LEAST_PIECE=1, multiply=multiply),
-          unittest.mock.patch.object(dist, "row_bytes", lambda group: 0)):
-        return in_layout(*args, **options), products
+    with unittest.mock.patch.multiple(parallel, OVERLAPS=dist.Link, LEAST_PIECE=1, start_sum=start_sum):
+        return in_layout(*args, **options), set(sums)
 
 
 @pytest.mark.parametrize("layout,micro_batches,schedule,options", [
-    ({"tp": 2}, 2, "1f1b", {}), ({"tp": 2}, 1, "1f1b", {"sequence": True, "recompute": "block"}),
-    ({"tp": 3}, 1, "1f1b", {"sequence": True}), ({"tp": 2, "pp": 2}, 4, "zb-h1", {"sequence": True}),
-    ({"tp": 2, "pp": 2}, 4, "zb-h1", {}), ({"dp": 2, "tp": 2}, 1, "1f1b", {"zero": 3, "sequence": True})], ids=str)
+    ({"tp": 2}, 2, "1f1b", {}), ({"tp": 3}, 1, "1f1b", {"recompute": "block"}),
+    ({"tp": 2, "pp": 2}, 4, "zb-h1", {}), ({"dp": 2, "tp": 2}, 1, "1f1b", {"zero": 3})], ids=str)
 def test_products_in_pieces_equal_one_process(pool, layout, micro_batches, schedule, options):
-    """One piece travels while another is multiplied, however small they are."""
-    change = {"n_layer": 3} | ({"n_head": 3, "n_embd": 30} if layout["tp"] == 3 else {})
-    want = one_process("sgd", tokens=6, **change)
-    for got, products in pool(math.prod(layout.values())).run(in_layout_in_pieces, layout, "sgd", micro_batches, change,
-                                                              schedule=schedule, tokens=6, **options):
+    """One piece is added up while another is multiplied, however small they are."""
+    change = {"n_layer": 3} | ({"n_head": 3, "n_embd": 24} if layout["tp"] == 3 else {})
+    want = one_process("sgd", **change)
+    for got, sums in pool(math.prod(layout.values())).run(in_layout_in_pieces, layout, "sgd", micro_batches, change,
+                                                          schedule=schedule, **options):
         assert not differences(got, want), options
-        assert products["forward"] and ("sequence" not in options or products["gathered_product"])
+        assert sums == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("where,layout", [
-    ("start_sum", {"tp": 2}), *((name, {"tp": 2, "sequence": True}) for name in (
-        "start_scattering", "start_gathering"))], ids=str)
-def test_products_in_pieces_are_wrong_without(pool, where, layout):
-    want, sequence = one_process("sgd"), layout.pop("sequence", False)
-    for got, _ in pool(2).run(in_layout_in_pieces, layout, "sgd", 1, {}, where, sequence=sequence):
+def test_products_in_pieces_are_wrong_without_their_sums(pool):
+    want = one_process("sgd")
+    for got, _ in pool(2).run(in_layout_in_pieces, {"tp": 2}, "sgd", 1, {}, "start_sum"):
         assert differences(got, want)
 
 
