@@ -667,7 +667,7 @@ WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
 # If the caller waits, nothing computes beside the operation. Then up to so many bytes the all-to-all kernel is faster
 # than copies. (2 H200s, us: an all-gather of 16 MiB 41 by the kernel, 57 by copies, 1 GiB 1865 and 2075; a
 # reduce-scatter of 16 MiB 42 and 51, from 64 MiB on as long.)
-BY_KERNEL = {"all_gather": 1 << 32, "reduce_scatter": 1 << 24}
+BY_KERNEL_BYTES = {"all_gather": 1 << 32, "reduce_scatter": 1 << 24}
 # For the same reason one kernel that reads and writes all windows does an all-reduce that the caller waits for, from
 # OPEN_FROM to OPEN_BYTES. Messages and copies take longer to start (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2 MiB
 # 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, equal at 24 MiB; NCCL's own 28, 59, 95).
@@ -1439,7 +1439,7 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
-def _by_kernel(tensor):
+def _kernel_sums(tensor):
     """Whether kernels.py sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
         kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # as float32, because sum_rows takes float64, too
@@ -1448,7 +1448,7 @@ def _by_kernel(tensor):
 def _copy(window, to, source):
     """Copy within a GPU's memory, by a kernel where there is one: a graph that has recorded the kernel works on any
     memory at that address, and one that has recorded a copy engine does not."""
-    if _by_kernel(source):
+    if _kernel_sums(source):
         kernels.sum_rows([source], [to], False)
     else:
         window.copy(to, source)
@@ -1456,7 +1456,7 @@ def _copy(window, to, source):
 
 def _sum_rows(rows, results, op):
     """Combine `rows`, N tensors (n), into each of `results`. 16-bit rows are summed in float32."""
-    if op in (ReduceOp.SUM, ReduceOp.AVG) and _by_kernel(rows[0]):
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
         kernels.sum_rows(rows, results, op == ReduceOp.AVG)
         return
     half = rows[0].is_floating_point() and rows[0].itemsize == 2
@@ -1513,7 +1513,7 @@ class Direct:
     def window_for_copies(self, name, chunks):
         """The window through which copies do an operation on N chunks, or None if messages or a kernel are faster."""
         nbytes = sum(chunk.nbytes for chunk in chunks)
-        by_kernel = not self.aside and nbytes <= BY_KERNEL[name] and (
+        by_kernel = not self.aside and nbytes <= BY_KERNEL_BYTES[name] and (
             kernels.on_triton(chunks[0].new_empty(0, dtype=torch.float32)))
         return None if nbytes < WINDOW_FROM or by_kernel else self.window(WINDOW_BYTES)
 

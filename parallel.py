@@ -1929,7 +1929,7 @@ class BucketwiseReducer(ShardReducer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.apart = set()  # buckets averaged over `bucket.group`, but not yet over `bucket.between`
+        self.half_averaged = set()  # buckets averaged over `bucket.group`, but not yet over `bucket.between`
 
     def computed(self, param):
         bucket = self.bucket_of[param]
@@ -1956,7 +1956,7 @@ class BucketwiseReducer(ShardReducer):
 
     def start(self, bucket):
         if bucket.between:
-            self.apart.add(bucket)
+            self.half_averaged.add(bucket)
         return super().start(bucket)
 
     def holds(self, bucket):
@@ -2025,22 +2025,22 @@ class EarlyShardReducer(Early, BucketwiseReducer):
     def average_between(self):
         """As ShardReducer's, but all all-reduces are started before the first is waited for, so that they overlap."""
         waiting = []
-        for bucket in filter(self.apart.__contains__, self.buckets):
+        for bucket in filter(self.half_averaged.__contains__, self.buckets):
             message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
             handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
             waiting.append((bucket.shard.grad, message, handle))
         for grad, message, handle in waiting:
             handle.wait()
             grad.copy_(message)
-        self.apart.clear()
+        self.half_averaged.clear()
 
     def forget(self):
         super().forget()
-        self.apart.clear()
+        self.half_averaged.clear()
 
     @property
     def finished(self):
-        return not (self.next or self.under_way or self.apart or any(map(self.holds, self.buckets)))
+        return not (self.next or self.under_way or self.half_averaged or any(map(self.holds, self.buckets)))
 
 
 class RestartableDDP(DDP):
@@ -2860,7 +2860,7 @@ class GraphPipeline(PatientPipeline):
         if not self.replaying:
             return
         self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
-        self.closing = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
+        self.last_of = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
@@ -2894,12 +2894,12 @@ class GraphPipeline(PatientPipeline):
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
         else:
-            eager = self.closing[stage] if self.replicated else None
+            eager = self.last_of[stage] if self.replicated else None
             mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
 
     def passage(self, action):
-        s, closes = action.stage, self.replaying and action.micro_batch == self.closing[action.stage]
+        s, closes = action.stage, self.replaying and action.micro_batch == self.last_of[action.stage]
         if closes and s in self.graphs.closing:
             return self.graphs.closing[s]
         if self.replaying and self.graphs.recordings.get(s) and not (closes and self.replicated):
@@ -2963,7 +2963,7 @@ class Travel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, trip):
         ctx.trip = trip
-        trip.handle, arriving = leave(rows, trip.group, trip.sends, trip.receives)
+        trip.handle, arriving = start_exchange(rows, trip.group, trip.sends, trip.receives)
         return arriving
 
     @staticmethod
@@ -2984,11 +2984,11 @@ class Arrival(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         trip = ctx.trip
-        trip.handle, trip.grad = leave(grad, trip.group, trip.receives, trip.sends)
+        trip.handle, trip.grad = start_exchange(grad, trip.group, trip.receives, trip.sends)
         return grad, None
 
 
-def leave(rows, group, sends, receives):
+def start_exchange(rows, group, sends, receives):
     """Start an `exchange` without waiting for it: (handle, the rows that will be received)."""
     arriving = rows.new_empty(sum(receives), rows.shape[1])
     return dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True), arriving

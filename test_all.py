@@ -332,8 +332,8 @@ def back_to_ours():
 def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
-    names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES", "BY_KERNEL",
-             "SLOT_BYTES", "make_mailboxes")
+    names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES",
+             "BY_KERNEL_BYTES", "SLOT_BYTES", "make_mailboxes")
     kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
     for way in ways:
         dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
@@ -345,7 +345,7 @@ def compare_with_library(name, cases, *ways):
             dist.make_mailboxes = lambda link: None
         if way == "windows":
             dist.DOUBLING_BYTES = {"switched": 0}
-            dist.BY_KERNEL = dict.fromkeys(dist.BY_KERNEL, -1)
+            dist.BY_KERNEL_BYTES = dict.fromkeys(dist.BY_KERNEL_BYTES, -1)
         if isinstance(way, int):  # nodes of so many ranks
             with nodes_of(way):
                 wrong = wrong_results(name, cases, wants)
@@ -5846,9 +5846,9 @@ def results_of_shared_experts(choice):
 def traveling(run, *args, **options):
     """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
     with unittest.mock.patch.dict(parallel.HIDE_EXCHANGES, link=dist.Link, bytes=0), unittest.mock.patch.object(
-            parallel, "leave", wraps=parallel.leave) as leave:
+            parallel, "start_exchange", wraps=parallel.start_exchange) as started:
         result = run(*args, **options)
-    assert leave.call_count
+    assert started.call_count
     return result
 
 
