@@ -1736,6 +1736,7 @@ def without(a, device):
         row = {piece: seconds(name, piece) for piece in (*a.without, "again")}
         table.row(strategy=name, ms=1e3 * first, **{piece: took and took / first for piece, took in row.items()})
     write_json(a.json, "without", device, [table], model=a.model)
+    return table
 
 
 def describe_ring(name, s, config, machine):

@@ -4282,17 +4282,38 @@ def test_bench_collectives(run_bench, tmp_path):
 
 
 def test_bench_strategies(run_bench, tmp_path):
-    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "tp", "zb-h1", "--repeats", "1",
-                                "--seq-len", "32", "--n-layer", "2", "--batch-size", "8")
+    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "tp", "tp+sp", "zb-h1",
+                                "--repeats", "1", "--seq-len", "32", "--n-layer", "2", "--batch-size", "8")
     ours, theirs = (found["rows"][i::2] for i in (0, 1))
-    assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "zb-h1"]
-    assert [row["who"] for row in theirs] == ["torch DTensor", "torch InterleavedZeroBubble"]
+    assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "tp+sp", "zb-h1"]
+    assert [row["who"] for row in theirs] == ["torch DTensor", "torch DTensor, sequence parallel",
+                                              "torch InterleavedZeroBubble"]
     assert (all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"])
             and "MFU %" in printed)
     assert all(row["traffic_by_collective"] == row["counted_by_collective"] for row in ours)
     assert all(0.7 < row["memory"] / row["memory_measured"] < 1.2 for row in ours)
-    assert close(ours[1]["bubble_measured"], 100 - 100 * 8 * sum(ours[1]["f_i_w_ms"]) / ours[1]["gradients_ms"])
+    assert close(ours[2]["bubble_measured"], 100 - 100 * 8 * sum(ours[2]["f_i_w_ms"]) / ours[2]["gradients_ms"])
     assert ours[0]["communication_ms"] > 0 and ours[0]["without_communication_ms"] > 0
+
+
+def times_without(pieces):
+    """{strategy: {piece: how much longer a step takes without it}}, where "fetching" is replaced by a long sleep."""
+    slow = (*bench.WITHOUT["fetching"][:2], lambda self, unit: time.sleep(0.1), bench.WITHOUT["fetching"][3])
+    layouts = {f"zero{zero}": train.Settings(dp=2, zero=zero, batch_size=2, device="cpu") for zero in (1, 3)}
+    a = types.SimpleNamespace(layouts=layouts, configs=dict.fromkeys(layouts, GPTConfig(67, 16, 2, 4, 48)), repeats=1,
+                              without=pieces, json="", model="")
+    with unittest.mock.patch.dict(bench.WITHOUT, fetching=slow):
+        return {row["strategy"]: row for row in bench.without(a, torch.device("cpu")).rows}
+
+
+def test_bench_strategies_without_a_piece(pool):
+    """What stands in a piece's place is in use while a step is timed. A piece that a layout does not use has no time."""
+    if pool.device_type == "cuda":
+        pytest.skip("the step is the CPU's")
+    found = pool(2).run(times_without, ["fusion", "fetching"])[0]
+    assert found["zero1"]["fetching"] is None and found["zero1"]["fusion"] > 0
+    assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
+    assert all(hasattr(owner, attribute) for owner, attribute, *_ in bench.WITHOUT.values())
 
 
 def losses_of_experts(dp, ep, dtype, every):
