@@ -1492,7 +1492,7 @@ def torch_tp(config, s, device, x, y):
         net.lm_head.weight = net.wte.weight
     kinds = [[p for p in net.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
     return torch_step(net, s, device, x, y, lambda tokens, targets: token_loss(net(tokens), targets), kinds=kinds,
-                      precision=loss_parallel), "DTensor" + ", sequence parallel" * s.sp
+                      precision=loss_parallel), "DTensor" + ", sp" * s.sp
 
 
 def torch_pipeline(config, s, device, x, y):
@@ -1707,7 +1707,7 @@ WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its plac
     "replay": (dist, "REPLAY_BYTES", 0, always),                                   # collectives launched one by one
     "early": (parallel.Early, "computed", sends_late(parallel.Early.computed), lambda s: s.dp > 1 and s.zero < 2),
     "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None, lambda s: s.zero == 3),  # no unit ahead
-    "pieces": (parallel, "MOST_PIECES", 1, lambda s: s.tp > 1),                    # products wait for traffic
+    "pieces": (parallel, "MOST_PIECES", 1, lambda s: s.tp > 1 and not s.sp),       # products wait for traffic
     "rows": (dist, "ROW_BYTES", 1 << 62, lambda s: s.sp),                          # tokens are copied into one message
     "patience": (parallel.PatientPipeline, "expect", parallel.PatientPipeline.post, lambda s: s.pp > 1)}
 

@@ -4286,7 +4286,7 @@ def test_bench_strategies(run_bench, tmp_path):
                                 "--repeats", "1", "--seq-len", "32", "--n-layer", "2", "--batch-size", "8")
     ours, theirs = (found["rows"][i::2] for i in (0, 1))
     assert [row["strategy"] for row in ours] == [row["strategy"] for row in theirs] == ["tp", "tp+sp", "zb-h1"]
-    assert [row["who"] for row in theirs] == ["torch DTensor", "torch DTensor, sequence parallel",
+    assert [row["who"] for row in theirs] == ["torch DTensor", "torch DTensor, sp",
                                               "torch InterleavedZeroBubble"]
     assert (all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"])
             and "MFU %" in printed)
