@@ -72,6 +72,89 @@ from model import GPT, GPTConfig
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+# ---------------------------------------------------------------------------------------------------- two tests at once
+#
+# Many tests compute in one process, many wait for others, and so would leave one of two cores without work. Here a
+# second process, forked before the first test, runs the same tests from the last one back, until it meets the first.
+
+pytest_plugins = [__name__]  # so pytest calls what this file names after its hooks
+
+
+class Beside:
+    """The second process. In the first one, a plugin that reports what the second has run in its place.
+
+    Whoever makes a test's folder runs it. The second process leaves its reports there."""
+
+    def __init__(self, session):
+        self.session, self.config, self.own = session, session.config, False
+        self.folder = self.config._tmp_path_factory.mktemp("beside")  # under a folder for all, so made before the fork
+        self.numbers = {item: str(number) for number, item in enumerate(session.items)}
+        self.config.pluginmanager.register(self)
+        self.process = multiprocessing.get_context("fork").Process(target=self.run)
+        self.process.start()
+
+    def takes(self, item):
+        with contextlib.suppress(FileExistsError):
+            (self.folder / self.numbers[item]).mkdir()
+            return True
+
+    def run(self):
+        """Prints nothing: the first process does, with what tests have printed, which needs files of its own."""
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        self.own, last_first = True, self.session.items[::-1]
+        for item, following in zip(last_first, [*last_first[1:], None]):
+            if self.takes(item):
+                self.reports, place = [], self.folder / self.numbers[item]
+                self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                (place / "unfinished").write_text(json.dumps(self.reports))
+                (place / "unfinished").rename(place / "reports")
+        self.config.hook.pytest_runtest_teardown(item=item, nextitem=None)  # the session's fixtures
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report):
+        if self.own:
+            self.reports.append(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        if self.own or self.takes(item):
+            return None  # pytest runs it
+        path = self.folder / self.numbers[item] / "reports"
+        while self.process.is_alive() and not path.exists():
+            time.sleep(0.01)
+        reports = [self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
+                   for data in (json.loads(path.read_text()) if path.exists() else [])]
+        lost = f"the process that ran this test ended with exit code {self.process.exitcode}"
+        for report in reports or [pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call")]:
+            item.ihook.pytest_runtest_logreport(report=report)
+        return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    option = session.config.option
+    alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1
+    if alone or len(session.items) < 50 or not dist.may_fork():  # few tests are not worth pools of their own
+        return (yield)
+    torch.set_num_threads(1)
+    beside = Beside(session)
+    try:
+        return (yield)
+    finally:
+        if session.shouldstop or session.shouldfail:
+            os.kill(beside.process.pid, signal.SIGINT)
+        beside.process.join()
+
+
+def pytest_runtest_setup(item):
+    torch.manual_seed(0)  # whatever ran before in this process
+
+
 # ---------------------------------------------------------------------------------------------------- pool of processes
 
 def _worker(rank, size, device_type, port, pipe, cut):
