@@ -29,6 +29,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import pickle
 import re
 import resource
 import runpy
@@ -45,6 +46,7 @@ import time
 import traceback
 import types
 import unittest.mock
+import warnings
 import weakref
 import xml.etree.ElementTree
 from collections import Counter
@@ -74,64 +76,73 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 # ---------------------------------------------------------------------------------------------------- two tests at once
 #
-# Many tests compute in one process, many wait for others, and so would leave one of two cores without work. Here a
-# second process, forked before the first test, runs the same tests from the last one back, until it meets the first.
+# Many tests wait for processes or compute in one, so one of two cores would often have nothing to do. Here a second
+# process, forked before the first test, runs the same tests from the last one back until both meet. Pytest reports all
+# of them in their order, each under its name.
 
-pytest_plugins = [__name__]  # so pytest calls what this file names after its hooks
+pytest_plugins = [__name__]  # pytest calls what this file names after its hooks
 
 
 class Beside:
-    """The second process. In the first one, a plugin that reports what the second has run in its place.
+    """The second process. In the first one, the plugin that reports what the second has run.
 
-    Whoever makes a test's folder runs it. The second process leaves its reports there."""
+    Whoever makes a test's folder runs the test. The second process writes there which hooks pytest has called."""
 
     def __init__(self, session):
-        self.session, self.config, self.own = session, session.config, False
-        self.folder = self.config._tmp_path_factory.mktemp("beside")  # under a folder for all, so made before the fork
-        self.numbers = {item: str(number) for number, item in enumerate(session.items)}
+        self.items, self.config, self.second, self.calls = session.items, session.config, False, []
+        self.folder = self.config._tmp_path_factory.mktemp("beside")  # so both have one folder for all that they write
+        self.places = {item: self.folder / str(number) for number, item in enumerate(self.items)}
         self.config.pluginmanager.register(self)
         self.process = multiprocessing.get_context("fork").Process(target=self.run)
         self.process.start()
 
     def takes(self, item):
         with contextlib.suppress(FileExistsError):
-            (self.folder / self.numbers[item]).mkdir()
+            self.places[item].mkdir()
             return True
 
     def run(self):
-        """Prints nothing: the first process does, with what tests have printed, which needs files of its own."""
-        capture = self.config.pluginmanager.getplugin("capturemanager")
-        capture.stop_global_capturing()
+        """All tests that the first process has not taken, the last one first."""
+        self.second, capture = True, self.config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()  # into files that are the first process's too
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
         capture.start_global_capturing()
         capture.suspend_global_capture()
-        self.own, last_first = True, self.session.items[::-1]
-        for item, following in zip(last_first, [*last_first[1:], None]):
+        for item, following in zip(self.items[::-1], [*self.items[-2::-1], None]):
             if self.takes(item):
-                self.reports, place = [], self.folder / self.numbers[item]
+                self.calls, unfinished = [], self.places[item] / "unfinished"
                 self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                (place / "unfinished").write_text(json.dumps(self.reports))
-                (place / "unfinished").rename(place / "reports")
+                unfinished.write_bytes(pickle.dumps(self.calls))
+                unfinished.rename(self.places[item] / "calls")
         self.config.hook.pytest_runtest_teardown(item=item, nextitem=None)  # the session's fixtures
 
-    @pytest.hookimpl
     def pytest_runtest_logreport(self, report):
-        if self.own:
-            self.reports.append(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+        self.calls += [("pytest_runtest_logreport", {"report": report})] * self.second
+
+    def pytest_warning_recorded(self, warning_message, when, nodeid, location):
+        w = warning_message
+        message = warnings.WarningMessage(w.message, w.category, w.filename, w.lineno)  # its source may be anything
+        self.calls += [("pytest_warning_recorded", {"warning_message": message, "when": when, "nodeid": nodeid,
+                                                    "location": location})] * self.second
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        if self.own or self.takes(item):
-            return None  # pytest runs it
-        path = self.folder / self.numbers[item] / "reports"
-        while self.process.is_alive() and not path.exists():
+        if self.second or self.takes(item):
+            return None  # pytest runs it here
+        while self.process.is_alive() and not (self.places[item] / "calls").exists():
             time.sleep(0.01)
-        reports = [self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
-                   for data in (json.loads(path.read_text()) if path.exists() else [])]
-        lost = f"the process that ran this test ended with exit code {self.process.exitcode}"
-        for report in reports or [pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call")]:
-            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        try:
+            calls = pickle.loads((self.places[item] / "calls").read_bytes())
+        except FileNotFoundError:
+            lost = f"the second process ended in this test, with exit code {self.process.exitcode}"
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call")
+            calls = [("pytest_runtest_logreport", {"report": report})]
+        for name, arguments in calls:
+            hook = getattr(item.ihook, name)
+            hook.call_historic(kwargs=arguments) if hook.is_historic() else hook(**arguments)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
 
@@ -139,15 +150,17 @@ class Beside:
 def pytest_runtestloop(session):
     option = session.config.option
     alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1
-    if alone or len(session.items) < 50 or not dist.may_fork():  # few tests are not worth pools of their own
+    if alone or len(session.items) < 50 or not dist.may_fork():  # a few tests are not worth pools of their own
         return (yield)
     torch.set_num_threads(1)
     beside = Beside(session)
     try:
         return (yield)
-    finally:
-        if session.shouldstop or session.shouldfail:
+    except BaseException:  # such as Ctrl-C, or a failure under -x
+        if beside.process.is_alive():
             os.kill(beside.process.pid, signal.SIGINT)
+        raise
+    finally:
         beside.process.join()
 
 
