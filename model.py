@@ -107,6 +107,10 @@ class Linear(nn.Linear):
 
     linear = staticmethod(kernels.linear)
 
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # there, PyTorch would draw no values, but take two thirds of a model's making
+            super().reset_parameters()
+
     def forward(self, x):
         return self.linear(x, self.weight, self.bias)
 

@@ -29,6 +29,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import pickle
 import re
 import resource
 import runpy
@@ -45,6 +46,7 @@ import time
 import traceback
 import types
 import unittest.mock
+import warnings
 import weakref
 import xml.etree.ElementTree
 from collections import Counter
@@ -70,6 +72,100 @@ import train
 from model import GPT, GPTConfig
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+# ---------------------------------------------------------------------------------------------------- two tests at once
+#
+# Many tests wait for processes or compute in one, so one of two cores would often have nothing to do. Here a second
+# process, forked before the first test, runs the same tests from the last one back until both meet. Pytest reports all
+# of them in their order, each under its name.
+
+pytest_plugins = [__name__]  # pytest calls what this file names after its hooks
+
+
+class Beside:
+    """The second process. In the first one, the plugin that reports what the second has run.
+
+    Whoever makes a test's folder runs the test. The second process writes there which hooks pytest has called."""
+
+    def __init__(self, session):
+        self.items, self.config, self.second, self.calls = session.items, session.config, False, []
+        self.folder = self.config._tmp_path_factory.mktemp("beside")  # so both have one folder for all that they write
+        self.places = {item: self.folder / str(number) for number, item in enumerate(self.items)}
+        self.config.pluginmanager.register(self)
+        self.process = multiprocessing.get_context("fork").Process(target=self.run)
+        self.process.start()
+
+    def takes(self, item):
+        with contextlib.suppress(FileExistsError):
+            self.places[item].mkdir()
+            return True
+
+    def run(self):
+        """All tests that the first process has not taken, the last one first."""
+        self.second, capture = True, self.config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()  # into files that are the first process's too
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        for item, following in zip(self.items[::-1], [*self.items[-2::-1], None]):
+            if self.takes(item):
+                self.calls, unfinished = [], self.places[item] / "unfinished"
+                self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                unfinished.write_bytes(pickle.dumps(self.calls))
+                unfinished.rename(self.places[item] / "calls")
+        self.config.hook.pytest_runtest_teardown(item=item, nextitem=None)  # the session's fixtures
+
+    def pytest_runtest_logreport(self, report):
+        self.calls += [("pytest_runtest_logreport", {"report": report})] * self.second
+
+    def pytest_warning_recorded(self, warning_message, when, nodeid, location):
+        w = warning_message
+        message = warnings.WarningMessage(w.message, w.category, w.filename, w.lineno)  # its source may be anything
+        self.calls += [("pytest_warning_recorded", {"warning_message": message, "when": when, "nodeid": nodeid,
+                                                    "location": location})] * self.second
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        if self.second or self.takes(item):
+            return None  # pytest runs it here
+        while self.process.is_alive() and not (self.places[item] / "calls").exists():
+            time.sleep(0.01)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        try:
+            calls = pickle.loads((self.places[item] / "calls").read_bytes())
+        except FileNotFoundError:
+            lost = f"the second process ended in this test, with exit code {self.process.exitcode}"
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call")
+            calls = [("pytest_runtest_logreport", {"report": report})]
+        for name, arguments in calls:
+            hook = getattr(item.ihook, name)
+            hook.call_historic(kwargs=arguments) if hook.is_historic() else hook(**arguments)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    option = session.config.option
+    alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1
+    if alone or len(session.items) < 50 or not dist.may_fork():  # a few tests are not worth pools of their own
+        return (yield)
+    torch.set_num_threads(1)
+    beside = Beside(session)
+    try:
+        return (yield)
+    except BaseException:  # such as Ctrl-C, or a failure under -x
+        if beside.process.is_alive():
+            os.kill(beside.process.pid, signal.SIGINT)
+        raise
+    finally:
+        beside.process.join()
+
+
+def pytest_runtest_setup(item):
+    torch.manual_seed(0)  # whatever ran before in this process
 
 
 # ---------------------------------------------------------------------------------------------------- pool of processes
@@ -5511,6 +5607,20 @@ def test_bad_input_ends_real_processes_before_they_meet(finished_run, tmp_path):
 #
 # Without a GPU the kernels run in Triton's interpreter: the same code, line by line, in NumPy. With one, they run on
 # it.
+
+if kernels.HAVE_TRITON and kernels.INTERPRETED:
+    from triton.runtime import interpreter
+
+    def replace_once(function, replace=getattr(interpreter, "_patch_lang", None)):
+        """The interpreter replaces Triton's functions by its own where a kernel starts, and again wherever that calls
+        another function, to no effect. To look through all of them each time took a third of these tests' time."""
+        kernel_language = sys.modules["triton.language"]
+        seen = [module for module in (kernel_language, kernel_language.core) if module in function.__globals__.values()]
+        if not seen or any(kernel_language.core.is_builtin(module.load) for module in seen):
+            return replace(function)
+
+    if hasattr(interpreter, "_patch_lang"):
+        interpreter._patch_lang = replace_once
 
 KERNEL_DEVICE = "cuda" if GPUS else "cpu"
 LENGTHS = [1, 17, 127, 1000, 4096]
