@@ -567,8 +567,9 @@ def hidden_under_products(config, s, machine, half):
 
 
 def predict(config, s, machine, overlap=None):
-    """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it; False, no
-    traffic is hidden; True, products also hide --sp's, and forward hides ZeRO-1 and 2's new weights."""
+    """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it, but for
+    --tp's; False, no traffic is hidden; True, products also hide --sp's, and forward hides ZeRO-1's and 2's new
+    weights."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
@@ -1316,7 +1317,7 @@ def predicted_traffic(trainer, routes=()):
     total, buckets, of_experts, rows = Counter(), [], [], None
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
-        (of_experts if net.ep and bucket.group == net.copies else buckets).append((bucket.numel, gathers))
+        (of_experts if net.ep and bucket.group == net.same_experts else buckets).append((bucket.numel, gathers))
     if net.ep:
         n, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
         there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
@@ -1483,7 +1484,7 @@ def torch_tp(config, s, device, x, y):
             "lm_head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)}
     if s.sp:
         plan |= dict.fromkeys(("h.*.ln_1", "h.*.ln_2", "ln_f"), SequenceParallel(use_local_output=True))
-        whole = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate(), use_local_output=True)
+        whole = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
         plan |= dict.fromkeys(("h.*.attn", "h.*.mlp"), whole)
         positions = net.positions
         net.positions = lambda every: positions(every).chunk(s.tp)[dist.get_rank()]
@@ -1728,7 +1729,9 @@ def without(a, device):
             trainer.step(0, train.BirthLog())
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats)[name]
             trainer = None
-        forget()
+            forget()
+            for link in {link for links in dist._links.values() for link in links.values()}:  # the world's
+                link.close()
         return found
 
     for name in a.layouts:
@@ -2603,6 +2606,7 @@ def check(a, world):
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
     a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
+    reject(a.without and a.comm != "ours", f"--comm {getattr(a, 'comm', '')}: --without times ours; leave --comm out")
     if a.what in TRAINED:
         a.repeats = a.repeats or (3 if a.quick else 7)
         a.only = a.only or (["ddp", "zero3"] if a.what == "scaling" else None)

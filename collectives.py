@@ -403,7 +403,7 @@ def _tree(link, root, group_root):
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
-def _start(name, operation, group, async_op, **arguments):
+def _call(name, operation, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # as torch.distributed: a rank outside the group has nothing to do
     return link_of(group).run(name, operation, arguments, async_op)
@@ -451,7 +451,7 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
             link.exchange(receives=[(flat, parent)])
             _unflatten(flat, tensor)
         link.exchange(sends=[(flat, child) for child, _ in reversed(children)])  # the largest subtree takes longest
-    return _start("broadcast", operation, group, async_op, tensor=tensor, src=src, group_src=group_src)
+    return _call("broadcast", operation, group, async_op, tensor=tensor, src=src, group_src=group_src)
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
@@ -468,7 +468,7 @@ def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_
         else:
             _average(op, flat, link.size)
             _unflatten(flat, tensor)
-    return _start("reduce", operation, group, async_op, tensor=tensor, dst=dst, group_dst=group_dst, op=op)
+    return _call("reduce", operation, group, async_op, tensor=tensor, dst=dst, group_dst=group_dst, op=op)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -484,7 +484,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
             for i, row in enumerate(rows):
                 gather_list[(link.rank + i) % link.size].copy_(row.view(tensor.shape))
     arguments = {"tensor": tensor, "gather_list": gather_list, "dst": dst, "group_dst": group_dst}
-    return _start("gather", operation, group, async_op, **arguments)
+    return _call("gather", operation, group, async_op, **arguments)
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
@@ -500,7 +500,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
         link.exchange(sends=[(rows[d:2 * d].view(-1), child) for child, d in reversed(children)])
         tensor.copy_(rows[0].view(tensor.shape))
     arguments = {"tensor": tensor, "scatter_list": scatter_list, "src": src, "group_src": group_src}
-    return _start("scatter", operation, group, async_op, **arguments)
+    return _call("scatter", operation, group, async_op, **arguments)
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -510,7 +510,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
         flats[link.rank].copy_(_flat(tensor))
         link.all_gather(flats)
         _into(flats, tensor_list)
-    return _start("all_gather", operation, group, async_op, tensor_list=tensor_list, tensor=tensor)
+    return _call("all_gather", operation, group, async_op, tensor_list=tensor_list, tensor=tensor)
 
 
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
@@ -523,7 +523,7 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
         link.all_gather(chunks)
         _unflatten(flat, output_tensor)
     tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
-    return _start("all_gather_into_tensor", operation, group, async_op, **tensors)
+    return _call("all_gather_into_tensor", operation, group, async_op, **tensors)
 
 
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
@@ -532,7 +532,7 @@ def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=Fal
         result = _flat(output)
         link.reduce_scatter([_flat(t) for t in input_list], result, op)
         _unflatten(result, output)
-    return _start("reduce_scatter", operation, group, async_op, output=output, input_list=input_list, op=op)
+    return _call("reduce_scatter", operation, group, async_op, output=output, input_list=input_list, op=op)
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -542,7 +542,7 @@ def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=F
         result = _flat(output)
         link.reduce_scatter(_nths(_flat(input), result, link.size), result, op)
         _unflatten(result, output)
-    return _start("reduce_scatter_tensor", operation, group, async_op, output=output, input=input, op=op)
+    return _call("reduce_scatter_tensor", operation, group, async_op, output=output, input=input, op=op)
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
@@ -552,7 +552,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
         flat = _flat(tensor)
         link.all_reduce(flat, op)
         _unflatten(flat, tensor)
-    return _start("all_reduce", operation, group, async_op, tensor=tensor, op=op)
+    return _call("all_reduce", operation, group, async_op, tensor=tensor, op=op)
 
 
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
@@ -562,7 +562,7 @@ def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False
         link.all_to_all(outgoing, incoming)
         _into(incoming, output_tensor_list)
     lists = {"output_tensor_list": output_tensor_list, "input_tensor_list": input_tensor_list}
-    return _start("all_to_all", operation, group, async_op, **lists)
+    return _call("all_to_all", operation, group, async_op, **lists)
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
@@ -575,7 +575,7 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
         link.all_to_all(outgoing, incoming)
         _unflatten(result, output)
     sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-    return _start("all_to_all_single", operation, group, async_op, output=output, input=input, **sizes)
+    return _call("all_to_all_single", operation, group, async_op, output=output, input=input, **sizes)
 
 
 def barrier(group=None, async_op=False):
@@ -589,7 +589,7 @@ def barrier(group=None, async_op=False):
             distance *= 2
         if mine.is_cuda:
             torch.cuda.current_stream().synchronize()  # so far only the stream waits, but a barrier holds up the CPU
-    return _start("barrier", operation, group, async_op)
+    return _call("barrier", operation, group, async_op)
 
 
 # -------------------------------------------------------------------------------------------------------- start and end
