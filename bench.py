@@ -212,8 +212,8 @@ class Message(NamedTuple):
 
     axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp"; "replicas", dp x cp where the caller
     waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the groups of ZeRO if
-    it shards over a part of dp x cp; "copies", the ranks with the same experts; "world", all ranks; "all", all ranks in
-    the trainer's own group.
+    it shards over a part of dp x cp; "same_experts", the ranks that have them; "world", all ranks; "all", all ranks in the
+    trainer's own group.
     """
     what: str
     op: str
@@ -300,7 +300,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
     c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
-    yield from messages_of_buckets(s, "copies", of_experts, replicas // s.ep)
+    yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
     blocks, routed, first, last = contents(config, stages)
     activation = [tokens * c]
     if config.experts:
@@ -584,7 +584,7 @@ def predict(config, s, machine, overlap=None):
     each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
     groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
               "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
-              "ep": (s.ep, s.tp * s.cp), "copies": (replicas // s.ep, s.tp * s.ep),
+              "ep": (s.ep, s.tp * s.cp), "same_experts": (replicas // s.ep, s.tp * s.ep),
               "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
 
     def buckets_of(elements, units, ranks=1):  # ranks: how many share the elements out
@@ -624,7 +624,7 @@ def predict(config, s, machine, overlap=None):
     # the step, where nothing hides them. ZeRO-3 gathers each unit while the one before computes: in forward nothing
     # hides the first unit, and in backward the last unit is still whole.
     axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
-    gather, reduce = (spent[axis, what] + spent["copies", what] for what in ("weights", "gradients"))
+    gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
@@ -632,7 +632,7 @@ def predict(config, s, machine, overlap=None):
         dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
         dp += max(gather / count, gather - f) if overlap else gather
     dp = gather + reduce if overlap is False else dp
-    lost = min(1.0, (touched[axis] + touched["copies"]) / max(gather + reduce, 1e-9))
+    lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived
     # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
     # down. Our kernel does all of this in one pass, except the first reading.
