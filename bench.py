@@ -212,8 +212,8 @@ class Message(NamedTuple):
 
     axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp"; "replicas", dp x cp where the caller
     waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the groups of ZeRO if
-    it shards over a part of dp x cp; "same_experts", the ranks that have them; "world", all ranks; "all", all ranks in the
-    trainer's own group.
+    it shards over a part of dp x cp; "same_experts", the ranks that have them; "world", all ranks; "all", all ranks in
+    the trainer's own group.
     """
     what: str
     op: str
