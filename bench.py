@@ -2228,8 +2228,8 @@ def calls_of_a_step():
 
     def watched(operations):
         frame, path = sys._getframe(1), [("torch.distributed", "isend")]
-        while frame:
-            if (code := frame.f_code).co_filename in files:  # from Python 3.11 on a method is named with its class
+        while (code := frame.f_code) is not calls_of_a_step.__code__:
+            if code.co_filename in files:  # from Python 3.11 on a method is named with its class
                 path.insert(0, (os.path.basename(code.co_filename), getattr(code, "co_qualname", code.co_name)))
             frame = frame.f_back
         found.extend((path, operation.tensor.nbytes) for operation in operations if operation.op is torch_dist.isend)
