@@ -2546,8 +2546,8 @@ FLAGS = [
     number(("strategies",), "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option(TRAINED, "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
     number(TRAINED, "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
-    option(("strategies",), "--without", "time ours without these pieces of machinery, one at a time; no names: all",
-           nargs="*", choices=list(WITHOUT), metavar="PIECE"),
+    option(("strategies",), "--without", "time ours without these pieces of machinery, one at a time; no names: all of "
+           + ", ".join(WITHOUT), nargs="*", choices=list(WITHOUT), metavar="PIECE"),
     option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong", "both"],
            default="both"),
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),

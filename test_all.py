@@ -6670,7 +6670,8 @@ def test_a_command_that_starts_processes_ends(tmp_path):
     process = command(sys.executable, "bench.py", "pictures", "--into", str(tmp_path))
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 0 and "calls.svg" in printed, (printed, errors)
-    assert (tmp_path / "calls.svg").read_text() == pathlib.Path(HERE, "assets", "calls.svg").read_text()
+    if sys.version_info >= (3, 11):  # before, a method's name lacks its class
+        assert (tmp_path / "calls.svg").read_text() == pathlib.Path(HERE, "assets", "calls.svg").read_text()
 
 
 def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
