@@ -1679,6 +1679,9 @@ def strategies(a):
     for name, s in a.layouts.items():
         if s.cp > 1 and s.cp_kind == "ring":
             say(describe_ring(name, s, a.configs[name], machine))
+    if "one" in a.layouts:
+        say(describe_one(next(row for row in table.rows if row["strategy"] == "one"), a.configs["one"],
+                         a.layouts["one"], machine))
     if "experts" in a.layouts:
         say(describe_experts(table.rows, a.configs["experts"]))
     write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
@@ -1749,6 +1752,28 @@ def describe_ring(name, s, config, machine):
     return (f"\n{name}: T/N is {config.seq_len // s.cp:,}. Attention hides the ring's traffic from {', '.join(ways)},\n"
             f"by the measured F = {machine.attention / 1e9:,.1f} GFLOP/s of causal attention and W = "
             f"{machine.link / 1e9:.1f} GB/s between ranks")
+
+
+def parts_of_a_step(config, s, machine):
+    """{kind of work: its seconds in a step on one GPU}, each at its own best rate: products and attention as measured
+    alone, all that is bound by memory at the speed of a copy, and no kernel waits for the CPU."""
+    tokens, c, blocks = s.micro_batches * tokens_of(config, s), config.n_embd, config.n_layer
+    matrices = blocks * (4 * c * c + 2 * c * config.inner) + c * config.vocab_size
+    logit = 3 * widths(s)[0]  # bytes: cross-entropy reads a logit twice, and writes its gradient
+    costs = predict(config, dataclasses.replace(s, cuda_graphs="on"), dataclasses.replace(
+        machine, elementwise=machine.hbm, loss=machine.hbm / logit, launch=0.0))
+    products = 6 * matrices * tokens / machine.matmul
+    attention = 3.5 * blocks * s.micro_batches * attention_seconds(config, s, machine)
+    return {"products": products, "attention": attention, "clipping and AdamW": costs.optimizer,
+            "all other kernels": costs.compute - products - attention}
+
+
+def describe_one(row, config, s, machine):
+    parts = parts_of_a_step(config, s, machine)
+    alone = 1e3 * sum(parts.values())
+    each = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in parts.items())
+    return (f"\none: the parts of a step, each at its best rate, in ms: {each}; together {alone:.1f}. The step takes "
+            f"{row['ms']:.1f}, {row['ms'] / alone:.2f} times as long")
 
 
 def describe_experts(rows, config):

@@ -4706,6 +4706,20 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert step(8, 4e-3, cuda_graphs="on") == step(8, 0.0) and step(8, 4e-3, recompute="block") > 4 / 3 * 12 * 4e-3
 
 
+def test_parts_of_a_step_are_what_the_formulas_say():
+    """GPT-2's FLOPs, and the bytes that a copy would take as long for: blocks, logits, weights' gradients."""
+    config = dataclasses.replace(model.PRESETS["gpt2"], vocab_size=50304)
+    s = layout(dp=1, batch_size=32, micro_batches=1)
+    parts, tokens = bench.parts_of_a_step(config, s, H200), 32 * 1024
+    flops = tokens * (config.flops_per_token() - 6 * 768)  # which counts attention in full, and the last norm's C
+    scores = 12 * 12 * 1024 * 768 * tokens
+    assert close(parts["products"] * H200.matmul, flops - scores, 2e-3)
+    assert close(parts["attention"] * H200.attention, 7 / 12 * scores, 1e-9)
+    moved = 12 * (26 * 768 + 5 * 3072 + 2 * 768 + 3 * 768 + 3072) * tokens * 2 + 3 * 2 * 50304 * tokens
+    assert close(parts["all other kernels"] * H200.hbm, moved + 12 * 12 * 768**2 * (2 * 2 + 2 * 4), 1e-6)
+    assert parts["clipping and AdamW"] == bench.predict(config, s, H200).optimizer
+
+
 def test_plan_counts_a_shared_sequence():
     """Traffic by the lecture's law; attention is half masked and grows with T; what it hides costs nothing."""
     config = GPTConfig(50257, 131072, 12, 16, 2048)
