@@ -294,7 +294,7 @@ def _average(op, tensor, size):
 
 
 def _flat(tensor):
-    """(K,) view of the tensor, or of a contiguous copy where it has gaps, which `_unflatten` copies back."""
+    """(K,) view of the tensor, or, if it is not contiguous, of a copy, which `_unflatten` copies back."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.as_strided((len(flat),), (1,))  # stride 1, which torch leaves open for tensors of fewer than 2 elements
 
@@ -405,8 +405,8 @@ def _tree(link, root, group_root):
 
 def _call(name, operation, group, async_op, **arguments):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
-        return None  # as torch.distributed: a rank outside the group has nothing to do
-    return link_of(group).run(name, operation, arguments, async_op)
+        return None  # a rank outside the group has nothing to do, as in torch.distributed
+    return link_of(group).run(name, operation, arguments, async_op)  # arguments: for `Library`, torch's own
 
 
 def _count_sent(name, tensor, group, dst, group_dst):

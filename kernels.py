@@ -498,7 +498,7 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
         k = K.load([b, h, n0, 0]).reshape(BN, D)
         v = V.load([b, h, n0, 0]).reshape(BN, D)
-        s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN)
+        s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN); ieee: float32 without TF32
         s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         top = tl.where(m_new == -float("inf"), 0.0, m_new)       # no key seen yet: -inf - -inf would be NaN
@@ -507,7 +507,7 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-    some = l > 0                                                 # a row that sees no key: O = 0, L = inf
+    some = l > 0                                                 # no key seen: O = 0; L = inf, so that P = 0
     l = tl.where(some, l, 1.0)
     O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
     tl.store(LSE + bh.to(tl.int64) * Tq + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
@@ -832,7 +832,7 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
             FUNCTION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     row, column = _tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     rows, columns, ks = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, BK)
-    # Beyond the edge, rows and columns wrap around: in bounds without a mask in the loop, and never stored.
+    # Beyond the edge, rows and columns wrap around: in bounds without a mask (K alone needs one), and never stored.
     a += (rows % M)[:, None].to(tl.int64) * a_row + ks[None] * a_column                         # (BM, BK)
     b += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                      # (BK, BN)
     tile = tl.zeros((BM, BN), tl.float32)

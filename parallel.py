@@ -9,7 +9,7 @@
     expert      ranks of dp share out the experts, and tokens travel to those that the router chose
     pipeline    layers are spread over ranks: GPipe, 1F1B, interleaved, zero-bubble, as lists of actions
     norm        one gradient norm over any combination
-    recipe      `parallelize` puts them together, in the only order that works
+    recipe      `parallelize` puts them together, in an order that works
 
 `python parallel.py data`, `memory`, `tensor`, `context`, `experts` and `pipeline` show six of them on a laptop.
 
@@ -181,7 +181,7 @@ BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own cho
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
     """Parameters in buckets of about `megabytes`, last layers first, because backward computes their gradients first.
 
-    All parameters of a bucket have the same dtype, device, `kind`, and groups that they are cut, summed, averaged over.
+    All parameters of a bucket have the same dtype, device, kind(param), and groups to be cut, summed, averaged over.
     """
     filling, full = {}, []  # filling: {what parameters have in common: those of the bucket that is not yet full}
     for param in reversed(params):
@@ -209,7 +209,7 @@ class Reducer(Replaceable):
     `bucket.total`, and averages that. Each .grad is then a view of the average. (Below the bar `EarlyReducer` sends a
     bucket while backward goes on.) reduce_dtype: of what is sent.
     """
-    no_sync = nullcontext  # goes around every backward but the step's last one; here no backward sends anything
+    no_sync = nullcontext  # goes around every backward but the step's last one; here it changes nothing
 
     def __init__(self, buckets, reduce_dtype=None):
         self.buckets, self.reduce_dtype = buckets, reduce_dtype
@@ -422,7 +422,7 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
         self.gather_weights(self.buckets)
 
     def cast(self):
-        """From float32 masters down to what the layers compute with, bf16 or fp16."""
+        """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
         for bucket in self.with_masters:
             bucket.weights[bucket.own].copy_(bucket.shard)
 
@@ -644,7 +644,7 @@ def tensors_in(value):
 # cut by rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
 #
 #          ┌─ X ─ A_0 ─ GeLU ─ B_0 ─ Y_0 ─┐
-#     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (X fed all: dX adds up)
+#     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (all used X: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
@@ -735,7 +735,7 @@ class RowParallelLinear(Replaceable, nn.Module):
 
     def forward(self, x):
         y = self.g(self.linear(x, self.weight, None), self.group)
-        return y if self.bias is None else y + self.bias  # after the sum, so that it is added once and not N times
+        return y if self.bias is None else y + self.bias  # once, after the sum; its gradient, dY's, is equal on all ranks
 
 
 class RowParallelExperts(nn.Module):
@@ -1193,7 +1193,7 @@ def interleaved(p, m, v):
 
     Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m. Rank r
     runs ahead by (v-1) p forwards, until its last stage begins, and by 2 more for each of the p-1-r later
-    ranks, there and back.
+    ranks, as Megatron does.
     """
     if v == 1:
         return one_f_one_b(p, m)
@@ -1269,7 +1269,7 @@ def in_order(lists):
 
 def lower(lists):
     """Add the transfers: an output that another rank needs is sent as soon as it is made. The send is appended to its
-    rank's list, the receive to the other's, before all that the other has still to run. So both see their transfers in
+    rank's list, the receive to the other's, after all that the other has run so far. So both see their transfers in
     the same order, and do not wait for each other."""
     p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
     for r, action in in_order(lists):
@@ -1703,6 +1703,8 @@ class ParallelGPT(Replaceable):
         else:
             lists = lower(SCHEDULES[schedule](self.p, m, self.count // self.p))
             check(lists)
+            if stages_of(lists) != self.count:
+                raise ValueError(f"schedule {schedule} runs one stage a rank: give virtual_stages 1")
         return lists[self.mesh.get_coordinate()[0]]
 
     def loss(self, logits, targets):

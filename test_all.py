@@ -2262,6 +2262,14 @@ def test_pipelines_make_the_groups_they_use(pool):
         assert sorted(made) == sorted(line + back + [(0, 2)]) and channels == sorted(line + back)
 
 
+def test_a_schedule_that_would_leave_out_stages_is_refused():
+    net = object.__new__(parallel.ParallelGPT)
+    net.p, net.count, net.mesh = 2, 4, types.SimpleNamespace(get_coordinate=lambda: [0])
+    with pytest.raises(ValueError, match="1f1b .*give virtual_stages 1"):
+        net.actions("1f1b", 4)
+    assert net.actions("interleaved", 4)
+
+
 def test_layers_are_split_by_cost():
     config = GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):

@@ -218,7 +218,7 @@ class Trainer:
     def train(self, saved):
         """Run the steps after checkpoint `saved`, all if it is None; then show a sample. Steps count from 0."""
         for step in range(self.load(saved), self.s.steps):
-            dist.reset_traffic()
+            dist.reset_traffic()  # the log of what a step sends, which the lower half reads
             loss, norm = self.step(step)
             self.report(step + 1, loss, norm)
             if self.s.out and self.due("save", step + 1):
