@@ -735,7 +735,7 @@ class RowParallelLinear(Replaceable, nn.Module):
 
     def forward(self, x):
         y = self.g(self.linear(x, self.weight, None), self.group)
-        return y if self.bias is None else y + self.bias  # once, after the sum; its gradient, dY's, is equal on all ranks
+        return y if self.bias is None else y + self.bias  # once, after the sum; dY, its gradient, is equal on all
 
 
 class RowParallelExperts(nn.Module):
