@@ -1205,8 +1205,8 @@ def collectives(a):
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f",
-        "bus": "bus GB/s:>8.2f",
-        "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"})
+        "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f",
+        "counted": "bytes sent:>14,", "formula": "formula:>14,"})
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
         "torch_b": "torch b, GB/s:>13.2f"})
@@ -1229,8 +1229,8 @@ def collectives(a):
                 row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
                         "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                         "counted": sum(log.bytes for log in logs),
-                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                row["graph_us"] = 1e6 * seconds["graph"] if "graph" in seconds else None
+                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n)),
+                        "graph_us": 1e6 * seconds["graph"] if "graph" in seconds else None}
                 points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
                                    seconds["ours"], seconds["torch"]))
             table.row(**row)
@@ -1701,7 +1701,7 @@ def always(s):
 
 
 WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its place, which layouts use it)
-    "graphs": (train.Settings, "cuda_graphs", "off", always),                      # recorded micro-batches
+    "graphs": (parallel, "replay_micro_batches", lambda net: None, always),        # kernels launched one by one
     "kernels": (kernels, "on_triton", lambda x: False, always),                    # PyTorch's operations
     "tuning": (kernels, "FASTER", {}, always),                                     # the kernels above the bar
     "fusion": (model, "FASTER", {}, always),                                       # the blocks above the bar
@@ -1722,13 +1722,12 @@ def without(a, device):
         "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
 
     def seconds(name, piece=None):
-        owner, attribute, value, used = WITHOUT.get(piece, (dist, "PIECE_BYTES", dist.PIECE_BYTES, always))
-        s = a.layouts[name]
-        if not used(s):
+        *replacement, used = WITHOUT.get(piece, (always,))
+        if not used(a.layouts[name]):
             return None
-        with patch.object(owner, attribute, value), patch.object(dist, "_links", defaultdict(dict)):
-            s = dataclasses.replace(s, cuda_graphs=value) if piece == "graphs" else s
-            trainer = make_trainer(a.configs[name], s, device)
+        with (patch.object(*replacement) if replacement else contextlib.nullcontext(),
+              patch.object(dist, "_links", defaultdict(dict))):
+            trainer = make_trainer(a.configs[name], a.layouts[name], device)
             trainer.step(0, train.BirthLog())
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats)[name]
             trainer = None
@@ -2596,8 +2595,8 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    without = argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1)  # where these are no flags
-    return parser.parse_args(words, without)
+    others = argparse.Namespace(gpus=1, accumulate=1, micro_batches=1, virtual_stages=1, without=None)  # no flags there
+    return parser.parse_args(words, others)
 
 
 def check(a, world):
@@ -2626,13 +2625,13 @@ def check(a, world):
         reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
                + " --device cpu" * (a.device == "cuda"))
         return a.gpus if a.what == "collectives" else 1
-    a.without = list(WITHOUT) if getattr(a, "without", None) == [] else getattr(a, "without", None)
+    a.without = list(WITHOUT) if a.without == [] else a.without
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
     a.config = train.model_config(train.Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
-    reject(a.without and a.comm != "ours", f"--comm {getattr(a, 'comm', '')}: --without times ours; leave --comm out")
     if a.what in TRAINED:
+        reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
         a.repeats = a.repeats or (3 if a.quick else 7)
         a.only = a.only or (["ddp", "zero3"] if a.what == "scaling" else None)
         check_strategies(a, a.batch_size * (a.gpus if a.what == "scaling" else 1))
