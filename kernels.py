@@ -870,6 +870,20 @@ def matmul(a, b, function=None, tiles=None):
 # cores. The price is code: fused neighbours, special cases, and tables of tiles, warps and stages, timed on an H200.
 
 import contextlib
+import heapq
+
+try:  # Gluon is a part of Triton whose names still change. Without it tuned_forward_kernel serves Hopper GPUs, too.
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    tma_load, tma_store = (getattr(tma, name, None) or getattr(tma, old) for name, old in (
+        ("async_load", "async_copy_global_to_shared"), ("async_store", "async_copy_shared_to_global")))  # old: 3.6
+    HAVE_GLUON = True
+except (ImportError, AttributeError):
+    gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+    HAVE_GLUON = False
 
 # ------------------------------------------------------------------------------------------------------------- checks
 
@@ -1634,15 +1648,9 @@ FASTER.update({layer_norm_forward: add_layer_norm_forward, layer_norm_backward: 
 # blocks twice: without a mask for blocks that all rows see whole, with one for blocks on the diagonal or at an edge.
 
 @triton.jit
-def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t, CAUSAL: tl.constexpr, D: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr):
-    """O and LSE of BM rows of one head.
-
-    SPECIALIZE keeps the tensor cores busy during softmax: four warps only load tiles, and two groups of four warps
-    compute 64 rows each, so that one group's softmax runs during the other's matmuls. It needs keys in whole blocks
-    that all rows see. The compiler splits the work in this way only if there is a single loop, if the kernel itself
-    makes Q's descriptor, which can then be cut to 64 rows, and if O is written through pointers.
-    """
+def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """O and LSE of BM rows of one head."""
     bh = tl.program_id(1)
     # The last rows see the most keys and go first, so that short programs fill the GPU at the end.
     b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -1650,18 +1658,12 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t
     last = last_key(rows, Tq, Tk, CAUSAL)
     full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
     end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
-    if SPECIALIZE:
-        Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-        # Equal to m0, but another value, because the compiler cuts q in two and adds 64 to every use of this value.
-        first = tl.minimum(m0, Tq)
-        q = tl.make_tensor_descriptor(Q, [Tq, D], [q_t, 1], [BM, D]).load([first, 0])
-    else:
-        q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for MASK in tl.static_range(1 if SPECIALIZE else 2):
-        for n0 in tl.range(full if MASK else 0, end if MASK else full, BN, warp_specialize=SPECIALIZE):
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
             k = K.load([b, h, n0, 0]).reshape(BN, D)
             s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
             if MASK:
@@ -1676,13 +1678,220 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, q_b, q_h, q_t
             m = m_new
     some = l > 0
     l = tl.where(some, l, 1.0)
-    o = (acc / l[:, None]).to(q.dtype)
-    if SPECIALIZE:
-        O += ((b.to(tl.int64) * Tq + m0) * H + h) * D
-        tl.store(O + tl.arange(0, BM)[:, None] * (H * D) + tl.arange(0, D)[None, :], o, rows[:, None] < Tq)
-    else:
-        O.store([b, h, m0, 0], o.reshape(1, 1, BM, D))
+    O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
     tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
+
+
+# Forward again, for Hopper GPUs, in Gluon, which is Triton with layouts, shared memory and barriers left to the author.
+# One warp only loads tiles. Two groups of four warps compute 64 rows each, and take turns at the tensor cores: one's
+# softmax runs during the other's products. A program computes tile after tile of BM rows, so that it starts with the
+# next while it finishes one. (Shah et al. 2024, FlashAttention-3.)
+#
+# Each group has two slots for Q. K and V have a ring of 2 STAGES slots: block n of K is in slot 2n, that of V in slot
+# 2n + 1. For each slot one barrier says "full" and another "free"; their phases alternate between 0 and 1. A tile's
+# keys come from the last to the first, because only its last block needs a mask.
+#
+# A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, in turns with the kernel above and cuDNN:
+#     D = 128    here 487, 635, 664    above 360, 419, 453    cuDNN 448, 511, 535    (without taking turns 1 to 6 % less)
+#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434
+
+@gluon.jit
+def _tile_at(tiles, i, blocks):
+    """(head, block of rows) of tile i. tiles: this program's row of `attention_schedule`."""
+    tile = gl.load(tiles + 1 + i)
+    return tile // blocks, tile % blocks
+
+
+@gluon.jit
+def _key_blocks(block, Tq, Tk, CAUSAL: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """How many blocks of keys a block of rows sees."""
+    return gl.minimum((block + 1) * BM + Tk - Tq, Tk) // BN if CAUSAL else Tk // BN
+
+
+@gluon.jit
+def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+                BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    n = 2 * STAGES  # so that there is a slot for block n - 1, too
+    for i in range(gl.load(tiles)):
+        bh, block = _tile_at(tiles, i, blocks)
+        b, h, last = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN) - 1
+        for group in gl.static_range(2):
+            slot = i % 2 * 2 + group
+            mbarrier.wait(q_free.index(slot), i // 2 % 2 ^ 1)
+            mbarrier.expect(q_full.index(slot), Q.block_type.nbytes)
+            tma_load(Q, [b, h, block * BM + group * (BM // 2), 0], q_full.index(slot), q_slots.index(slot))
+        for j in range(last + 1):
+            for values in gl.static_range(2):
+                slot = n % STAGES * 2 + values
+                mbarrier.wait(free.index(slot), n // STAGES % 2 ^ 1)
+                mbarrier.expect(full.index(slot), K.block_type.nbytes)
+                tma_load(V if values else K, [b, h, (last - j) * BN, 0], full.index(slot), slots.index(slot))
+            n += 1
+
+
+@gluon.jit
+def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP: gl.constexpr, BM: gl.constexpr,
+                    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):
+    """Q K^T of block n, and acc + P V of block n - 1, which is not complete yet. If `ahead` is false, there is no block
+    n, and if `behind` is false, no block n - 1: then no barrier is waited for, and the product means nothing."""
+    k, v = n % STAGES * 2, (n - 1) % STAGES * 2 + 1
+    mbarrier.wait(full.index(k), n // STAGES % 2, pred=ahead)
+    mbarrier.wait(turn.index(GROUP), n % 2, pred=ahead)
+    s = gl.zeros([BM // 2, BN], gl.float32, SCORES)
+    s = warpgroup_mma(q, slots.index(k).reshape([BN, D]).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(v), (n - 1) // STAGES % 2, pred=behind)
+    acc = warpgroup_mma(p, slots.index(v).reshape([BN, D]), acc, is_async=True)
+    mbarrier.arrive(turn.index(1 - GROUP), pred=ahead)
+    s = warpgroup_mma_wait(1, (s,))
+    mbarrier.arrive(free.index(k), pred=ahead)
+    return s, acc
+
+
+@gluon.jit
+def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq,
+            Tk, H, blocks, CAUSAL: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+            STAGES: gl.constexpr):
+    """One group's rows of all tiles of this program. Round i has the first product of tile i beside the last one of
+    tile i - 1, whose rows it then stores."""
+    ROWS: gl.constexpr = BM // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    rows, columns = gl.arange(0, ROWS, ROW), gl.arange(0, BN, gl.SliceLayout(0, SCORES))
+    n, count = 2 * STAGES, gl.load(tiles)
+    m = gl.zeros([ROWS], gl.float32, ROW)
+    l = gl.zeros([ROWS], gl.float32, ROW)
+    p = gl.zeros([ROWS, BN], q_slots.dtype, P)
+    acc = gl.zeros([ROWS, D], gl.float32, OUTPUT)
+    for i in range(count + 1):
+        bh, block = _tile_at(tiles, i, blocks)
+        key_blocks = gl.where(i < count, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN), 1)
+        q_slot = i % 2 * 2 + GROUP
+        q = q_slots.index(q_slot).reshape([ROWS, D])
+        mbarrier.wait(q_full.index(q_slot), i // 2 % 2, pred=i < count)
+        s, acc = _start_products(q, p, acc, n, i < count, i > 0, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
+                                 SCORES)
+        if CAUSAL:
+            last = rows + (block * BM + GROUP * ROWS + Tk - Tq)
+            s = gl.where((columns + (key_blocks - 1) * BN)[None, :] <= last[:, None], s, -float("inf"))
+        top = gl.max(s, 1) * scale
+        e = gl.exp2(s * scale - top[:, None])
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(free.index((n - 1) % STAGES * 2 + 1), pred=i > 0)
+        if i > 0:
+            bh, block = _tile_at(tiles, i - 1, blocks)
+            m0 = block * BM + GROUP * ROWS
+            o = acc * gl.convert_layout(1 / l, gl.SliceLayout(1, OUTPUT))[:, None]
+            tma.store_wait(0)  # the slot's last content has been read
+            o_slots.index(GROUP).reshape([ROWS, D]).store(o.to(O.dtype))
+            fence_async_shared()
+            tma_store(O, [bh // H, bh % H, m0, 0], o_slots.index(GROUP))
+            gl.store(LSE + (bh.to(gl.int64) * Tq + m0) + rows, m + gl.log2(l))
+        m = top
+        l = gl.sum(e, 1)
+        p = gl.convert_layout(e.to(q_slots.dtype), P)
+        acc = gl.zeros([ROWS, D], gl.float32, OUTPUT)
+        n += 1
+        for _ in range(1, key_blocks):
+            s, acc = _start_products(q, p, acc, n, True, True, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
+                                     SCORES)
+            top = gl.maximum(m, gl.max(s, 1) * scale)
+            e = gl.exp2(s * scale - top[:, None])
+            alpha = gl.exp2(m - top)
+            l = l * alpha + gl.sum(e, 1)
+            m = top
+            acc = warpgroup_mma_wait(0, (acc,))
+            mbarrier.arrive(free.index((n - 1) % STAGES * 2 + 1))
+            p = gl.convert_layout(e.to(q_slots.dtype), P)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
+            n += 1
+        mbarrier.arrive(q_free.index(q_slot), pred=i < count)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def specialized_forward_kernel(Q, K, V, O, LSE, tiles, row, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+                               D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    """O and LSE (base 2) of all tiles of BM rows, as `tiles` hands them out. Tq, Tk: multiples of BM, BN."""
+    tiles += gl.program_id(0) * row
+    q_slots = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, BM // 2, D], Q.layout)
+    slots = gl.allocate_shared_memory(K.dtype, [2 * STAGES, 1, 1, BN, D], K.layout)
+    o_slots = gl.allocate_shared_memory(O.dtype, [2, 1, 1, BM // 2, D], O.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(4):
+        mbarrier.init(q_full.index(slot), 1)
+        mbarrier.init(q_free.index(slot), 1)
+    for slot in gl.static_range(2 * STAGES):
+        mbarrier.init(full.index(slot), 1)
+        mbarrier.init(free.index(slot), 2)  # both groups have read it
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), 1)
+    fence_async_shared()
+    mbarrier.arrive(turn.index(0))
+    gl.warp_specialize([
+        (_attend, (0, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
+                   blocks, CAUSAL, D, BM, BN, STAGES)),
+        (_attend, (1, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
+                   blocks, CAUSAL, D, BM, BN, STAGES)),
+        (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL, BM, BN,
+                       STAGES)),
+    ], [4, 1], [240, 24])  # warps and registers of the last two; the first has num_warps, and the registers left over
+
+
+@functools.lru_cache
+def attention_schedule(costs, heads, together, programs, device):
+    """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number.
+    Tile i of head h, written h * len(costs) + i, takes time in proportion to costs[i].
+
+    The longest tiles come first, each for the program that has least to do. Only `together` heads are handed out at a
+    time, because their keys and values should stay in L2.
+    """
+    loads, rows = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
+    for first in range(0, heads, together):
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            for head in range(first, min(heads, first + together)):
+                load, program = heapq.heappop(loads)
+                rows[program].append(head * len(costs) + i)
+                heapq.heappush(loads, (load + costs[i], program))
+    most = max(map(len, rows))
+    rows = [[len(row)] + row + [0] * (most + 1 - len(row)) for row in rows]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGES
+
+
+def specialized_takes(q, k, is_causal):
+    """Whether there are 16-bit numbers, whole tiles, and a key for each row to see in its last block."""
+    (_, _, Tq, D), Tk = q.shape, k.shape[2]
+    return (HAVE_GLUON and q.is_cuda and _generation(q.device) == 9 and q.itemsize == 2 and D in SPECIALIZED
+            and Tq % SPECIALIZED[D][0] == Tk % SPECIALIZED[D][1] == 0 < min(Tq, Tk) and (Tk >= Tq or not is_causal))
+
+
+def specialized_attention_forward(q, k, v, is_causal, o, lse):
+    """Write o (B, H, Tq, D) and lse (B*H, Tq)."""
+    (B, H, Tq, D), Tk = q.shape, k.shape[2]
+    BM, BN, STAGES = SPECIALIZED[D]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+    def tiles_of(x, rows):
+        like = tiled(x, rows)
+        return GluonDescriptor(x, like.shape, like.strides, like.block_shape, layout)
+
+    # A tile costs a block of keys more than it has, for what it does once.
+    costs = tuple((min((i + 1) * BM + Tk - Tq, Tk) if is_causal else Tk) // BN + 1 for i in range(Tq // BM))
+    together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))
+    programs = min(programs_at_once(q.device) - SPARED, B * H * len(costs))
+    tiles = attention_schedule(costs, B * H, together, programs, q.device)
+    specialized_forward_kernel[(programs,)](
+        tiles_of(q, BM // 2), tiles_of(k, BN), tiles_of(v, BN), tiles_of(o, BM // 2), lse, tiles, tiles.shape[1],
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, H, len(costs), CAUSAL=is_causal, D=D, BM=BM, BN=BN, STAGES=STAGES,
+        num_warps=4, maxnreg=168)
 
 
 @triton.jit
@@ -1757,10 +1966,6 @@ ATTENTION_TILES = {
     "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
                 128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
                 256: (64, 64, 4, 2)},    # works, but is not tuned
-    # SPECIALIZE, used only where it is faster: not causal, T = 1024, 4096, 16384: 479, 618, 650; (64, 64, 4, 3) without
-    # it: 455, 522, 517. Causal, the mask in its single loop costs up to 13 %: 313, 454, 520 against 358, 476, 533. Not
-    # causal at head dim 64: 323, 413, 435 against 393, 458, 449.
-    "specialized": {128: (128, 128, 4, 2)},
     "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
            128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
            256: (64, 32, 4, 2)},
@@ -1795,15 +2000,13 @@ def tuned_attention_forward(q, k, v, is_causal):
     (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
     o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
-    special = (D == 128 and not is_causal and Tk % 128 == 0 and Tq >= 128 and q.dtype != torch.float32
-               and (INTERPRETED or _generation(q.device) == 9))  # for other GPUs the compiler splits otherwise
-    BM, BN, settings = attention_settings("specialized" if special else "forward", q, is_causal)
-    if special:  # each program makes a descriptor, which needs memory
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    if specialized_takes(q, k, is_causal):
+        specialized_attention_forward(q, k, v, is_causal, o, lse)
+        return o, lse
+    BM, BN, settings = attention_settings("forward", q, is_causal)
     tuned_forward_kernel[T_pad // BM, B * H](
-        q if special else descriptor(q, BM), descriptor(k, BN), descriptor(v, BN),
-        o if special else descriptor(o, BM), lse, math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, *q.stride()[:3],
-        SPECIALIZE=special, **settings)
+        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), lse,
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
     return o, lse
 
 

@@ -2412,6 +2412,7 @@ def start_shift(tensor, group):
     """Start a `shift` without waiting for it: (handles, the tensor that will be received). Strides may be any."""
     link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
     if isinstance(link, dist.Direct):  # copies between GPUs of one node
+        kernels.SPARED = 2  # multiprocessors for their barriers, which attention would else hold up until it ends
         return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
                          {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
     rank, n = dist.get_rank(group), dist.get_world_size(group)

@@ -5822,13 +5822,57 @@ def test_flash_attention(B, H, Tq, Tk, D, is_causal, dtype, triton_kernels):
             *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv], units)
 
 
-def test_flash_attention_by_specialized_warps(triton_kernels):
-    """Not causal, keys in whole blocks, head dim 128: another path through the forward kernel."""
-    for Tq, Tk in [(130, 256)] + ([(1000, 1024), (4096, 4096)] if GPUS else []):
-        q, k, v = (random(2, T, 2, 128, dtype=torch.bfloat16 if GPUS else torch.float16).transpose(1, 2)
-                   for T in (Tq, Tk, Tk))
-        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, False),
-                              functools.partial(plain_attention, is_causal=False), [q, k, v])
+@pytest.mark.skipif(not GPUS or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper GPUs")
+@pytest.mark.parametrize("Tq,Tk,is_causal", [(128, 128, True), (128, 128, False), (384, 384, True), (256, 1024, True),
+                                             (1024, 256, False), (2048, 2048, True), (4096, 4096, False)])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, triton_kernels, monkeypatch):
+    """One tile a program and many, one block of keys and many, strides of qkv and of heads apart. Poisoned memory shows
+    whether every element is written."""
+    ran = []
+    specialized = kernels.specialized_attention_forward
+    monkeypatch.setattr(kernels, "specialized_attention_forward", lambda *arguments: (
+        arguments[4].fill_(math.nan), arguments[5].fill_(math.nan), specialized(*arguments), ran.append(1)))
+    for B, H in (1, 1), (3, 5), (2, 20):
+        q, k, v = (random(B, T, H, D, dtype=dtype).transpose(1, 2) for T in (Tq, Tk, Tk))
+        for qkv in [q, k, v], [x.contiguous() for x in (q, k, v)]:
+            ran.clear()
+            o, lse = kernels.tuned_attention_forward(*qkv, is_causal)
+            exact, exact_lse = kernels.attention_reference(*(x.double() for x in qkv), is_causal)
+            assert ran and (o - exact).norm() <= 4e-3 * exact.norm()
+            assert (lse.view(exact_lse.shape) * math.log(2) - exact_lse).abs().max() <= 1e-5
+            again = kernels.tuned_attention_forward(*qkv, is_causal)
+            assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
+
+
+def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
+    monkeypatch.setattr(kernels, "_generation", lambda device: 9)
+    monkeypatch.setattr(kernels, "HAVE_GLUON", True)
+
+    def takes(Tq, Tk, D, is_causal, dtype=torch.bfloat16):
+        q, k = (types.SimpleNamespace(shape=(1, 2, T, D), is_cuda=True, device=None, itemsize=dtype.itemsize)
+                for T in (Tq, Tk))
+        return kernels.specialized_takes(q, k, is_causal)
+
+    assert takes(128, 256, 64, True) and takes(256, 128, 128, False)
+    for refused in ((256, 128, 128, True), (100, 128, 64, True), (128, 100, 64, False), (128, 128, 32, True),
+                    (128, 128, 256, True), (0, 0, 64, True), (128, 0, 64, False), (128, 128, 64, True, torch.float32)):
+        assert not takes(*refused), refused
+
+
+@pytest.mark.parametrize("blocks,heads,together", [(8, 200, 64), (1, 7, 3), (32, 5, 2), (128, 16, 4)])
+def test_attention_schedule_hands_out_each_tile_once(blocks, heads, together):
+    """Every tile once, and no program has more than a longest tile above the mean."""
+    costs = tuple(range(2, blocks + 2))
+    programs = min(132, blocks * heads)
+    rows = kernels.attention_schedule(costs, heads, together, programs, torch.device("cpu")).tolist()
+    rows = [row[1:1 + row[0]] for row in rows]
+    assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))
+    loads = [sum(costs[tile % blocks] for tile in row) for row in rows]
+    assert max(loads) - sum(loads) / programs <= max(costs)
+    for row in rows:  # group of heads after group of heads
+        assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
 
 
 def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
