@@ -1285,6 +1285,7 @@ class Window:
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
         self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
+        self.stream = None  # made by `beside`
 
     def copy(self, to, source):
         """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
@@ -1301,18 +1302,50 @@ class Window:
         self.barrier()
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
-    def scatter(self, parts):
-        """Write parts[r] into rank r's window. Returns the N parts (n) for this rank, its own included."""
-        self.barrier()  # all ranks have finished reading their window's old contents
+    def send(self, parts, start=0):
+        """Write parts[r] into rank r's window, from byte `start` on. Returns the N parts (n) that will be here after the
+        next barrier, the own one included."""
         for r in self.others:
-            start = self.link.rank * parts[r].nbytes
-            self.copy(self.of[r][start:start + parts[r].nbytes], parts[r].view(torch.uint8))
+            at = start + self.link.rank * parts[r].nbytes
+            self.copy(self.of[r][at:at + parts[r].nbytes], parts[r].view(torch.uint8))
             self.link.log.count(parts[r])
-        self.barrier()
         own = parts[self.link.rank]
-        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
+        rows = [*self.mine[start:start + self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
         rows[self.link.rank] = own
         return rows
+
+    def scatter(self, parts):
+        """`send`, between the barriers that it needs."""
+        self.barrier()  # all ranks have finished reading their window's old contents
+        rows = self.send(parts)
+        self.barrier()
+        return rows
+
+    def reduce_scatter(self, chunks, result, op):
+        """In turns through the two halves of the window: while a turn's parts are summed, the next one's arrive."""
+        half = len(self.mine) // 2 // 16 * 16
+        turns = [*_in_step([*chunks, result], half // self.link.size)]
+        if len(turns) == 1:
+            _sum_rows(self.scatter(chunks), [result], op)
+            return
+        self.barrier()
+        for i, (*parts, into) in enumerate(turns):
+            rows = self.send(parts, i % 2 * half)
+            self.join()  # the other half has been summed, so after the barrier it may be written to
+            self.barrier()
+            with self.beside():
+                _sum_rows(rows, [into], op)
+        self.join()
+
+    def beside(self):
+        """A context whose work begins after all that is queued, and runs beside what is queued later, until `join`."""
+        self.stream = self.stream or torch.cuda.Stream(priority=-1)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def join(self):
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather(self, parts):
         """Copy parts[r] out of rank r's window, for every other r."""
@@ -1519,8 +1552,7 @@ class Direct:
 
     def reduce_scatter(self, chunks, result, op):
         if window := self.window_for_copies("reduce_scatter", chunks):
-            for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
-                _sum_rows(window.scatter(parts), [into], op)
+            window.reduce_scatter(chunks, result, op)
             return
         own = chunks[self.rank]
         rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]

@@ -633,7 +633,7 @@ def link_with_window(rank, windows, barrier):
     link, window = object.__new__(DirectGlooLink), object.__new__(dist.Window)
     link.rank, link.size, link.log, link.window = rank, len(windows), dist.Traffic(), lambda nbytes: window
     window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
-    link.replays = dist.Replays()
+    link.replays, window.stream, window.beside = dist.Replays(), None, contextlib.nullcontext
     window.others = [(rank + i) % link.size for i in range(1, link.size)]
     return link
 
@@ -703,33 +703,47 @@ def test_all_to_all_by_copies(rows):
     assert not signals.set
 
 
-def reduce_scatter_between_all_to_alls(rank, windows, barrier, signals):
-    """Rank 1 sums late what lies in its window."""
+LATER = threading.local()  # .sums: this thread's list for `_sum_rows` to put its arguments on, or None
+
+
+@contextlib.contextmanager
+def putting_off(sums):
+    LATER.sums = sums
+    yield
+    LATER.sums = None
+
+
+def reduce_scatter_between_all_to_alls(rank, windows, barrier, signals, late, elements):
+    """Rank `late` sums late what lies in its window: what it does beside is done when it joins, not before."""
     link = link_with_window(rank, windows, barrier)
-    window, link.aside, result = link.window(0), True, torch.zeros(4)
+    window, link.aside, result = link.window(0), True, torch.zeros(elements)
     window.handle, window.timeout = signals.of(rank), 600
-
-    def scatter(parts):
-        rows = dist.Window.scatter(window, parts)
-        time.sleep(0.2 * rank)
-        return rows
-
-    window.scatter = scatter
+    send, put_off = window.send, []
+    if rank == late:
+        window.scatter = lambda parts: (window.barrier(), send(parts), window.barrier(), time.sleep(0.2))[1]
+        window.beside = lambda: putting_off(put_off)
+        window.join = lambda: [dist._sum_rows(*put_off.pop(0)) for _ in range(len(put_off))]
+    numbers = [torch.arange(elements) + 100.0 * r for r in range(2)]
     for turn in range(2):
         link.all_to_all([torch.full((4,), 100.0)] * 2, [torch.zeros(4) for _ in windows])
         if not turn:
-            link.reduce_scatter([torch.full((4,), 1.0 + rank)] * 2, result, dist.ReduceOp.SUM)
-    return result
+            link.reduce_scatter([chunk * (1 + rank) for chunk in numbers], result, dist.ReduceOp.SUM)
+    return (result == 3 * numbers[rank]).all(), link.log.bytes
 
 
-def test_copies_wait_for_who_reads_his_window(monkeypatch):
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("elements", [4, 16, 17, 71])  # a turn takes 16: one turn, two, five
+def test_copies_wait_for_who_reads_his_window(elements, late, monkeypatch):
+    sum_rows = dist._sum_rows
+    monkeypatch.setattr(dist, "_sum_rows", lambda *arguments: (
+        sum_rows(*arguments) if getattr(LATER, "sums", None) is None else LATER.sums.append(arguments)))
     monkeypatch.setattr(dist, "WINDOW_FROM", 0)
     windows, signals = [torch.zeros(256, dtype=torch.uint8) for _ in range(2)], Signals()
     barrier = threading.Barrier(2, timeout=20)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        for result in threads.map(lambda rank: reduce_scatter_between_all_to_alls(rank, windows, barrier, signals),
-                                  range(2)):
-            assert (result == 3).all()
+        for right, sent in threads.map(lambda rank: reduce_scatter_between_all_to_alls(
+                rank, windows, barrier, signals, late, elements), range(2)):
+            assert right and sent == 4 * (elements + 2 * 4)
 
 
 @pytest.mark.parametrize("elements,async_op,ways", [
