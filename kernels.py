@@ -2162,13 +2162,14 @@ class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with the same state and update, in one pass over memory. Loshchilov & Hutter (2019).
 
     scale: None, or a tensor of one element; the next step() multiplies gradients by it as it reads them. copies:
-    {parameter: tensor of as many elements}; step() also writes the new values there, in the tensor's own dtype. step()
-    raises ValueError for parameters that are not float32, contiguous and on a device that Triton serves.
+    {parameter: tensor of as many elements}; step() also writes the new values there, in the tensor's own dtype.
+    stepped: called with each parameter when its kernel is launched. step() raises ValueError for parameters that are
+    not float32, contiguous and on a device that Triton serves.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # and no other options
         super().__init__(params, lr, betas, eps, weight_decay)
-        self.scale, self.copies = None, {}
+        self.scale, self.copies, self.stepped = None, {}, lambda param: None
 
     @torch.no_grad()
     def step(self):
@@ -2190,6 +2191,7 @@ class AdamW(torch.optim.AdamW):
                     group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024,
                     num_warps=4)
                 torch.autograd.graph.increment_version(p)
+                self.stepped(p)
         self.scale = None  # it holds for one step
 
 

@@ -2060,16 +2060,20 @@ class RestartableDDP(DDP):
 class GuardedOptimizer(ShardedOptimizer):
     """A ShardedOptimizer that saves a pass over the weights, and raises ValueError for parameters added later.
 
-    kernels.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards. All
-    all-gathers are started before the first is waited for. `step` finishes an unfinished step; `zero_grad` drops it.
+    kernels.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
+    bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
+    drops it.
     """
     cut = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.cut = True
+        self.cut, self.gathering = True, {}  # bucket -> the handle of its all-gather
         if isinstance(self.inner, kernels.AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
+            if self.stage:
+                bucket_of = {bucket.shard: bucket for bucket in self.buckets}
+                self.inner.stepped = lambda shard: self.start_gathering(bucket_of[shard])
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
@@ -2082,13 +2086,16 @@ class GuardedOptimizer(ShardedOptimizer):
             self.finish_grad_sync()
         super().step()
 
+    def start_gathering(self, bucket):
+        if bucket not in self.gathering:
+            self.gathering[bucket] = dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own],
+                                                                 bucket.group, async_op=True)
+
     def gather_weights(self, buckets):
-        handles = []
         for bucket in buckets if self.stage else ():
-            mine = bucket.weights[bucket.own]
-            handles.append(dist.all_gather_into_tensor(bucket.weights, mine, bucket.group, async_op=True))
-        for handle in handles:
-            handle.wait()
+            self.start_gathering(bucket)
+        while self.gathering:
+            self.gathering.popitem()[1].wait()
 
     def cast(self):
         if not isinstance(self.inner, kernels.AdamW):

@@ -3443,6 +3443,40 @@ def test_clipping_divides_by_the_loss_scale_first(pool):
     pool(1).run(clipped_of_scaled)
 
 
+def updates_and_gathers(stage):
+    """(buckets, what a step with AdamW's kernel did, whether all ranks' weights are equal and as PyTorch's AdamW's)."""
+    kernels.use("triton" if kernels.HAVE_TRITON and (GPUS or kernels.INTERPRETED) else "auto")
+    device, events, nets = torch.get_default_device(), [], []
+    for optimizer in kernels.AdamW, torch.optim.AdamW:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).to(device)
+        opt = parallel.GuardedOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1,
+                                        compute_dtype=torch.bfloat16)
+        net(torch.ones(2, 64, device=device, dtype=torch.bfloat16)).sum().backward()
+        opt.finish_grad_sync()
+        if optimizer is kernels.AdamW:
+            stepped, gather = opt.inner.stepped, dist.all_gather_into_tensor
+            opt.inner.stepped = lambda shard: (events.append("update"), stepped(shard))
+            with unittest.mock.patch.object(dist, "all_gather_into_tensor", lambda *args, **kwargs: (
+                    events.append("gather"), gather(*args, **kwargs))[1]):
+                opt.step()
+        else:
+            opt.step()
+        nets.append(torch.cat([p.detach().float().flatten() for p in net.parameters()]))
+    kernels.use("auto")
+    every = [torch.empty_like(nets[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, nets[0])
+    return len(opt.buckets), events, all(t.equal(nets[0]) for t in every) and close(nets[0], nets[1], 1e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_are_gathered_beside_the_updates_after_them(pool, stage):
+    if not kernels.HAVE_TRITON:
+        pytest.skip("no package triton for this machine")
+    for buckets, events, equal in pool(2).run(updates_and_gathers, stage):
+        assert buckets > 2 and events == (["update", "gather"] if stage else ["update"]) * buckets and equal
+
+
 def test_loss_scale_grows_and_backs_off():
     scaler = train.LossScale(start=8.0, interval=2)
     scales = [scaler.update(finite) or scaler.scale for finite in (True, True, True, False, False, False, True, True)]
