@@ -1303,8 +1303,8 @@ class Window:
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def send(self, parts, start=0):
-        """Write parts[r] into rank r's window, from byte `start` on. Returns the N parts (n) that will be here after the
-        next barrier, the own one included."""
+        """Write parts[r] into rank r's window, from byte `start` on. Returns the N parts (n), the own one included, that
+        will be here after the next barrier."""
         for r in self.others:
             at = start + self.link.rank * parts[r].nbytes
             self.copy(self.of[r][at:at + parts[r].nbytes], parts[r].view(torch.uint8))
@@ -1331,7 +1331,8 @@ class Window:
         self.barrier()
         for i, (*parts, into) in enumerate(turns):
             rows = self.send(parts, i % 2 * half)
-            self.join()  # the other half has been summed, so after the barrier it may be written to
+            if i:
+                self.join()  # the other half has been summed, so after the barrier it may be written to
             self.barrier()
             with self.beside():
                 _sum_rows(rows, [into], op)
@@ -1344,8 +1345,7 @@ class Window:
         return torch.cuda.stream(self.stream)
 
     def join(self):
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather(self, parts):
         """Copy parts[r] out of rank r's window, for every other r."""

@@ -2073,7 +2073,7 @@ class GuardedOptimizer(ShardedOptimizer):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
             if self.stage:
                 bucket_of = {bucket.shard: bucket for bucket in self.buckets}
-                self.inner.stepped = lambda shard: self.start_gathering(bucket_of[shard])
+                self.inner.stepped = lambda shard: self.gather_weights([bucket_of[shard]], wait=False)
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
@@ -2086,15 +2086,12 @@ class GuardedOptimizer(ShardedOptimizer):
             self.finish_grad_sync()
         super().step()
 
-    def start_gathering(self, bucket):
-        if bucket not in self.gathering:
-            self.gathering[bucket] = dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own],
-                                                                 bucket.group, async_op=True)
-
-    def gather_weights(self, buckets):
+    def gather_weights(self, buckets, wait=True):
         for bucket in buckets if self.stage else ():
-            self.start_gathering(bucket)
-        while self.gathering:
+            if bucket not in self.gathering:
+                self.gathering[bucket] = dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own],
+                                                                     bucket.group, async_op=True)
+        while wait and self.gathering:
             self.gathering.popitem()[1].wait()
 
     def cast(self):
