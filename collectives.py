@@ -1303,8 +1303,8 @@ class Window:
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def send(self, parts, start=0):
-        """Write parts[r] into rank r's window, from byte `start` on. Returns the N parts (n), the own one included, that
-        will be here after the next barrier."""
+        """Write parts[r] into rank r's window, from byte `start` on. Returns the N parts (n) that are here after
+        the next barrier, the own one included."""
         for r in self.others:
             at = start + self.link.rank * parts[r].nbytes
             self.copy(self.of[r][at:at + parts[r].nbytes], parts[r].view(torch.uint8))

@@ -1693,7 +1693,7 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.co
 #
 # A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, in turns with the kernel above and cuDNN:
 #     D = 128    here 487, 635, 664    above 360, 419, 453    cuDNN 448, 511, 535
-#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434    (without taking turns 1 to 6 % less)
+#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434    (not taking turns 1 to 6 % less)
 
 @gluon.jit
 def _tile_at(tiles, i, blocks):
