@@ -5899,6 +5899,39 @@ def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, trito
             assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
 
 
+COMPILE_SPECIALIZED = """
+import kernels, triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+layout = kernels.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+kernel = kernels.specialized_forward_kernel
+for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
+    BM, BN, STAGES = kernels.SPECIALIZED[D]
+    sizes = {"CAUSAL": causal, "D": D, "BM": BM, "BN": BN, "STAGES": STAGES}
+    rows = {"Q": BM // 2, "K": BN, "V": BN, "O": BM // 2}
+    types = {name: f"tensordesc<{dtype}[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
+    types |= {"LSE": "*fp32", "tiles": "*i32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
+    source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
+    print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_specialized_attention_compiles_without_a_gpu(tmp_path):
+    """For Hopper, by the Triton that is installed: its tiles fit into 227 KiB of shared memory, and there are the wgmma
+    of two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN."""
+    if not kernels.HAVE_GLUON:
+        pytest.skip("no Gluon in this Triton, or no Triton")
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["TRITON_CACHE_DIR"] = str(tmp_path)  # so that it is compiled now
+    done = subprocess.run([sys.executable, "-c", COMPILE_SPECIALIZED], env=environ, cwd=HERE, capture_output=True,
+                          text=True, timeout=300)
+    rows = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert len(rows) == 2, done.stderr
+    for D, shared, products in rows:
+        assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + kernels.SPECIALIZED[D][1] // 16)
+
+
 def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
     monkeypatch.setattr(kernels, "_generation", lambda device: 9)
     monkeypatch.setattr(kernels, "HAVE_GLUON", True)
