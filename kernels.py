@@ -447,7 +447,7 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #
 # Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
-# diagonal are never visited. With T >> D that is hundreds of FLOPs a byte: the tensor cores are the limit.
+# diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: the tensor cores are the limit.
 # Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV),
 # and both make S and dP. One kernel for all would add up dQ over programs with atomics: in another order every run.
 #
@@ -476,7 +476,8 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
 
 
 # The kernels. Tensors arrive as descriptors for TMA, Hopper's copy engine: one thread asks for a (1, 1, rows, D) tile,
-# and TMA brings it to shared memory, from any strides, with zeros past the last row. It stores nothing past that row.
+# and TMA brings it to shared memory, from rows of any stride, with zeros past the last row, past which it stores
+# nothing.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
@@ -1682,18 +1683,26 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.co
     tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
 
 
-# Forward again, for Hopper GPUs, in Gluon, which is Triton with layouts, shared memory and barriers left to the author.
-# One warp only loads tiles. Two groups of four warps compute 64 rows each, and take turns at the tensor cores: one's
-# softmax runs during the other's products. A program computes tile after tile of BM rows, so that it starts with the
-# next while it finishes one. (Shah et al. 2024, FlashAttention-3.)
+# Forward again, for Hopper GPUs, in Gluon: Triton whose author chooses layouts (which thread holds which element),
+# shared memory and barriers. A tile is BM rows of one head, and a program computes a list of tiles. One warp only loads
+# Q, K and V. Two groups of four warps compute 64 of a tile's rows each. A group starts Q K^T of block n and P V of
+# block n - 1 together, waits for the first alone, and computes the softmax of block n while P V runs; so acc is a block
+# behind m and l. The groups start their products in turn, so that one's softmax runs during the other's products, too.
+# (Shah et al. 2024, FlashAttention-3.)
 #
-# Each group has two slots for Q. K and V have a ring of 2 STAGES slots: block n of K is in slot 2n, that of V in slot
-# 2n + 1. For each slot one barrier says "full" and another "free"; their phases alternate between 0 and 1. A tile's
-# keys come from the last to the first, because only its last block needs a mask.
+# n counts blocks of keys over all tiles of the program. Block n of K is in slot 2 (n % STAGES) of shared memory, that
+# of V in the slot after it. Each group has two slots for Q, so that the next tile's is loaded while this one's is in
+# use. Keys come from the last block to the first: under a causal mask only the last one needs a mask, and each row sees
+# a key in it, so m is finite from the start.
 #
-# A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, in turns with the kernel above and cuDNN:
-#     D = 128    here 487, 635, 664    above 360, 419, 453    cuDNN 448, 511, 535
-#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434    (not taking turns 1 to 6 % less)
+# A barrier counts arrivals. Its phase ends when as many came as `init` says, and all bytes that `expect` names. wait(b,
+# p) returns when the phase of parity p has ended; on a new barrier parity 1 counts as ended. Who waits for whom:
+#     q_full, full    groups for the warp that loads    q_free    it for the slot's group    free    it for both groups
+#     turn[g]         group g for the other one, which has then started its products, not finished them
+#
+# A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, measured alternately with the kernel above and cuDNN:
+#     D = 128    here 487, 635, 664    above 360, 419, 453    cuDNN 448, 511, 535    (without `turn` 1 to 6 % less)
+#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434    (without `turn` 2 to 3 % less)
 
 @gluon.jit
 def _tile_at(tiles, i, blocks):
@@ -1711,33 +1720,33 @@ def _key_blocks(block, Tq, Tk, CAUSAL: gl.constexpr, BM: gl.constexpr, BN: gl.co
 @gluon.jit
 def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
                 BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
-    n = 2 * STAGES  # so that there is a slot for block n - 1, too
+    n = 2 * STAGES  # as in `_attend`
     for i in range(gl.load(tiles)):
         bh, block = _tile_at(tiles, i, blocks)
-        b, h, last = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN) - 1
+        b, h, key_blocks = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN)
         for group in gl.static_range(2):
             slot = i % 2 * 2 + group
-            mbarrier.wait(q_free.index(slot), i // 2 % 2 ^ 1)
+            mbarrier.wait(q_free.index(slot), 1 - i // 2 % 2)
             mbarrier.expect(q_full.index(slot), Q.block_type.nbytes)
             tma_load(Q, [b, h, block * BM + group * (BM // 2), 0], q_full.index(slot), q_slots.index(slot))
-        for j in range(last + 1):
+        for j in range(key_blocks):
             for values in gl.static_range(2):
                 slot = n % STAGES * 2 + values
-                mbarrier.wait(free.index(slot), n // STAGES % 2 ^ 1)
+                mbarrier.wait(free.index(slot), 1 - n // STAGES % 2)
                 mbarrier.expect(full.index(slot), K.block_type.nbytes)
-                tma_load(V if values else K, [b, h, (last - j) * BN, 0], full.index(slot), slots.index(slot))
+                tma_load(V if values else K, [b, h, (key_blocks - 1 - j) * BN, 0], full.index(slot), slots.index(slot))
             n += 1
 
 
 @gluon.jit
 def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP: gl.constexpr, BM: gl.constexpr,
-                    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):
-    """Q K^T of block n, and acc + P V of block n - 1, which is not complete yet. If `ahead` is false, there is no block
-    n, and if `behind` is false, no block n - 1: then no barrier is waited for, and the product means nothing."""
+                    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Start Q K^T of block n and acc + P V of block n - 1, and wait for the first one. ahead, behind: whether block n,
+    and block n - 1, exist. If one does not, its barriers are left out, and its product means nothing."""
     k, v = n % STAGES * 2, (n - 1) % STAGES * 2 + 1
     mbarrier.wait(full.index(k), n // STAGES % 2, pred=ahead)
     mbarrier.wait(turn.index(GROUP), n % 2, pred=ahead)
-    s = gl.zeros([BM // 2, BN], gl.float32, SCORES)
+    s = gl.zeros([BM // 2, BN], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q, slots.index(k).reshape([BN, D]).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(full.index(v), (n - 1) // STAGES % 2, pred=behind)
     acc = warpgroup_mma(p, slots.index(v).reshape([BN, D]), acc, is_async=True)
@@ -1751,19 +1760,19 @@ def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP:
 def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq,
             Tk, H, blocks, CAUSAL: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
             STAGES: gl.constexpr):
-    """One group's rows of all tiles of this program. Round i has the first product of tile i beside the last one of
-    tile i - 1, whose rows it then stores."""
+    """One group's rows of all tiles of this program. Round i starts the first Q K^T of tile i beside the last P V of
+    tile i - 1, stores that tile, and computes the rest of tile i. One more round stores the last tile."""
     ROWS: gl.constexpr = BM // 2
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    rows, columns = gl.arange(0, ROWS, ROW), gl.arange(0, BN, gl.SliceLayout(0, SCORES))
-    n, count = 2 * STAGES, gl.load(tiles)
-    m = gl.zeros([ROWS], gl.float32, ROW)
-    l = gl.zeros([ROWS], gl.float32, ROW)
-    p = gl.zeros([ROWS, BN], q_slots.dtype, P)
-    acc = gl.zeros([ROWS, D], gl.float32, OUTPUT)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    rows, columns = gl.arange(0, ROWS, ROW_LAYOUT), gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+    count, n = gl.load(tiles), 2 * STAGES  # so phases begin with parity 0, and a block n - 1 has a slot
+    m = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    l = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    p = gl.zeros([ROWS, BN], q_slots.dtype, P_LAYOUT)
+    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
     for i in range(count + 1):
         bh, block = _tile_at(tiles, i, blocks)
         key_blocks = gl.where(i < count, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN), 1)
@@ -1771,31 +1780,31 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
         q = q_slots.index(q_slot).reshape([ROWS, D])
         mbarrier.wait(q_full.index(q_slot), i // 2 % 2, pred=i < count)
         s, acc = _start_products(q, p, acc, n, i < count, i > 0, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
-                                 SCORES)
+                                 S_LAYOUT)
         if CAUSAL:
-            last = rows + (block * BM + GROUP * ROWS + Tk - Tq)
-            s = gl.where((columns + (key_blocks - 1) * BN)[None, :] <= last[:, None], s, -float("inf"))
+            last_seen = rows + (block * BM + GROUP * ROWS + Tk - Tq)
+            s = gl.where((columns + (key_blocks - 1) * BN)[None, :] <= last_seen[:, None], s, -float("inf"))
         top = gl.max(s, 1) * scale
         e = gl.exp2(s * scale - top[:, None])
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(free.index((n - 1) % STAGES * 2 + 1), pred=i > 0)
-        if i > 0:
+        if i > 0:  # m and l are still tile i - 1's; top and e are tile i's
             bh, block = _tile_at(tiles, i - 1, blocks)
             m0 = block * BM + GROUP * ROWS
-            o = acc * gl.convert_layout(1 / l, gl.SliceLayout(1, OUTPUT))[:, None]
-            tma.store_wait(0)  # the slot's last content has been read
+            o = acc * gl.convert_layout(1 / l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            tma.store_wait(0)  # TMA has read what lay in the slot
             o_slots.index(GROUP).reshape([ROWS, D]).store(o.to(O.dtype))
-            fence_async_shared()
+            fence_async_shared()  # TMA sees what was written
             tma_store(O, [bh // H, bh % H, m0, 0], o_slots.index(GROUP))
             gl.store(LSE + (bh.to(gl.int64) * Tq + m0) + rows, m + gl.log2(l))
         m = top
         l = gl.sum(e, 1)
-        p = gl.convert_layout(e.to(q_slots.dtype), P)
-        acc = gl.zeros([ROWS, D], gl.float32, OUTPUT)
+        p = gl.convert_layout(e.to(q_slots.dtype), P_LAYOUT)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         n += 1
         for _ in range(1, key_blocks):
             s, acc = _start_products(q, p, acc, n, True, True, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
-                                     SCORES)
+                                     S_LAYOUT)
             top = gl.maximum(m, gl.max(s, 1) * scale)
             e = gl.exp2(s * scale - top[:, None])
             alpha = gl.exp2(m - top)
@@ -1803,18 +1812,18 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
             m = top
             acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(free.index((n - 1) % STAGES * 2 + 1))
-            p = gl.convert_layout(e.to(q_slots.dtype), P)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
+            p = gl.convert_layout(e.to(q_slots.dtype), P_LAYOUT)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]  # blocks up to n - 1, to m
             n += 1
         mbarrier.arrive(q_free.index(q_slot), pred=i < count)
     tma.store_wait(0)
 
 
 @gluon.jit
-def specialized_forward_kernel(Q, K, V, O, LSE, tiles, row, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
                                D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
     """O and LSE (base 2) of all tiles of BM rows, as `tiles` hands them out. Tq, Tk: multiples of BM, BN."""
-    tiles += gl.program_id(0) * row
+    tiles += gl.program_id(0) * stride
     q_slots = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, BM // 2, D], Q.layout)
     slots = gl.allocate_shared_memory(K.dtype, [2 * STAGES, 1, 1, BN, D], K.layout)
     o_slots = gl.allocate_shared_memory(O.dtype, [2, 1, 1, BM // 2, D], O.layout)
@@ -1828,11 +1837,11 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, row, scale, Tq, Tk, H, bl
         mbarrier.init(q_free.index(slot), 1)
     for slot in gl.static_range(2 * STAGES):
         mbarrier.init(full.index(slot), 1)
-        mbarrier.init(free.index(slot), 2)  # both groups have read it
+        mbarrier.init(free.index(slot), 2)  # an arrival from each group
     for group in gl.static_range(2):
         mbarrier.init(turn.index(group), 1)
     fence_async_shared()
-    mbarrier.arrive(turn.index(0))
+    mbarrier.arrive(turn.index(0))  # group 0 has the first turn
     gl.warp_specialize([
         (_attend, (0, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
                    blocks, CAUSAL, D, BM, BN, STAGES)),
@@ -1840,16 +1849,18 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, row, scale, Tq, Tk, H, bl
                    blocks, CAUSAL, D, BM, BN, STAGES)),
         (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL, BM, BN,
                        STAGES)),
-    ], [4, 1], [240, 24])  # warps and registers of the last two; the first has num_warps, and the registers left over
+    ], [4, 1], [240, 24])  # warps, and registers a thread, of the last two parts. The first has num_warps, and what is
+    # left of 3 x 168 registers: a part has at least four warps' registers.
 
 
 @functools.lru_cache
 def attention_schedule(costs, heads, together, programs, device):
-    """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number.
-    Tile i of head h, written h * len(costs) + i, takes time in proportion to costs[i].
+    """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number,
+    and its last entry is 0, which is read in `_attend`'s last round. Row block i of head h is h * len(costs) + i, and
+    takes time in proportion to costs[i].
 
-    The longest tiles come first, each for the program that has least to do. Only `together` heads are handed out at a
-    time, because their keys and values should stay in L2.
+    Heads are handed out `together` at a time, so that their keys and values stay in L2; of these the longest tiles
+    first, each to the program that has least to do.
     """
     loads, rows = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
     for first in range(0, heads, together):
@@ -1863,11 +1874,12 @@ def attention_schedule(costs, heads, together, programs, device):
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGES
+SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGES. BM = BN: one block has the diagonal.
+# At head dim 128 shared memory has 64 KiB of Q, 128 of K and V, 32 of O, of 227.
 
 
 def specialized_takes(q, k, is_causal):
-    """Whether there are 16-bit numbers, whole tiles, and a key for each row to see in its last block."""
+    """Whether this is a Hopper GPU, with Gluon, 16-bit numbers, whole tiles, and a key that each row sees."""
     (_, _, Tq, D), Tk = q.shape, k.shape[2]
     return (HAVE_GLUON and q.is_cuda and _generation(q.device) == 9 and q.itemsize == 2 and D in SPECIALIZED
             and Tq % SPECIALIZED[D][0] == Tk % SPECIALIZED[D][1] == 0 < min(Tq, Tk) and (Tk >= Tq or not is_causal))
@@ -1883,9 +1895,9 @@ def specialized_attention_forward(q, k, v, is_causal, o, lse):
         like = tiled(x, rows)
         return GluonDescriptor(x, like.shape, like.strides, like.block_shape, layout)
 
-    # A tile costs a block of keys more than it has, for what it does once.
+    # Costs: blocks of keys, and one more for loading Q and storing O.
     costs = tuple((min((i + 1) * BM + Tk - Tq, Tk) if is_causal else Tk) // BN + 1 for i in range(Tq // BM))
-    together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))
+    together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))  # of L2's 50 MiB
     programs = min(programs_at_once(q.device) - SPARED, B * H * len(costs))
     tiles = attention_schedule(costs, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
@@ -1959,7 +1971,8 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
 
 
 # (BM, BN, warps, stages) by head dim; head dims up to 64 share an entry. Beside each stand its TFLOP/s, causal / not
-# causal, then those of other choices: on an H200, bf16, T = 4096, C = 2048, counting only matmuls that are computed.
+# causal, then those of other choices: on an H200, bf16, T = 4096, C = 2048, counting only matmuls that are computed,
+# in short runs (a warm GPU reaches 10 to 15 % less).
 # Two or three small programs on a multiprocessor often beat a large one: a program's softmax waits for S, and meanwhile
 # another program can use the tensor cores.
 ATTENTION_TILES = {
