@@ -1853,7 +1853,7 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
     # left of 3 x 168 registers: a part has at least four warps' registers.
 
 
-@functools.lru_cache
+@functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
 def attention_schedule(costs, heads, together, programs, device):
     """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number,
     and its last entry is 0, which is read in `_attend`'s last round. Row block i of head h is h * len(costs) + i, and
@@ -1881,8 +1881,9 @@ SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGE
 def specialized_takes(q, k, is_causal):
     """Whether this is a Hopper GPU, with Gluon, 16-bit numbers, whole tiles, and a key that each row sees."""
     (_, _, Tq, D), Tk = q.shape, k.shape[2]
-    return (HAVE_GLUON and q.is_cuda and _generation(q.device) == 9 and q.itemsize == 2 and D in SPECIALIZED
-            and Tq % SPECIALIZED[D][0] == Tk % SPECIALIZED[D][1] == 0 < min(Tq, Tk) and (Tk >= Tq or not is_causal))
+    able = HAVE_GLUON and not INTERPRETED and q.is_cuda and _generation(q.device) == 9
+    return (able and q.itemsize == 2 and D in SPECIALIZED and (Tk >= Tq or not is_causal) and min(Tq, Tk) > 0
+            and Tq % SPECIALIZED[D][0] == Tk % SPECIALIZED[D][1] == 0)
 
 
 def specialized_attention_forward(q, k, v, is_causal, o, lse):

@@ -2071,17 +2071,19 @@ class GuardedOptimizer(ShardedOptimizer):
         self.cut, self.gathering = True, {}  # bucket -> the handle of its all-gather
         if isinstance(self.inner, kernels.AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
-            if self.stage:
-                bucket_of = {bucket.shard: bucket for bucket in self.buckets}
-                self.inner.stepped = lambda shard: self.gather_weights([bucket_of[shard]], wait=False)
+            if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
+                bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
+                self.inner.stepped = lambda shard: gather()([bucket_of[shard]], wait=False)
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
+        self.gather_weights([])  # wait for what a step that failed has started
         self.reducer.forget()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self):
+        self.gather_weights([])
         if not self.reducer.finished:
             self.finish_grad_sync()
         super().step()
@@ -2106,6 +2108,7 @@ class GuardedOptimizer(ShardedOptimizer):
     def load_state_dict(self, state_dict):
         """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
         masters. Call it on all ranks."""
+        self.gather_weights([])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         masters = state_dict.get("masters") or [b.weights[b.own] for b in self.with_masters]

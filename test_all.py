@@ -3452,7 +3452,7 @@ def updates_and_gathers(stage):
     """(buckets, what a step with AdamW's kernel did, whether all ranks' weights are equal and as PyTorch's AdamW's)."""
     kernels.use("triton" if kernels.HAVE_TRITON and (GPUS or kernels.INTERPRETED) else "auto")
     device, events, nets = torch.get_default_device(), [], []
-    for optimizer in kernels.AdamW, torch.optim.AdamW:
+    for optimizer in torch.optim.AdamW, kernels.AdamW:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).to(device)
         opt = parallel.GuardedOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1,
@@ -3465,13 +3465,21 @@ def updates_and_gathers(stage):
             with unittest.mock.patch.object(dist, "all_gather_into_tensor", lambda *args, **kwargs: (
                     events.append("gather"), gather(*args, **kwargs))[1]):
                 opt.step()
+            stepped(opt.shards[0])  # as if the step had failed after the first bucket
+            opt.zero_grad()
+            assert not opt.gathering
         else:
             opt.step()
         nets.append(torch.cat([p.detach().float().flatten() for p in net.parameters()]))
     kernels.use("auto")
+    buckets, alone = len(opt.buckets), weakref.ref(opt)
+    gc.disable()
+    del opt
+    assert alone() is None
+    gc.enable()
     every = [torch.empty_like(nets[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(every, nets[0])
-    return len(opt.buckets), events, all(t.equal(nets[0]) for t in every) and close(nets[0], nets[1], 1e-2)
+    return buckets, events, all(t.equal(nets[0]) for t in every) and close(nets[0], nets[1], 1e-2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -5935,6 +5943,7 @@ def test_specialized_attention_compiles_without_a_gpu(tmp_path):
 def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
     monkeypatch.setattr(kernels, "_generation", lambda device: 9)
     monkeypatch.setattr(kernels, "HAVE_GLUON", True)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
 
     def takes(Tq, Tk, D, is_causal, dtype=torch.bfloat16):
         q, k = (types.SimpleNamespace(shape=(1, 2, T, D), is_cuda=True, device=None, itemsize=dtype.itemsize)
