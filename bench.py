@@ -620,9 +620,15 @@ def predict(config, s, machine, overlap=None):
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
     transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
 
-    # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather new weights at the end of
-    # the step, where nothing hides them. ZeRO-3 gathers each unit while the one before computes: in forward nothing
-    # hides the first unit, and in backward the last unit is still whole.
+    # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
+    # down. Our kernel does all of this in one pass, except the first reading.
+    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
+    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
+    optimizer = stepped * moved / machine.hbm
+
+    # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights
+    # while our AdamW updates the next ones; beside PyTorch's AdamW nothing hides them. ZeRO-3 gathers each unit while
+    # the one before computes: in forward nothing hides the first unit, and in backward the last unit is still whole.
     axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
     gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
     if s.zero == 3:
@@ -630,16 +636,12 @@ def predict(config, s, machine, overlap=None):
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
-        dp += max(gather / count, gather - f) if overlap else gather
+        dp += max(gather / count, gather - (f if overlap else optimizer if machine.fused else 0.0))
     dp = gather + reduce if overlap is False else dp
     lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived
-    # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
-    # down. Our kernel does all of this in one pass, except the first reading.
-    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
-    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, stepped * moved / machine.hbm,
-                 cp_all, gather + reduce + between)
+    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, optimizer, cp_all,
+                 gather + reduce + between)
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine

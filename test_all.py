@@ -5092,7 +5092,9 @@ def test_plan_hides_no_more_than_lasts():
     assert close(every, (n - 1) / n * products * (3 * 3 + 2 * 1 + 5 * 4) / 36)  # the gradient of a row layer's weight
     assert close(bench.hidden_under_products(config, s, H200, 1e-9), 1e-8)      # is a product that nothing is sent for
     none, ours, all_hidden = (bench.predict(config, s, H200, overlap) for overlap in (False, None, True))
-    assert none.tp == ours.tp > 1.5 * all_hidden.tp and none.dp == none.dp_all > ours.dp > all_hidden.dp
+    assert none.tp == ours.tp > 1.5 * all_hidden.tp
+    late = bench.predict(config, s, dataclasses.replace(H200, fused=False))  # weights are gathered after all updates
+    assert none.dp == none.dp_all > late.dp > ours.dp >= all_hidden.dp
     assert all_hidden.tp > bench.MOVED * H200.link / H200.hbm * 0.9 * none.tp
     slow = dataclasses.replace(H200, link=1e9)  # products hide next to nothing of traffic that lasts so long
     assert bench.predict(config, s, slow).tp - bench.predict(config, s, slow, True).tp < 30 * every
