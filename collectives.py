@@ -186,7 +186,8 @@ class Library(Link):
 class TwoLevels(Link):
     """A group on M nodes with L ranks on each; rank r is number r mod L of node r // L.
 
-    In a ring only one rank of a node sends to the next node, through one network card. Here all L send an Lth each:
+    In one ring all that leaves a node goes through one rank's network card (so NCCL lays several rings). Here all L
+    ranks send an Lth each:
 
         all-reduce       reduce-scatter inside the node | all-reduce of my Lth between the nodes | all-gather inside
         reduce-scatter   inside, once for the chunks of each node | between
@@ -331,7 +332,7 @@ def _blocks(tensor, sizes, n):
 #
 # Ranks stand in a ring, and each sends only to its right, rank r+1. The tensor is cut into N chunks. Step s, 0 to N-2:
 #
-#     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add it to mine; after the last step chunk r is complete
+#     reduce-scatter   send chunk r-1-s, receive chunk r-2-s and add my own to it; at the end chunk r is complete
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is
 #
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either half, 2(N-1)/N x K for the two in a row.
@@ -341,10 +342,10 @@ def ring_reduce_scatter(link, chunks, op):
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     received = link.scratch(chunks[0], max(map(len, chunks)))  # K/N elements, the only extra memory
     for s in range(link.size - 1):
-        outgoing, mine = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
-        theirs = received[:len(mine)]
-        link.exchange([(outgoing, right)], [(theirs, left)])
-        COMBINE[op](theirs, mine, out=mine)
+        outgoing, growing = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
+        incoming = received[:len(growing)]
+        link.exchange([(outgoing, right)], [(incoming, left)])
+        COMBINE[op](incoming, growing, out=growing)
     _average(op, chunks[link.rank], link.size)
 
 
@@ -450,7 +451,8 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
         if parent is not None:
             link.exchange(receives=[(flat, parent)])
             _unflatten(flat, tensor)
-        link.exchange(sends=[(flat, child) for child, _ in reversed(children)])  # the largest subtree takes longest
+        for child, _ in reversed(children):  # a round each; the largest subtree first, because it takes longest
+            link.exchange(sends=[(flat, child)])
     return _call("broadcast", operation, group, async_op, tensor=tensor, src=src, group_src=group_src)
 
 
@@ -497,7 +499,8 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
         else:
             for i, row in enumerate(rows):
                 row.copy_(_flat(scatter_list[(link.rank + i) % link.size]))
-        link.exchange(sends=[(rows[d:2 * d].view(-1), child) for child, d in reversed(children)])
+        for child, d in reversed(children):
+            link.exchange(sends=[(rows[d:2 * d].view(-1), child)])
         tensor.copy_(rows[0].view(tensor.shape))
     arguments = {"tensor": tensor, "scatter_list": scatter_list, "src": src, "group_src": group_src}
     return _call("scatter", operation, group, async_op, **arguments)
@@ -613,7 +616,7 @@ def destroy_process_group(group=None):
     for served in list(_links) if group is None else [group]:
         for link in set(_links.pop(served, {}).values()):
             link.close()
-    _levels.pop(group, None)
+    _levels.pop(group, None) if group else _levels.clear()
     torch_dist.destroy_process_group(group)
 
 
@@ -1811,6 +1814,8 @@ def end_with_launcher(device_type=None, timeout=None):
 def settle(device_type, timeout):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
     Window.timeout = Mailboxes.timeout = timeout
+    c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
     if device_type == "cuda":
         # Pipelines send to one peer a group, so this warning means nothing.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -91,8 +91,8 @@ def programs_at_once(device):
 #            dx = dy (s + x s (1 - s) du/dx),  du/dx = 2 sqrt(2/pi) (1 + 0.134145 x^2)
 #
 # (GELU's tanh form is 0.5 x (1 + tanh(u/2)), and (1 + tanh(u/2)) / 2 is the sigmoid of u: one exp, no tanh.)
-# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). Above the bar a bias
-# adds 2 n forward and 3 n backward. Float32 inside.
+# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). Here a bias is an operation of its own, and adds 2 n
+# forward and 3 n backward. Float32 inside.
 
 def elu_reference(x):
     return torch.where(x > 0, x, x.exp() - 1)
@@ -502,13 +502,13 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
         s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN); ieee: float32 without TF32
         s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
-        top = tl.where(m_new == -float("inf"), 0.0, m_new)       # no key seen yet: -inf - -inf would be NaN
+        top = tl.where(m_new == -float("inf"), 0.0, m_new)       # m_new, but 0 for a row without a key: no -inf - -inf
         p = tl.exp(s - top[:, None])
-        alpha = tl.exp(m - top)                                  # online: what is there was relative to the old m
+        alpha = tl.exp(m - top)                                  # online: l and acc were computed with the old m
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-    some = l > 0                                                 # no key seen: O = 0; L = inf, so that P = 0
+    some = l > 0                                                 # a row without a key (Tq > Tk): O = 0; L = inf: P = 0
     l = tl.where(some, l, 1.0)
     O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
     tl.store(LSE + bh.to(tl.int64) * Tq + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
@@ -2460,7 +2460,8 @@ def main():
     use("triton")
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    print(f"relative error against float64, {dtype}: forward, worst gradient | of the upper half alone | PyTorch's own")
+    print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
+          f"  {'':22} as training runs it  | the upper half alone | PyTorch's own")
     for name, ours, theirs, inputs in operations(dtype, device):
         columns = [errors(ours, theirs, inputs)]
         with only_upper_half():

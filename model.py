@@ -165,12 +165,12 @@ class Block(nn.Module):
 
 
 # Mixture of experts: in place of one MLP a block has E, and a router sends each token through k of them. Parameters
-# grow with E, FLOPs with k. A router left alone learns to use few experts. Two older remedies depend on how a batch is
-# cut into micro-batches and over ranks: an auxiliary loss is a product of two means over a part's tokens, and with a
-# capacity each expert drops the tokens that a part has beyond it. Here no token is dropped. Each expert has a bias,
-# which is added to its scores when experts are chosen, and not when their outputs are weighed. After a step it falls
-# by `rate` if more than 1/E of the batch's choices fell on the expert; if fewer did, it rises. How many did is a sum of
-# integers, so it is the same in every layout.
+# grow with E, FLOPs with k. A router left alone learns to use few experts. The usual remedies depend on how a batch is
+# cut into micro-batches and over ranks: an auxiliary loss is a product of two means over a part's tokens (unless all
+# ranks first add up their counts), and with a capacity each expert drops the tokens that a part has beyond it. Here no
+# token is dropped. Each expert has a bias, which is added to its scores when experts are chosen, and not when their
+# outputs are weighed. After a step it falls by `rate` if more than 1/E of the batch's choices fell on the expert; if
+# fewer did, it rises. How many did is a sum of integers, so it is the same in every layout.
 # Shazeer et al., "Outrageously Large Neural Networks" (2017); Wang et al., "Auxiliary-Loss-Free Load Balancing" (2024);
 # DeepSeek-V3 (2024), section 2.1.2. CS336 lecture 4.
 

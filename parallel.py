@@ -184,6 +184,8 @@ def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=B
     All parameters of a bucket have the same dtype, device, kind(param), and groups to be cut, summed, averaged over.
     """
     filling, full = {}, []  # filling: {what parameters have in common: those of the bucket that is not yet full}
+    # In plain data parallelism only dtype and device differ. Sections below need the rest: experts and tensor
+    # parallelism `over`, split_over and sums, ZeRO `kind`.
     for param in reversed(params):
         limit = (megabytes or BUCKET_MB.get(param.device.type, 25)) * 2**20
         over = (param.replicas, None) if hasattr(param, "replicas") else (group, between)
@@ -383,19 +385,19 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
                  reduce_dtype=None, between=None, **kwargs):
-        groups = list(params)
-        groups = [dict(g) for g in groups] if groups and isinstance(groups[0], dict) else [{"params": groups}]
+        params = list(params)
+        param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         self.group, self.stage = group_or_world(group), stage
-        which = {}  # parameter -> the number of its parameter group, of a tied one the first
-        for i, g in enumerate(groups):
+        number_of = {}  # parameter -> the number of its parameter group, of a tied one the first
+        for i, g in enumerate(param_groups):
             for p in g["params"]:
                 if p.requires_grad:
-                    which.setdefault(p, i)
+                    number_of.setdefault(p, i)
                 elif not p.is_meta:
                     spread(p.detach(), self.group, between)
                     p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
-        self.params = list(which)
-        self.buckets = make_buckets(self.params, bucket_mb, self.group, which.get, between=between)
+        self.params = list(number_of)
+        self.buckets = make_buckets(self.params, bucket_mb, self.group, number_of.get, between=between)
         for bucket in self.buckets:
             values = make_shard(bucket, stage > 0)
             bucket.dtype = compute_dtype or bucket.dtype
@@ -406,9 +408,9 @@ class ShardedOptimizer(Replaceable, torch.optim.Optimizer):
                 p.data = view  # from here on, gathering the flat buffer is gathering the parameters
         self.shards = [bucket.shard for bucket in self.buckets]
         self.with_masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]
-        for i, g in enumerate(groups):
-            g["params"] = [bucket.shard for bucket in self.buckets if which[bucket.params[0]] == i]
-        self.inner = optimizer_class(groups, **kwargs)
+        for i, g in enumerate(param_groups):
+            g["params"] = [bucket.shard for bucket in self.buckets if number_of[bucket.params[0]] == i]
+        self.inner = optimizer_class(param_groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
         self.reducer = ShardReducer(self.buckets, stage, reduce_dtype)
@@ -440,7 +442,7 @@ def spread(tensor, group, between):
 
 
 def master_dtype(dtype):
-    """What weights are kept and gradients added up in: bf16 has 8 bits and would round an Adam step of 0.001 away."""
+    """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -467,7 +469,7 @@ def make_shard(bucket, sharded):
 
 
 class FlatParameter(Replaceable, Bucket):
-    """The parameters of one unit of FSDP, of which this rank keeps an Nth, `shard`.
+    """A Bucket of one unit of FSDP, of which this rank keeps an Nth, `shard`. (The name is PyTorch's.)
 
     Layers compute with views of `weights`, a flat buffer. `free` shrinks its storage to 0 bytes, `gather` refills it.
     The views stay the same objects, so what autograd saved in forward is right again in backward.
@@ -540,6 +542,7 @@ class FSDP(Replaceable, nn.Module):
                 spread(buffer, self.group, between)
         units = fsdp_units(module)
         unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
+        # Of any size: a bucket for each unit's matrices. All biases and norms have kind False, and share one.
         self.buckets = make_buckets(list(module.parameters()), math.inf, self.group,
                                     lambda p: (p.requires_grad, is_matrix(p) and unit_of[p]), FlatParameter, between)
         replaced = {}
@@ -715,10 +718,10 @@ class ColumnParallelLinear(Replaceable, nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
     linear = staticmethod(kernels.linear)
 
-    def __init__(self, linear, group, parts=1, f=CopyToGroup.apply):
+    def __init__(self, layer, group, parts=1, f=CopyToGroup.apply):
         super().__init__()
         self.group, self.f, cut = group, f, Cut(group, 0, parts)  # A's columns are the weight's rows
-        self.weight, self.bias = local_parameter(linear.weight, cut), local_parameter(linear.bias, cut)
+        self.weight, self.bias = local_parameter(layer.weight, cut), local_parameter(layer.bias, cut)
 
     def forward(self, x):
         return self.linear(self.f(x, self.group), self.weight, self.bias)
@@ -728,10 +731,10 @@ class RowParallelLinear(Replaceable, nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(kernels.linear)
 
-    def __init__(self, linear, group, g=ReduceFromGroup.apply):
+    def __init__(self, layer, group, g=ReduceFromGroup.apply):
         super().__init__()
         self.group, self.g = group, g
-        self.weight, self.bias = local_parameter(linear.weight, Cut(group, 1)), linear.bias
+        self.weight, self.bias = local_parameter(layer.weight, Cut(group, 1)), layer.bias
 
     def forward(self, x):
         y = self.g(self.linear(x, self.weight, None), self.group)
@@ -1087,6 +1090,7 @@ def context_parallel(module, group, kind):
 # experts, E/N each; all other parameters lie on every rank. Each rank routes its own tokens. It sends every token as k
 # rows, to the ranks that keep its experts, and gets the experts' outputs back:
 #
+#                        dispatch (permute)                                      combine (unpermute)
 #     rank 0   tokens ─ router ─ sort ─┐ all-   ┌─ sort ─ experts 0, 1 ─ unsort ─┐ all-   ┌─ unsort ─ weigh, add up
 #     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
 #
@@ -1182,7 +1186,7 @@ def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
     A micro-batch goes through p-1-r more ranks and back, so its B ends p-r turns (F + B) after its F began. So p-r
-    micro-batches keep the rank busy.
+    micro-batches keep the rank busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
     return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
             for r in range(p)]
@@ -3263,7 +3267,8 @@ def demo_memory(arguments):
         print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
               f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
     print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
-          "float32 master. At stage 3 a matrix has 16-bit weights only while its layer computes.")
+          "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
+          "16-bit weights exist only while its layer computes.")
 
 
 def demo_pipeline(arguments):
@@ -3287,7 +3292,7 @@ def demo_pipeline(arguments):
             draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
     print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
           "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
-          "rank's second F0 runs micro-batch 0 through its next stage.")
+          "rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. is idle.")
 
 
 def traffic_of(operation):
@@ -3304,6 +3309,7 @@ def off(a, b):
 def demo_data(arguments):
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
+    dist.use(None, "ring")  # the lecture's: below the bar small tensors go another way, in fewer messages
     say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
@@ -3336,8 +3342,8 @@ def demo_data(arguments):
     for what, sent, other in rows:
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
-    say(f"  {'2(N-1)/N x K x 8 bytes':46}{2 * (N - 1) * 8 * K // N:14,}   if all took the ring; below the bar up to "
-        f"1 MiB goes whole, log2(N) times")
+    say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
+    dist.use(None, "ours")
 
 
 def demo_tensor(arguments):
@@ -3364,7 +3370,7 @@ def demo_tensor(arguments):
         (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")]
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
-        dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   before B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
+        dist.print_in_order(f"  rank {rank}   A_{rank} {A_r}   into B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
                             f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
         say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes "
             f"sent\n"
