@@ -1224,14 +1224,16 @@ def stages_of(lists):
     return 1 + max(action.stage for actions in lists for action in actions)
 
 
-def needs(action, stages):
-    """The actions whose results an action computes with."""
+def needs(action, stages, listed):
+    """The actions whose results an action computes with. listed: all actions, for the next stage may run B, or I and W,
+    whichever this one runs."""
     kind, s, i = action
     if kind == "F":
         return [Action("F", s - 1, i)] if s else []
     if kind == "W":
         return [Action("I", s, i)]
-    return [Action("F", s, i)] + ([Action(kind, s + 1, i)] if s + 1 < stages else [])
+    later = Action("B" if Action("B", s + 1, i) in listed else "I", s + 1, i)
+    return [Action("F", s, i)] + ([later] if s + 1 < stages else [])
 
 
 def other_end(transfer):
@@ -1266,8 +1268,9 @@ def walk(lists, ready, stuck):
 
 def in_order(lists):
     """[(rank, action)] of lists without transfers, each after what it needs."""
-    stages = stages_of(lists)
-    for now in walk(lists, lambda action, done, _: done.issuperset(needs(action, stages)), "needs what comes later"):
+    stages, listed = stages_of(lists), set().union(*lists)
+    for now in walk(lists, lambda action, done, _: done.issuperset(needs(action, stages, listed)),
+                    "needs what comes later"):
         yield from now
 
 
@@ -1311,7 +1314,8 @@ def check(lists):
             made = any(Action(k, send.stage, i) in done for k in ("F" if kind[1] == "F" else "BI"))
             return made and send in heads and other_end(send) in heads
         received = "RF" if kind == "F" else "RB"
-        return all((n if n.stage % p == s % p else Action(received, s, i)) in done for n in needs(action, stages))
+        return all((n if n.stage % p == s % p else Action(received, s, i)) in done
+                   for n in needs(action, stages, listed))
 
     for _ in walk(lists, ready, "deadlock: no rank can go on"):
         pass
@@ -3206,13 +3210,13 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
     A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. transfer: the
     time of a message. An activation is held from the end of its F to the end of its B or W.
     """
-    p, stages = len(lists), stages_of(lists)
+    p, stages, listed = len(lists), stages_of(lists), set().union(*lists)
     v = stages // p
     cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v}
     cost["B"] = cost["I"] + cost["W"]
     end, spans, clock = {}, [[] for _ in lists], [0.0] * p
     for r, action in in_order(lists):
-        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages)])
+        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages, listed)])
         end[action] = clock[r] = start + cost[action.kind]
         spans[r].append((action, start, clock[r]))
     idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]

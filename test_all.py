@@ -2011,6 +2011,31 @@ def test_pipeline_equals_one_process(pool, schedule, p):
             assert not differences(got, want), (m, tied)
 
 
+def partly_fused(ranks):
+    """ZB-H1 whose backwards are in one piece on some ranks."""
+    def schedule(p, m, v=1):
+        return [[action._replace(kind="B") if r in ranks and action.kind == "I" else action for action in actions
+                 if r not in ranks or action.kind != "W"] for r, actions in enumerate(parallel.zero_bubble_h1(p, m))]
+    return schedule
+
+
+def in_layout_partly_fused(ranks, *args, **options):
+    with unittest.mock.patch.dict(parallel.SCHEDULES, {"partly fused": partly_fused(ranks)}):
+        return in_layout(*args, schedule="partly fused", **options)
+
+
+@pytest.mark.parametrize("ranks", [{0}, {2}, {0, 1}])
+def test_stages_may_run_b_or_its_halves(pool, ranks):
+    """Checked, simulated, run. Where rank 0 alone does not put W off, ZB-H1 does the same in the same time."""
+    lists = partly_fused(ranks)(3, 6)
+    parallel.check(parallel.lower(lists))
+    h1 = parallel.simulate(parallel.zero_bubble_h1(3, 6)).length
+    assert parallel.simulate(lists).length == h1 if ranks == {0} else parallel.simulate(lists).length > h1
+    want, results = one_process("sgd"), pool(3).run(in_layout_partly_fused, ranks, {"pp": 3}, "sgd", 4, {})
+    for got in [*results, all_of(results)]:
+        assert not differences(got, want)
+
+
 @pytest.mark.parametrize("p,m,v", [(2, 2, 2), (2, 8, 3), (3, 3, 2), (4, 4, 1), (4, 8, 2)])
 def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
     change, batch = {"n_layer": 7}, 24 if m == 3 else BATCH
@@ -4282,6 +4307,14 @@ def test_all_processes_start_and_end_together(ends):
                 or code == 1 and "ended with exit code -9; all others were stopped" in errors), (code, errors)
         assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
         assert how != "SIGTERM" or code == 0 and train.checkpoints(str(folder / how)), (code, errors)
+
+
+def test_new_groups_wait_as_long_as_the_world():
+    code = ("import torch, collectives as dist; dist.initialize('cpu', 7); "
+            "print([g._get_backend(torch.device('cpu')).options._timeout.total_seconds() for g in "
+            "(torch.distributed.group.WORLD, dist.new_group([0]))])")
+    assert subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
+                          timeout=100).stdout == "[7.0, 7.0]\n"
 
 
 def test_starts_on_a_machine_whose_name_does_not_resolve(ends):
