@@ -4309,6 +4309,26 @@ def test_all_processes_start_and_end_together(ends):
         assert how != "SIGTERM" or code == 0 and train.checkpoints(str(folder / how)), (code, errors)
 
 
+def most_sends_at_once(name):
+    """The most messages that this rank sends in one exchange of a broadcast or scatter from rank 2."""
+    link, most = type(dist.link_of(None)), []
+    exchange = link.exchange
+    with unittest.mock.patch.object(link, "exchange", lambda self, sends=(), receives=(): (
+            most.append(len(sends)), exchange(self, sends, receives))):
+        t = torch.ones(8, 4)
+        if name == "broadcast":
+            dist.broadcast(t, src=2)
+        else:
+            dist.scatter(t[0], [*t] if dist.get_rank() == 2 else None, src=2)
+    return max(most)
+
+
+@pytest.mark.parametrize("name", ["broadcast", "scatter"])
+def test_a_tree_goes_round_by_round(pool, name):
+    """Messages that leave together share the link, so the largest subtree would get its data last."""
+    assert set(pool(8).run(most_sends_at_once, name)) <= {0, 1}
+
+
 def test_new_groups_wait_as_long_as_the_world():
     code = ("import torch, collectives as dist; dist.initialize('cpu', 7); "
             "print([g._get_backend(torch.device('cpu')).options._timeout.total_seconds() for g in "
