@@ -613,10 +613,10 @@ def initialize(device_type, timeout=600):
 
 def destroy_process_group(group=None):
     """torch.distributed's own, for one group or all; what was kept for it goes, too."""
-    for served in list(_links) if group is None else [group]:
+    for served in [*_links, *_levels] if group is None else [group]:
         for link in set(_links.pop(served, {}).values()):
             link.close()
-    _levels.pop(group, None) if group else _levels.clear()
+        _levels.pop(served, None)
     torch_dist.destroy_process_group(group)
 
 

@@ -1853,7 +1853,6 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
     # left of 3 x 168 registers: a part has at least four warps' registers.
 
 
-@functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
 def attention_schedule(costs, heads, together, programs, device):
     """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number,
     and its last entry is 0, which is read in `_attend`'s last round. Row block i of head h is h * len(costs) + i, and
@@ -1872,6 +1871,13 @@ def attention_schedule(costs, heads, together, programs, device):
     most = max(map(len, rows))
     rows = [[len(row)] + row + [0] * (most + 1 - len(row)) for row in rows]
     return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+@functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
+def specialized_tiles(Tq, Tk, BM, BN, is_causal, heads, together, programs, device):
+    """The `attention_schedule` of these sizes. Costs: blocks of keys, and one more for loading Q and storing O."""
+    costs = [(min((i + 1) * BM + Tk - Tq, Tk) if is_causal else Tk) // BN + 1 for i in range(Tq // BM)]
+    return attention_schedule(costs, heads, together, programs, device)
 
 
 SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGES. BM = BN: one block has the diagonal.
@@ -1896,14 +1902,12 @@ def specialized_attention_forward(q, k, v, is_causal, o, lse):
         like = tiled(x, rows)
         return GluonDescriptor(x, like.shape, like.strides, like.block_shape, layout)
 
-    # Costs: blocks of keys, and one more for loading Q and storing O.
-    costs = tuple((min((i + 1) * BM + Tk - Tq, Tk) if is_causal else Tk) // BN + 1 for i in range(Tq // BM))
     together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))  # of L2's 50 MiB
-    programs = min(programs_at_once(q.device) - SPARED, B * H * len(costs))
-    tiles = attention_schedule(costs, B * H, together, programs, q.device)
+    programs = min(programs_at_once(q.device) - SPARED, B * H * (Tq // BM))
+    tiles = specialized_tiles(Tq, Tk, BM, BN, is_causal, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
         tiles_of(q, BM // 2), tiles_of(k, BN), tiles_of(v, BN), tiles_of(o, BM // 2), lse, tiles, tiles.shape[1],
-        math.log2(math.e) / math.sqrt(D), Tq, Tk, H, len(costs), CAUSAL=is_causal, D=D, BM=BM, BN=BN, STAGES=STAGES,
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, H, Tq // BM, CAUSAL=is_causal, D=D, BM=BM, BN=BN, STAGES=STAGES,
         num_warps=4, maxnreg=168)
 
 

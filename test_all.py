@@ -6025,6 +6025,15 @@ def test_attention_schedule_hands_out_each_tile_once(blocks, heads, together):
         assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
 
 
+def test_specialized_tiles_cost_the_blocks_of_keys_that_they_see(monkeypatch):
+    monkeypatch.setattr(kernels, "attention_schedule", lambda costs, *rest: (costs, rest))
+    for Tq, Tk, is_causal, costs in ((512, 512, True, [2, 3, 4, 5]), (256, 512, True, [4, 5]),
+                                     (256, 512, False, [5, 5]), (128, 128, True, [2])):
+        kernels.specialized_tiles.cache_clear()
+        assert kernels.specialized_tiles(Tq, Tk, 128, 128, is_causal, 6, 3, 5, "cpu") == (costs, (6, 3, 5, "cpu"))
+    kernels.specialized_tiles.cache_clear()
+
+
 def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
     q, k, v = (random(1, 2, T, 16).requires_grad_() for T in (20, 5, 5))
     y = kernels.FlashAttention.apply(q, k, v, True)
