@@ -1254,7 +1254,8 @@ def layouts(n, m, virtual, experts=8):
         every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
                   "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
     if n > 3 and n % 2 == 0:
-        every |= {"dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
+        every |= {"hsdp": {"dp": n, "zero": 3, "zero_within": n // 2},
+                  "dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
                   "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
                   "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
     if n > 1:  # last, because after them ranks have made different numbers of windows, and `make_window` makes no more
@@ -1465,12 +1466,15 @@ def torch_fsdp(config, s, device, x, y):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
-    options = {"mesh": parallel.make_mesh(device.type, dp=s.dp)["dp"], "reshard_after_forward": not kept,
+    within = s.zero_within or s.dp
+    mesh = parallel.make_mesh(device.type, dp=s.dp // within, tp=within)  # two axes: replicas of shards
+    options = {"mesh": mesh["dp", "tp"] if s.zero_within else mesh["tp"], "reshard_after_forward": not kept,
                    "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return torch_step(model, s, device, x, y, precision=contextlib.nullcontext), "fully_shard" + ", kept" * kept
+    title = "fully_shard" + ", kept" * kept + f", within {s.zero_within}" * bool(s.zero_within)
+    return torch_step(model, s, device, x, y, precision=contextlib.nullcontext), title
 
 
 def torch_tp(config, s, device, x, y):
@@ -1622,7 +1626,7 @@ def torch_experts(config, s, device, x, y):
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "tp": torch_tp, "tp+sp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline),
+         "hsdp": torch_fsdp, "tp": torch_tp, "tp+sp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline),
          "experts": torch_experts, "dense twin": torch_experts}
 
 
