@@ -568,8 +568,7 @@ def hidden_under_products(config, s, machine, half):
 
 def predict(config, s, machine, overlap=None):
     """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it, but for
-    --tp's; False, no traffic is hidden; True, products also hide --sp's, and forward hides ZeRO-1's and 2's new
-    weights."""
+    --tp's; False, no traffic is hidden; True, products also hide --sp's."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(parallel.split_pieces(config, s.pp * s.virtual_stages)))
     (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
@@ -627,8 +626,9 @@ def predict(config, s, machine, overlap=None):
     optimizer = stepped * moved / machine.hbm
 
     # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights
-    # while our AdamW updates the next ones; beside PyTorch's AdamW nothing hides them. ZeRO-3 gathers each unit while
-    # the one before computes: in forward nothing hides the first unit, and in backward the last unit is still whole.
+    # while our AdamW updates the next ones, and while forward computes the layers before, on a CPU neither. ZeRO-3
+    # gathers each unit while the one before computes: in forward nothing hides the first unit, and in backward the last
+    # unit is still whole.
     axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
     gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
     if s.zero == 3:
@@ -636,7 +636,7 @@ def predict(config, s, machine, overlap=None):
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
         dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
-        dp += max(gather / count, gather - (f if overlap else optimizer if machine.fused else 0.0))
+        dp += max(gather / count, gather - (optimizer + f if machine.fused or overlap else 0.0))
     dp = gather + reduce if overlap is False else dp
     lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived

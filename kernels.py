@@ -2191,9 +2191,9 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
+        for group in reversed(self.param_groups):
             beta1, beta2 = group["betas"]
-            for p in group["params"]:
+            for p in reversed(group["params"]):  # buckets come last layers first, and forward wants the first ones
                 if p.grad is None:
                     continue
                 if not on_triton(p) or p.dtype != torch.float32 or not p.is_contiguous() or not p.grad.is_contiguous():

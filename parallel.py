@@ -2072,11 +2072,11 @@ class GuardedOptimizer(ShardedOptimizer):
     bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
     drops it.
     """
-    cut = False
+    cut, late = False, False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.cut, self.gathering = True, {}  # bucket -> the handle of its all-gather
+        self.cut, self.gathering, self.arrived = True, {}, {}  # of each bucket: its all-gather's handle, its end
         if isinstance(self.inner, kernels.AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
             if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
@@ -2085,24 +2085,50 @@ class GuardedOptimizer(ShardedOptimizer):
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
-        self.gather_weights([])  # wait for what a step that failed has started
+        if not self.late:
+            self.wait_for_weights(self.buckets)  # a step that failed has started to gather them
         self.reducer.forget()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self):
-        self.gather_weights([])
+        self.wait_for_weights(self.buckets)
         if not self.reducer.finished:
             self.finish_grad_sync()
         super().step()
 
-    def gather_weights(self, buckets, wait=True):
+    def gather_weights(self, buckets, wait=None):
         for bucket in buckets if self.stage else ():
             if bucket not in self.gathering:
-                self.gathering[bucket] = dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own],
-                                                                     bucket.group, async_op=True)
-        while wait and self.gathering:
-            self.gathering.popitem()[1].wait()
+                self.gathering[bucket] = handle = dist.all_gather_into_tensor(
+                    bucket.weights, bucket.weights[bucket.own], bucket.group, async_op=True)
+                if bucket in self.arrived:
+                    with torch.cuda.stream(self.stream):
+                        handle.wait()
+                        self.arrived[bucket].record()
+        if not self.late if wait is None else wait:
+            self.wait_for_weights(self.buckets)
+
+    def wait_in(self, module):
+        """Let each unit of the module wait for its own weights when its forward begins. Then `step` waits for none, and
+        they travel under the forward of the layers before. Whoever reads parameters elsewhere calls
+        `wait_for_weights(buckets)` first; the module's state_dict does."""
+        self.late, self.stream = True, torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        for bucket in self.buckets:
+            if bucket.weights.is_cuda:  # graphs wait for events, which keep their place from step to step
+                self.arrived[bucket] = torch.cuda.Event(external=True)
+                self.arrived[bucket].record()
+        for unit, params in fsdp_units(module):
+            mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}  # frozen ones have none
+            unit.register_forward_pre_hook(lambda *_, mine=mine: self.wait_for_weights(mine))
+        module.register_state_dict_pre_hook(lambda *_: self.wait_for_weights(self.buckets))
+
+    def wait_for_weights(self, buckets):
+        for bucket in buckets:
+            if bucket in self.arrived and torch.cuda.is_current_stream_capturing():
+                self.arrived[bucket].wait()  # every replay does, for the gather before it
+            elif bucket in self.gathering:
+                self.gathering.pop(bucket).wait()
 
     def cast(self):
         if not isinstance(self.inner, kernels.AdamW):
@@ -2116,7 +2142,7 @@ class GuardedOptimizer(ShardedOptimizer):
     def load_state_dict(self, state_dict):
         """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
         masters. Call it on all ranks."""
-        self.gather_weights([])
+        self.wait_for_weights(self.buckets)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         masters = state_dict.get("masters") or [b.weights[b.own] for b in self.with_masters]
@@ -2124,7 +2150,7 @@ class GuardedOptimizer(ShardedOptimizer):
             bucket.shard.copy_(master)
         for bucket in self.with_masters:
             bucket.weights[bucket.own].copy_(bucket.shard)
-        self.gather_weights(self.with_masters)
+        self.gather_weights(self.with_masters, wait=True)
 
     def add_param_group(self, group):
         if self.cut:
@@ -2236,6 +2262,13 @@ class LeanGPT(ParallelGPT):
     def __init__(self, *args):
         super().__init__(*args)
         self.lists = {}  # (schedule, micro-batches) -> this rank's actions
+
+    def make_optimizer(self, *args, **kwargs):
+        optimizer = super().make_optimizer(*args, **kwargs)
+        if isinstance(optimizer, GuardedOptimizer) and isinstance(self.pipeline, GraphPipeline):
+            for model in self.stages.values():
+                optimizer.wait_in(model)
+        return optimizer
 
     def actions(self, schedule, m):
         if (schedule, m) not in self.lists:

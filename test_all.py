@@ -3515,6 +3515,42 @@ def test_weights_are_gathered_beside_the_updates_after_them(pool, stage):
         assert buckets > 2 and events == (["update", "gather"] if stage else ["update"]) * buckets and equal
 
 
+def waits_of_units(stage):
+    """What a forward after a step waits for, unit by unit, and whether its weights are those of a step that waits."""
+    torch.manual_seed(0)
+    nets, waited, device = [], [], torch.get_default_device()
+    for late in True, False:
+        net = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)]).double().to(device)
+        for i, param in enumerate(net.parameters()):
+            param.data.copy_(torch.linspace(-1, 1, param.numel()).view_as(param) + i)
+        opt = parallel.GuardedOptimizer(net.parameters(), torch.optim.Adam, bucket_mb=0.01, stage=stage, lr=0.1)
+        if late:
+            opt.wait_in(net)
+        for _ in range(2):
+            x = torch.ones(2, 64, dtype=torch.float64, device=device)
+            for layer in net:
+                before = set(opt.gathering)
+                x = layer(x)
+                if late:
+                    waited.append(sorted(i for bucket in before - set(opt.gathering) for i, other in enumerate(net)
+                                         if opt.reducer.bucket_of[other.weight] is bucket))
+            x.square().mean().backward()
+            opt.finish_grad_sync()
+            opt.step()
+            opt.zero_grad()
+        left = len(opt.gathering)
+        nets.append(net.state_dict())
+        assert not opt.gathering and left == late * len(opt.buckets)
+    return waited, all(nets[0][name].equal(nets[1][name]) for name in nets[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_unit_waits_for_its_own_weights_alone(pool, stage):
+    """And state_dict for all. The first forward follows no step, so it waits for nothing."""
+    for waited, equal in pool(2).run(waits_of_units, stage):
+        assert waited == [[], [], [], [0], [1], [2]] and equal
+
+
 def test_loss_scale_grows_and_backs_off():
     scaler = train.LossScale(start=8.0, interval=2)
     scales = [scaler.update(finite) or scaler.scale for finite in (True, True, True, False, False, False, True, True)]
