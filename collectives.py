@@ -661,7 +661,7 @@ DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
 # On NCCL a batch of messages costs the CPU 100 to 300 us to issue, a CUDA graph of the batch 25 us. So an operation
 # that is called again on the same memory is replayed from a graph. Its tensors have at most REPLAY_BYTES, because a
 # graph keeps its receive buffers. A group keeps at most REPLAYS graphs.
-REPLAY_BYTES, REPLAYS = 1 << 28, 512
+REPLAY_BYTES, REPLAYS = 1 << 30, 512
 # NCCL's messages are kernels, which take multiprocessors from the computation beside them; copy engines take none. So
 # between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter
 # copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix products of 39 ms took 42
@@ -1288,7 +1288,6 @@ class Window:
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
         self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
-        self.stream = None  # made by `beside`
 
     def copy(self, to, source):
         """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
@@ -1305,50 +1304,18 @@ class Window:
         self.barrier()
         return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
-    def send(self, parts, start=0):
-        """Write parts[r] into rank r's window, from byte `start` on. Returns the N parts (n) that are here after
-        the next barrier, the own one included."""
+    def scatter(self, parts):
+        """Write parts[r] into rank r's window. Returns the N parts (n) for this rank, its own included."""
+        self.barrier()  # all ranks have finished reading their window's old contents
         for r in self.others:
-            at = start + self.link.rank * parts[r].nbytes
-            self.copy(self.of[r][at:at + parts[r].nbytes], parts[r].view(torch.uint8))
+            start = self.link.rank * parts[r].nbytes
+            self.copy(self.of[r][start:start + parts[r].nbytes], parts[r].view(torch.uint8))
             self.link.log.count(parts[r])
+        self.barrier()
         own = parts[self.link.rank]
-        rows = [*self.mine[start:start + self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
+        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
         rows[self.link.rank] = own
         return rows
-
-    def scatter(self, parts):
-        """`send`, between the barriers that it needs."""
-        self.barrier()  # all ranks have finished reading their window's old contents
-        rows = self.send(parts)
-        self.barrier()
-        return rows
-
-    def reduce_scatter(self, chunks, result, op):
-        """In turns through the two halves of the window: while a turn's parts are summed, the next one's arrive."""
-        half = len(self.mine) // 2 // 16 * 16
-        turns = [*_in_step([*chunks, result], half // self.link.size)]
-        if len(turns) == 1:
-            _sum_rows(self.scatter(chunks), [result], op)
-            return
-        self.barrier()
-        for i, (*parts, into) in enumerate(turns):
-            rows = self.send(parts, i % 2 * half)
-            if i:
-                self.join()  # the other half has been summed, so after the barrier it may be written to
-            self.barrier()
-            with self.beside():
-                _sum_rows(rows, [into], op)
-        self.join()
-
-    def beside(self):
-        """A context whose work begins after all that is queued, and runs beside what is queued later, until `join`."""
-        self.stream = self.stream or torch.cuda.Stream(priority=-1)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
-
-    def join(self):
-        torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather(self, parts):
         """Copy parts[r] out of rank r's window, for every other r."""
@@ -1555,7 +1522,8 @@ class Direct:
 
     def reduce_scatter(self, chunks, result, op):
         if window := self.window_for_copies("reduce_scatter", chunks):
-            window.reduce_scatter(chunks, result, op)
+            for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
+                _sum_rows(window.scatter(parts), [into], op)
             return
         own = chunks[self.rank]
         rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]

@@ -633,7 +633,7 @@ def link_with_window(rank, windows, barrier):
     link, window = object.__new__(DirectGlooLink), object.__new__(dist.Window)
     link.rank, link.size, link.log, link.window = rank, len(windows), dist.Traffic(), lambda nbytes: window
     window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
-    link.replays, window.beside, window.join = dist.Replays(), contextlib.nullcontext, lambda: None
+    link.replays = dist.Replays()
     window.others = [(rank + i) % link.size for i in range(1, link.size)]
     return link
 
@@ -703,32 +703,18 @@ def test_all_to_all_by_copies(rows):
     assert not signals.set
 
 
-LATER = threading.local()  # .sums: this thread's list for `_sum_rows` to put its arguments on, or None
-
-
-@contextlib.contextmanager
-def putting_off(sums):
-    LATER.sums = sums
-    yield
-    LATER.sums = None
-
-
-def reduce_scatter_between_all_to_alls(rank, windows, barrier, signals, late, elements):
-    """Rank `late` sums late what lies in its window: what it does beside is done when it joins, not before."""
+def reduce_scatter_between_all_to_alls(rank, windows, barrier, signals, elements):
+    """Rank 1 sums late what lies in its window."""
     link = link_with_window(rank, windows, barrier)
     window, link.aside, result = link.window(0), True, torch.zeros(elements)
     window.handle, window.timeout = signals.of(rank), 600
-    send, put_off = window.send, []
-    if rank == late:
-        window.scatter = lambda parts: (window.barrier(), send(parts), window.barrier(), time.sleep(0.2))[1]
-        window.beside = lambda: putting_off(put_off)
 
-        def join():  # a recording cannot wait for work from before it
-            assert put_off
-            while put_off:
-                dist._sum_rows(*put_off.pop(0))
-        window.join = join
-    numbers = [torch.arange(elements) + 100.0 * r for r in range(2)]
+    def scatter(parts):
+        rows = dist.Window.scatter(window, parts)
+        time.sleep(0.1 * rank)
+        return rows
+
+    window.scatter, numbers = scatter, [torch.arange(elements) + 100.0 * r for r in range(2)]
     for turn in range(2):
         link.all_to_all([torch.full((4,), 100.0)] * 2, [torch.zeros(4) for _ in windows])
         if not turn:
@@ -736,18 +722,15 @@ def reduce_scatter_between_all_to_alls(rank, windows, barrier, signals, late, el
     return (result == 3 * numbers[rank]).all(), link.log.bytes
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("elements", [4, 16, 17, 71])  # a turn takes 16: one turn, two, five
-def test_copies_wait_for_who_reads_his_window(elements, late, monkeypatch):
-    sum_rows = dist._sum_rows
-    monkeypatch.setattr(dist, "_sum_rows", lambda *arguments: (
-        sum_rows(*arguments) if getattr(LATER, "sums", None) is None else LATER.sums.append(arguments)))
+@pytest.mark.parametrize("elements", [4, 32, 33, 71])  # a turn takes 32: one turn, one, two, three
+def test_copies_wait_for_who_reads_his_window(elements, monkeypatch):
     monkeypatch.setattr(dist, "WINDOW_FROM", 0)
+    monkeypatch.setattr(dist, "WINDOW_BYTES", 256)
     windows, signals = [torch.zeros(256, dtype=torch.uint8) for _ in range(2)], Signals()
     barrier = threading.Barrier(2, timeout=20)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for right, sent in threads.map(lambda rank: reduce_scatter_between_all_to_alls(
-                rank, windows, barrier, signals, late, elements), range(2)):
+                rank, windows, barrier, signals, elements), range(2)):
             assert right and sent == 4 * (elements + 2 * 4)
 
 
@@ -2267,6 +2250,8 @@ def replayed_steps(zero, micro_batches):
             whole.clear(), dist.reset_traffic(), optimizer.zero_grad()
             assert close(net.forward_backward(x[:micro_batches], y[:micro_batches]), want)
             optimizer.step()
+            if zero == 2:
+                optimizer.wait_for_weights(optimizer.buckets)  # a CPU counts bytes as it sends them
             found.append(({name: t.bytes for name, t in dist.traffic().items()}, max(whole, default=0)))
             assert all(reducer.finished for reducer in net.reducers)
             assert zero == 2 or not any(b.handle or b.weights.untyped_storage().size() for b in buckets)
