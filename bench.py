@@ -1353,7 +1353,7 @@ def left_out(function):
     return call
 
 
-def communication_alone(trainer, device, repeats):
+def communication_alone(trainer, device, repeats, calls=1):
     """(alone: seconds of a step's collectives, one after the other; without: seconds of the step without them). The
     hidden share is 1 - (whole step - without) / alone. Without collectives gradients are wrong, but the time is right.
     """
@@ -1376,7 +1376,7 @@ def communication_alone(trainer, device, repeats):
     log.clear(), scratch.clear()
     trainer.net.pipeline.graphs = parallel.no_graphs()
     with replaced(left_out):
-        without = interleaved({"": lambda: trainer.step(0)}, device, repeats)[""]
+        without = interleaved({"": lambda: trainer.step(0)}, device, repeats, calls)[""]
     trainer.net.pipeline.graphs = parallel.no_graphs()  # the graphs just recorded send nothing
     return alone, without
 
@@ -1735,7 +1735,7 @@ def without(a, device):
               patch.object(dist, "_links", defaultdict(dict))):
             trainer = make_trainer(a.configs[name], a.layouts[name], device)
             trainer.step(0, train.BirthLog())
-            found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats)[name]
+            found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
             trainer = None
             forget()
             for link in {link for links in dist._links.values() for link in links.values()}:  # the world's
@@ -1794,6 +1794,12 @@ def describe_experts(rows, config):
     return "\n" + "\n".join(lines)
 
 
+def in_a_row(a, device):
+    """How many steps are timed at a time. On GPUs several, because a step may leave traffic to the next one's forward,
+    and the CPU runs ahead, as both do in training."""
+    return 3 if device.type == "cuda" and not a.quick else 1
+
+
 def warm_up(step, s, config):
     """Run one untimed step, because the first one takes longer. A model with experts takes 64, in which the routers'
     biases move less and less and even out the loads, as training soon would. Then the biases stay, so that all steps
@@ -1848,7 +1854,8 @@ def measure_strategy(name, s, a, device, machines):
         steps["gradients"] = lambda: (trainer.optimizer.zero_grad(), trainer.net.forward_backward(*batches, s.schedule))
     if peer:
         (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
-    seconds = interleaved(steps, device, a.repeats)
+    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline's bubble is one step's
+    seconds = interleaved(steps, device, a.repeats, calls)
     first = {"memory_by_rank": memory, "peak_by_rank": peaks, "traffic_by_collective": formula,
              "counted_by_collective": counted}
     first["memory"], first["memory_measured"] = (sum(kinds.values()) / 2**30 for kinds in memory[0])
@@ -1867,7 +1874,7 @@ def measure_strategy(name, s, a, device, machines):
                     "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
             whole, rest = interleaved(both, device, a.repeats).values()
             first |= {"all_to_all_ms": 1e3 * (whole - rest), **train.how_even(loads)}
-        alone, without = communication_alone(trainer, device, a.repeats)
+        alone, without = communication_alone(trainer, device, a.repeats, calls)
         first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
         if alone > 0.05 * seconds[comms[0]]:  # less would drown in the step's noise
             first |= {"hidden": 100 * (1 - (seconds[comms[0]] - without) / alone)}
