@@ -161,7 +161,7 @@ def law_of(group, waited=True):
     waits for its all-reduces. Call on all ranks."""
     link = dist.link_of(group)
     switched, small = isinstance(link, dist.Direct), getattr(link, "doubling_bytes", 0)
-    return min(small, link.open_from() - 1) if waited and switched else small, switched
+    return min(small, link.sums_from() - 1) if waited and switched else small, switched
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
@@ -1713,7 +1713,7 @@ WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its plac
     "fusion": (model, "FASTER", {}, always),                                       # the blocks above the bar
     "links": (dist, "LINKS", {**dist.LINKS, **dict.fromkeys(("nccl", "gloo"), dist.LINKS["ring"])}, always),  # rings
     "windows": (dist.NodeLink, "window", dist.Direct.window, always),              # NCCL's messages
-    "open": (dist, "OPEN_BYTES", 0, always),                                       # small all-reduces in two halves
+    "sums": (dist.NodeLink, "sum_by_kernel", lambda *args: False, always),         # all-reduces by copies, messages
     "replay": (dist, "REPLAY_BYTES", 0, always),                                   # collectives launched one by one
     "early": (parallel.Early, "computed", sends_late(parallel.Early.computed), lambda s: s.dp > 1 and s.zero < 2),
     "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None, lambda s: s.zero == 3),  # no unit ahead

@@ -671,10 +671,10 @@ WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
 # than copies. (2 H200s, us: an all-gather of 16 MiB 41 by the kernel, 57 by copies, 1 GiB 1865 and 2075; a
 # reduce-scatter of 16 MiB 42 and 51, from 64 MiB on as long.)
 BY_KERNEL_BYTES = {"all_gather": 1 << 32, "reduce_scatter": 1 << 24}
-# For the same reason one kernel that reads and writes all windows does an all-reduce that the caller waits for, from
-# OPEN_FROM to OPEN_BYTES. Messages and copies take longer to start (2 H200s: 16 KiB 28 us against 44; 4 H200s: 2 MiB
-# 28 us against 46, 8 MiB 63 against 99, 16 MiB 112 against 132, equal at 24 MiB; NCCL's own 28, 59, 95).
-OPEN_FROM, OPEN_BYTES = 1 << 12, 3 << 23
+# For the same reason one kernel sums what the caller waits for, from SUM_FROM bytes on. (2 H200s, an all-reduce, us, by
+# the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB 8 | 23 | 11, 1 MiB 12 | 22
+# | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
+SUM_FROM = 1 << 12
 
 
 # ---------------------------------------------------------------------------------------- the log, progress, lost peers
@@ -1287,7 +1287,12 @@ class Window:
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
-        self.kernel = kernels.AllToAll([window.data_ptr() for window in self.of], link.rank, mine.device)
+        self.make_kernels(mine.device)
+
+    def make_kernels(self, device):
+        places, behind = [window.data_ptr() for window in self.of], kernels.all_to_all_bytes(self.link.size)
+        self.kernel = kernels.AllToAll(places, self.link.rank, device)
+        self.sums = kernels.AllReduce([place + behind for place in places], self.link.rank, device)
 
     def copy(self, to, source):
         """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
@@ -1442,6 +1447,14 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
+def _joined(chunks):
+    """Chunks that lie side by side, of one length, as one tensor; else None."""
+    n, first = len(chunks[0]), chunks[0].data_ptr()
+    if any(len(t) != n or t.data_ptr() != first + i * t.nbytes for i, t in enumerate(chunks)):
+        return None
+    return chunks[0].as_strided((n * len(chunks),), (1,))
+
+
 def _kernel_sums(tensor):
     """Whether kernels.py sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
@@ -1476,24 +1489,45 @@ class Direct:
     ring's bytes in one round instead of N-1 steps, and sums N rows at once, in float32 if they have 16 bits. It costs
     room for N chunks. Between nodes the ring is better, because there one rank of a node sends out of it, not all.
     Large chunks go through windows: they are summed where others wrote them, and gathered from their owners' windows.
-    If the caller waits, one kernel over all windows does an all-reduce, an all-to-all, or a small all-gather or
-    reduce-scatter.
+    If the caller waits, one kernel does the whole operation.
     """
 
     def window(self, nbytes):
         """None, because this class shares no memory; `NodeLink` does."""
         return None
 
-    def open_from(self):
-        """From so many bytes to OPEN_BYTES, all-reduces that the caller waits for use the window. Call on all ranks."""
+    def sums_from(self):
+        """From so many bytes on, a kernel does all-reduces that the caller waits for. Call on all ranks."""
         self.aside = False
-        return OPEN_FROM if self.window(OPEN_BYTES) else 1 << 62
+        return SUM_FROM if self.kernel_window() else 1 << 62
+
+    def kernel_window(self):
+        """The window of the kernels, or None if the caller does not wait, or kernels or windows cannot be had."""
+        # Most kernels take any dtype, so on_triton is asked about float32.
+        able = not self.aside and kernels.on_triton(torch.empty(0, device=self.device))
+        return self.window(kernels.window_bytes(self.size)) if able else None
+
+    def sum_by_kernel(self, flat, op, result=None):
+        """Do an all-reduce of flat by one kernel, or a reduce-scatter to result. Returns False, and does nothing, if
+        the kernel cannot."""
+        if flat.nbytes < SUM_FROM or flat.dtype not in kernels.SUM_DTYPES or op not in (ReduceOp.SUM, ReduceOp.AVG):
+            return False
+        window = self.kernel_window() if len(flat) < 1 << 31 else None
+        if window:
+            window.sums(flat, op == ReduceOp.AVG, result)
+            torch.autograd.graph.increment_version(flat if result is None else result)
+            chunks = flat.tensor_split(self.size)
+            for r in window.others:
+                self.log.count(chunks[r])
+                if result is None:
+                    self.log.count(chunks[self.rank])
+        return bool(window)
 
     def all_reduce(self, flat, op):
         chunks = flat.tensor_split(self.size)
-        if OPEN_FROM <= flat.nbytes <= OPEN_BYTES and not self.aside and (window := self.window(OPEN_BYTES)):
-            self._open_all_reduce(window, flat, chunks, op)
-        elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
+        if self.sum_by_kernel(flat, op):
+            return
+        if flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
         elif WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= WINDOW_BYTES and (
                 window := self.window(WINDOW_BYTES)):
@@ -1501,17 +1535,6 @@ class Direct:
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)
-
-    def _open_all_reduce(self, window, flat, chunks, op):
-        """All tensors lie in windows: rank r combines chunk r of all and writes it into all. chunks: `flat`'s."""
-        tensors = window.open(flat)
-        rows = [tensor.tensor_split(self.size)[self.rank] for tensor in tensors]
-        _sum_rows(rows, rows, op)
-        window.barrier()
-        _copy(window, flat, tensors[self.rank])
-        for r in window.others:  # it has read its chunk of my tensor, and I have written my chunk into its tensor
-            self.log.count(chunks[r])
-            self.log.count(chunks[self.rank])
 
     def window_for_copies(self, name, chunks):
         """The window through which copies do an operation on N chunks, or None if messages or a kernel are faster."""
@@ -1521,6 +1544,9 @@ class Direct:
         return None if nbytes < WINDOW_FROM or by_kernel else self.window(WINDOW_BYTES)
 
     def reduce_scatter(self, chunks, result, op):
+        whole = _joined(chunks)
+        if whole is not None and self.sum_by_kernel(whole, op, result):
+            return
         if window := self.window_for_copies("reduce_scatter", chunks):
             for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
                 _sum_rows(window.scatter(parts), [into], op)
@@ -1559,9 +1585,7 @@ class Direct:
     def _by_one_kernel(self, outgoing, incoming, own):
         """Do an all-to-all by one kernel, with my own block if `own`. Returns False, and does nothing, if the caller
         does not wait, or the kernel or a window cannot be had."""
-        # The kernel takes any dtype, so on_triton is asked about float32.
-        able = not self.aside and kernels.on_triton(outgoing[0].new_empty(0, dtype=torch.float32))
-        window = able and self.window(kernels.all_to_all_bytes(self.size))
+        window = self.kernel_window()
         if window:
             window.all_to_all(*([(t.data_ptr(), t.nbytes * (own or r != self.rank)) for r, t in enumerate(tensors)]
                                 for tensors in (outgoing, incoming)))
@@ -1593,7 +1617,7 @@ class NodeLink(Direct, NcclLink):
 
     def __init__(self, group):
         super().__init__(group)
-        self._windows, self._waited_all_to_all = {}, (kernels.all_to_all_bytes(self.size), False)
+        self._windows, self._waited_all_to_all = {}, (kernels.window_bytes(self.size), False)
 
     def run(self, name, operation, arguments, async_op):
         if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):

@@ -2393,6 +2393,138 @@ class AllToAll:
             self.compiled[unit] = compiled
 
 
+# ------------------------------------------------------------------------------------------ all-reduce, reduce-scatter
+#
+# The same for an all-reduce: one kernel a GPU, no barrier. Rank r sums chunk r. A program does all of it for its slice of
+# every chunk, piece by piece, with the programs of its number on the other GPUs. So nobody waits for a whole GPU, and
+# one piece travels while another is summed or copied. Round t of a program:
+#
+#     send    write piece t of every other rank's chunk into that rank's window
+#     sum     wait for the others' pieces t-1 of my chunk; write their sum to the result and into all windows
+#     fetch   wait for the others' sums t-2, copy them out of my window
+#
+# A slot may be written to again four pieces later, and nobody need say so: I send piece t after I fetched the sums t-3,
+# so all ranks have read my pieces t-3. Who sums piece t-1 has received mine, which I sent after I fetched his sum t-4.
+# A reduce-scatter writes no sums into windows, but still counts them.
+
+SUM_PROGRAMS, SUM_SLOTS, SUM_DTYPES = 128, 4, (*DTYPES, torch.float64)
+
+
+def sum_slot_bytes(ranks):
+    """32 KiB for 2 ranks, 16 for 3 and 4, 8 for 5 to 8: windows of 32 to 56 MiB."""
+    return (1 << 16) >> (ranks - 1).bit_length()
+
+
+def all_reduce_bytes(ranks):
+    """Bytes of a window: a program's slots and counters for pieces and sums of each other rank, and its own counter."""
+    return SUM_PROGRAMS * (2 * (ranks - 1) * (SUM_SLOTS * sum_slot_bytes(ranks) + 4) + 16)
+
+
+@triton.jit
+def _chunk(flat, r, least, more, end, EVEN: tl.constexpr):
+    """(where chunk r begins, where a program's slice of it ends) of a tensor cut as by tensor_split: chunks of `least`
+    elements, the first `more` of them one longer."""
+    return (flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more)),
+            tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32))))
+
+
+@triton.jit
+def _all_reduce(flat, result, windows, least, more, width, N: tl.constexpr, EVEN: tl.constexpr,
+                GATHER: tl.constexpr, DIVIDE: tl.constexpr, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr,
+                SLOT: tl.constexpr):
+    kind: tl.constexpr = flat.dtype.element_ty
+    slot_bytes: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
+    counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * slot_bytes  # they lie behind all slots
+    program, rank = tl.program_id(0), tl.load(windows + N).to(tl.int32)
+    here = tl.load(windows + rank)
+    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)  # of rank r-1, the first; then r-2, ...
+    done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
+    before, lane = tl.load(done), tl.arange(0, SLOT)
+    start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
+    rounds = tl.cdiv(end - start, SLOT)
+    for t in range(0, rounds + 2):
+        if t < rounds:
+            at, slot = start + t * SLOT + lane, (before + t) % SLOTS
+            for s in tl.static_range(1, N):
+                chunk, until = _chunk(flat, (rank + s) % N, least, more, end, EVEN)
+                there = tl.load(windows + (rank + s) % N) + ((pieces + s - 1) * SLOTS + slot) * slot_bytes
+                x = tl.load(chunk + at, at < until)
+                tl.store(tl.multiple_of(there.to(tl.pointer_type(kind)), 16) + lane, x, at < until)
+            tl.debug_barrier()  # until all threads have written
+            for s in tl.static_range(1, N):
+                there = tl.load(windows + (rank + s) % N) + counters + 4 * (pieces + s - 1)
+                tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+        if (t > 0) & (t <= rounds):
+            at, slot = start + (t - 1) * SLOT + lane, (before + t - 1) % SLOTS
+            for s in tl.static_range(1, N):
+                _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
+            chunk, until = _chunk(flat, rank, least, more, end, EVEN)
+            own = tl.load(chunk + at, at < until)
+            total = tl.zeros((SLOT,), tl.float64 if kind == tl.float64 else tl.float32)
+            for r in tl.static_range(N):  # in the ranks' order
+                x = own
+                if r != rank:
+                    row = here + ((pieces + (rank - r + N) % N - 1) * SLOTS + slot) * slot_bytes
+                    row = tl.multiple_of(row.to(tl.pointer_type(kind)), 16)
+                    x = tl.load(row + lane, at < until, cache_modifier=".cg")  # past L1, as in _copy_bytes
+                total += x.to(total.dtype)
+            total = (total / N if DIVIDE else total).to(kind)
+            tl.store(result + at, total, at < until)
+            if GATHER:
+                for s in tl.static_range(1, N):
+                    there = tl.load(windows + (rank + s) % N) + ((sums + s - 1) * SLOTS + slot) * slot_bytes
+                    tl.store(tl.multiple_of(there.to(tl.pointer_type(kind)), 16) + lane, total, at < until)
+            tl.debug_barrier()
+            for s in tl.static_range(1, N):
+                there = tl.load(windows + (rank + s) % N) + counters + 4 * (sums + s - 1)
+                tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+        if t > 1:
+            at, slot = start + (t - 2) * SLOT + lane, (before + t - 2) % SLOTS
+            for s in tl.static_range(1, N):
+                _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
+                if GATHER:
+                    chunk, until = _chunk(flat, (rank - s + N) % N, least, more, end, EVEN)
+                    row = here + ((sums + s - 1) * SLOTS + slot) * slot_bytes
+                    row = tl.multiple_of(row.to(tl.pointer_type(kind)), 16)
+                    tl.store(chunk + at, tl.load(row + lane, at < until, cache_modifier=".cg"), at < until)
+    if rounds > 0:
+        tl.debug_barrier()  # until all threads have read the counter
+        tl.store(done, before + rounds)
+
+
+class AllReduce:
+    """All-reduces and reduce-scatters of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but of
+    `all_reduce_bytes` bytes."""
+
+    def __init__(self, windows, rank, device):
+        self.rank, self.ranks, self.windows = rank, len(windows), torch.tensor([*windows, rank], device=device)
+
+    def __call__(self, flat, divide, result=None):
+        """Sum `flat` (n) over all ranks in place; with `divide`, the mean. Or write this rank's chunk of the sum, cut as
+        by tensor_split, to `result`, and change nothing else. Both are contiguous, of one of SUM_DTYPES.
+
+        One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32.
+        """
+        n, ranks = len(flat), self.ranks
+        vectors = 16 * ranks // flat.itemsize
+        if result is None and n > vectors and n % vectors:  # the rest alone, because odd chunks cannot be read in vectors
+            for part in flat.split(n - n % vectors):
+                self(part, divide)
+            return
+        (least, more), unit = divmod(n, ranks), LEAST_BYTES // flat.itemsize
+        longest = least + (more > 0)
+        width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
+        into = flat[self.rank * least + min(self.rank, more):] if result is None else result
+        _all_reduce[(triton.cdiv(longest, width),)](
+            flat, into, self.windows, least, more, width, ranks, not more, result is None, divide,
+            SUM_PROGRAMS, SUM_SLOTS, sum_slot_bytes(ranks) // flat.itemsize, num_warps=16)
+
+
+def window_bytes(ranks):
+    """Bytes of a window for an `AllToAll` and, behind it, an `AllReduce`."""
+    return all_to_all_bytes(ranks) + all_reduce_bytes(ranks)
+
+
 # ------------------------------------------------------------------------------------------------------------- errors
 
 def operations(dtype, device):

@@ -436,14 +436,14 @@ def back_to_ours():
 def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
-    names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "OPEN_FROM", "OPEN_BYTES", "WINDOW_BYTES",
+    names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "SUM_FROM", "WINDOW_BYTES",
              "BY_KERNEL_BYTES", "SLOT_BYTES", "make_mailboxes")
     kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
     for way in ways:
         dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
         dist.DOUBLING_BYTES = dict.fromkeys(dist.DOUBLING_BYTES, 1 << 17)
-        dist.WINDOW_FROM, dist.OPEN_FROM, dist.OPEN_BYTES, dist.WINDOW_BYTES = (
-            (0, 0, 1 << 14, 1 << 14) if way == "windows" else (1 << 40, 0, -1, 0))
+        dist.WINDOW_FROM, dist.WINDOW_BYTES = (0, 1 << 14) if way in ("windows", "kernel") else (1 << 40, 0)
+        dist.SUM_FROM = 0 if way == "kernel" else 1 << 40
         dist.SLOT_BYTES = 1 << 12  # and through many slots
         if way == "messages":  # over gloo, as where ranks do not share memory
             dist.make_mailboxes = lambda link: None
@@ -513,7 +513,7 @@ def test_collective_equals_library(pool, name, size):
     elif size < 5:
         cases += [((6,), dtype, add, 0, False, False)
                   for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64)]
-    direct = ("messages", "windows")[:1 + (pool.device_type == "cuda")] if name in DIRECT else ()
+    direct = ("messages", "windows", "kernel")[:1 + 2 * (pool.device_type == "cuda")] if name in DIRECT else ()
     pool(size).run(compare_with_library, name, cases, "ring", "plain", *direct)
 
 
@@ -633,7 +633,7 @@ def link_with_window(rank, windows, barrier):
     link, window = object.__new__(DirectGlooLink), object.__new__(dist.Window)
     link.rank, link.size, link.log, link.window = rank, len(windows), dist.Traffic(), lambda nbytes: window
     window.link, window.mine, window.of, window.barrier = link, windows[rank], windows, barrier.wait
-    link.replays = dist.Replays()
+    link.replays, link.device = dist.Replays(), "cpu"
     window.others = [(rank + i) % link.size for i in range(1, link.size)]
     return link
 
@@ -735,22 +735,22 @@ def test_copies_wait_for_who_reads_his_window(elements, monkeypatch):
 
 
 @pytest.mark.parametrize("elements,async_op,ways", [
-    (1023, False, ["reduce_scatter"]), (1024, False, ["open"]), (1024, True, ["reduce_scatter"]),
-    (3 << 21, False, ["open"]), ((3 << 21) + 1, False, ["copies"]), (3 << 21, True, ["copies"]),
-    (21 << 20, False, ["copies"]), (22 << 20, False, ["reduce_scatter", "all_gather"]),
-    (1 << 19, True, ["reduce_scatter", "all_gather"])])
+    (1023, False, ["reduce_scatter"]), (1024, False, ["kernel"]), (1024, True, ["reduce_scatter"]),
+    (22 << 20, False, ["kernel"]), (1 << 19, True, ["reduce_scatter", "all_gather"]), (3 << 21, True, ["copies"]),
+    (21 << 20, True, ["copies"]), (22 << 20, True, ["reduce_scatter", "all_gather"])])
 def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypatch):
-    """float32 from OPEN_FROM bytes to OPEN_BYTES is one kernel; smaller ones, and those beside the caller, are
+    """From SUM_FROM bytes it is one kernel if the caller waits; smaller ones, and those beside the caller, are
     messages; from WINDOW_FROM bytes, as long as one step does, copies; then halves."""
     link, went = object.__new__(DirectGlooLink), []
-    link.rank, link.size, link.aside = 0, 2, async_op
-    window = types.SimpleNamespace(all_reduce=lambda *args: went.append("copies"))
+    link.rank, link.size, link.aside, link.log, link.device = 0, 2, async_op, dist.Traffic(), "cpu"
+    window = types.SimpleNamespace(all_reduce=lambda *args: went.append("copies"), others=[1],
+                                   sums=lambda *args: went.append("kernel"))
     monkeypatch.setattr(link, "window", lambda nbytes: window, raising=False)
-    for name in ("_open_all_reduce", "reduce_scatter", "all_gather"):
-        monkeypatch.setattr(link, name, lambda *args, name="open" if "open" in name else name: went.append(name),
-                            raising=False)
+    monkeypatch.setattr(kernels, "on_triton", lambda x: True)
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(link, name, lambda *args, name=name: went.append(name), raising=False)
     link.all_reduce(torch.empty(elements), dist.ReduceOp.SUM)
-    assert went == ways
+    assert went == ways and link.log.bytes == 4 * elements * (ways == ["kernel"])
 
 
 def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
@@ -809,11 +809,8 @@ def test_third_call_on_the_same_memory_is_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("way", ["open", "copied"])
-def test_all_reduce_through_windows(size, way, monkeypatch):
+def test_all_reduce_through_windows(size, monkeypatch):
     monkeypatch.setattr(dist, "DOUBLING_BYTES", {"switched": 0})
-    monkeypatch.setattr(dist, "OPEN_FROM", 0)
-    monkeypatch.setattr(dist, "OPEN_BYTES", 0 if way == "copied" else 1 << 14)
     monkeypatch.setattr(dist, "WINDOW_FROM", 0)
     monkeypatch.setattr(dist, "WINDOW_BYTES", 1 << 10)  # of copies: several steps for 1001 numbers, one for 70
     cases = ([(torch.float64, n, op) for n in (1, 2, 7, 70, 1001) for op in OPS]
@@ -910,18 +907,27 @@ def test_all_to_all_equals_library(pool, size):
     pool(size).run(all_to_all_cases)
 
 
-def all_to_all_through_windows(folder):
-    """Windows are files that all processes map. Shares, slots and pieces so small that blocks take many rounds."""
+@contextlib.contextmanager
+def kernels_through_files(folder):
+    """A link whose windows are files that all processes map. Shares, slots and pieces are so small that blocks take
+    many rounds."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    sizes = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32}
+    sizes = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32, "SUM_PROGRAMS": 3,
+             "sum_slot_bytes": lambda ranks: 64}
     with unittest.mock.patch.multiple(kernels, **sizes), unittest.mock.patch.object(kernels, "_choice", "triton"):
         link, window = DirectGlooLink(torch_dist.group.WORLD), object.__new__(dist.Window)
         window.link, window.others = link, [(rank + i) % size for i in range(1, size)]
-        window.of = [torch.from_file(f"{folder}/{r}", True, kernels.all_to_all_bytes(size), dtype=torch.uint8)
+        window.of = [torch.from_file(f"{folder}/{r}", True, kernels.window_bytes(size), dtype=torch.uint8)
                      for r in range(size)]
-        window.mine, window.kernel = window.of[rank], kernels.AllToAll([t.data_ptr() for t in window.of], rank, "cpu")
-        link.window = lambda nbytes: window if nbytes == len(window.mine) else None
+        window.make_kernels("cpu")
+        link.window = lambda nbytes: window if nbytes == kernels.window_bytes(size) else None
         torch_dist.barrier()
+        yield link, window
+
+
+def all_to_all_through_windows(folder):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with kernels_through_files(folder) as (link, window):
         for case, (dtype, columns) in enumerate(itertools.product(
                 (torch.int64, torch.bfloat16, torch.uint8, torch.float64), (1, 3, 16))):
             rows = np.random.default_rng(case).integers(-3, 12, (size, size)).clip(0).tolist()  # of rank i for rank j
@@ -941,12 +947,32 @@ def all_to_all_through_windows(folder):
             link.all_to_all([torch.zeros(1, dtype=torch.int64)] * size, [torch.zeros(2, dtype=torch.int64)] * size)
 
 
+def sums_through_windows(folder):
+    """All-reduces and reduce-scatters, of some elements up to several rounds, one after the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with kernels_through_files(folder) as (link, window), unittest.mock.patch.object(dist, "SUM_FROM", 0):
+        for n, dtype, op in itertools.product((1, 2, 7, 64, 333, 1000), kernels.SUM_DTYPES, ("sum", "avg")):
+            terms = [(torch.arange(n) % 13 + 3 * r).to(dtype) for r in range(size)]
+            total = sum(term.double() for term in terms) / (size if op == "avg" else 1)
+            whole, part, before = terms[rank].clone(), terms[rank].clone(), dataclasses.replace(link.log)
+            result = torch.full_like(part.tensor_split(size)[rank], -1)
+            link.all_reduce(whole, OPS[op])
+            assert close(whole, total, 1e-2 if dtype.itemsize == 2 else 1e-6), (n, dtype, op)
+            own, sent = result.nbytes, link.log.bytes - before.bytes
+            assert sent == whole.nbytes - own + (size - 1) * own
+            if n % size == 0:
+                link.reduce_scatter(part.tensor_split(size), result, OPS[op])
+                assert result.equal(whole.tensor_split(size)[rank]) and part.equal(terms[rank])
+                assert link.log.bytes - before.bytes == sent + whole.nbytes - own
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_to_all_through_windows(pool, size, tmp_path):
+@pytest.mark.parametrize("exchange", [all_to_all_through_windows, sums_through_windows])
+def test_kernels_exchange_through_windows(pool, exchange, size, tmp_path):
     needs_kernels(pool)
     if pool.device_type == "cuda":
         pytest.skip("GPUs have windows of their own")
-    pool(size).run(all_to_all_through_windows, str(tmp_path))
+    pool(size).run(exchange, str(tmp_path))
 
 
 def all_to_alls_in_a_row(most):
