@@ -1713,7 +1713,7 @@ WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its plac
     "fusion": (model, "FASTER", {}, always),                                       # the blocks above the bar
     "links": (dist, "LINKS", {**dist.LINKS, **dict.fromkeys(("nccl", "gloo"), dist.LINKS["ring"])}, always),  # rings
     "windows": (dist.NodeLink, "window", dist.Direct.window, always),              # NCCL's messages
-    "sums": (dist.NodeLink, "sum_by_kernel", lambda *args: False, always),         # all-reduces by copies, messages
+    "sums": (dist.NodeLink, "kernel_for", lambda *args: None, always),             # all-reduces by copies, messages
     "replay": (dist, "REPLAY_BYTES", 0, always),                                   # collectives launched one by one
     "early": (parallel.Early, "computed", sends_late(parallel.Early.computed), lambda s: s.dp > 1 and s.zero < 2),
     "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None, lambda s: s.zero == 3),  # no unit ahead

@@ -667,13 +667,9 @@ REPLAY_BYTES, REPLAYS = 1 << 30, 512
 # copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix products of 39 ms took 42
 # while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
-# If the caller waits, nothing computes beside the operation. Then up to so many bytes the all-to-all kernel is faster
-# than copies. (2 H200s, us: an all-gather of 16 MiB 41 by the kernel, 57 by copies, 1 GiB 1865 and 2075; a
-# reduce-scatter of 16 MiB 42 and 51, from 64 MiB on as long.)
-BY_KERNEL_BYTES = {"all_gather": 1 << 32, "reduce_scatter": 1 << 24}
-# For the same reason one kernel sums what the caller waits for, from SUM_FROM bytes on. (2 H200s, an all-reduce, us, by
-# the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB 8 | 23 | 11, 1 MiB 12 | 22
-# | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
+# If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s, an
+# all-reduce, us, by the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB 8 | 23
+# | 11, 1 MiB 12 | 22 | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
 SUM_FROM = 1 << 12
 
 
@@ -1448,11 +1444,11 @@ def _in_step(chunks, nbytes):
 
 
 def _joined(chunks):
-    """Chunks that lie side by side, of one length, as one tensor; else None."""
-    n, first = len(chunks[0]), chunks[0].data_ptr()
-    if any(len(t) != n or t.data_ptr() != first + i * t.nbytes for i, t in enumerate(chunks)):
-        return None
-    return chunks[0].as_strided((n * len(chunks),), (1,))
+    """Chunks of one tensor that lie side by side and have one length, as one tensor; else None."""
+    first, n = chunks[0], len(chunks[0])
+    apart = (t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or len(t) != n
+             or t.storage_offset() != first.storage_offset() + i * n for i, t in enumerate(chunks))
+    return None if any(apart) else first.as_strided((n * len(chunks),), (1,))
 
 
 def _kernel_sums(tensor):
@@ -1507,27 +1503,18 @@ class Direct:
         able = not self.aside and kernels.on_triton(torch.empty(0, device=self.device))
         return self.window(kernels.window_bytes(self.size)) if able else None
 
-    def sum_by_kernel(self, flat, op, result=None):
-        """Do an all-reduce of flat by one kernel, or a reduce-scatter to result. Returns False, and does nothing, if
-        the kernel cannot."""
-        if flat.nbytes < SUM_FROM or flat.dtype not in kernels.SUM_DTYPES or op not in (ReduceOp.SUM, ReduceOp.AVG):
-            return False
-        window = self.kernel_window() if len(flat) < 1 << 31 else None
-        if window:
-            window.sums(flat, op == ReduceOp.AVG, result)
-            torch.autograd.graph.increment_version(flat if result is None else result)
-            chunks = flat.tensor_split(self.size)
-            for r in window.others:
-                self.log.count(chunks[r])
-                if result is None:
-                    self.log.count(chunks[self.rank])
-        return bool(window)
+    def kernel_for(self, flat, op=None):
+        """The kernels.AllReduce to sum `flat` by op, or without one to gather it. None if there is none."""
+        summed = op is None or op in (ReduceOp.SUM, ReduceOp.AVG) and flat.dtype in kernels.SUM_DTYPES
+        window = self.kernel_window() if summed and flat.nbytes >= SUM_FROM and len(flat) < 1 << 31 else None
+        return window and window.sums
 
     def all_reduce(self, flat, op):
         chunks = flat.tensor_split(self.size)
-        if self.sum_by_kernel(flat, op):
-            return
-        if flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
+        if kernel := self.kernel_for(flat, op):
+            kernel.all_reduce(flat, op == ReduceOp.AVG)
+            self._count_swap(flat, chunks, [chunks[self.rank]] * self.size)
+        elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
         elif WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= WINDOW_BYTES and (
                 window := self.window(WINDOW_BYTES)):
@@ -1536,29 +1523,39 @@ class Direct:
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)
 
-    def window_for_copies(self, name, chunks):
-        """The window through which copies do an operation on N chunks, or None if messages or a kernel are faster."""
-        nbytes = sum(chunk.nbytes for chunk in chunks)
-        by_kernel = not self.aside and nbytes <= BY_KERNEL_BYTES[name] and (
-            kernels.on_triton(chunks[0].new_empty(0, dtype=torch.float32)))
-        return None if nbytes < WINDOW_FROM or by_kernel else self.window(WINDOW_BYTES)
+    def _count_swap(self, written, *outgoing):
+        """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
+        torch.autograd.graph.increment_version(written)
+        for tensors in outgoing:
+            for r in range(self.size):
+                if r != self.rank:
+                    self.log.count(tensors[r])
+
+    def window_for_copies(self, chunks):
+        """The window through which copies do an operation on N chunks, or None if messages are faster."""
+        return self.window(WINDOW_BYTES) if sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM else None
 
     def reduce_scatter(self, chunks, result, op):
         whole = _joined(chunks)
-        if whole is not None and self.sum_by_kernel(whole, op, result):
-            return
-        if window := self.window_for_copies("reduce_scatter", chunks):
+        if kernel := whole is not None and self.kernel_for(whole, op):
+            kernel.reduce_scatter(whole, result, op == ReduceOp.AVG)
+            self._count_swap(result, chunks)
+        elif window := self.window_for_copies(chunks):
             for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
                 _sum_rows(window.scatter(parts), [into], op)
-            return
-        own = chunks[self.rank]
-        rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
-        rows[self.rank] = own
-        self._swap(chunks, rows)
-        _sum_rows(rows, [result], op)
+        else:
+            own = chunks[self.rank]
+            rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
+            rows[self.rank] = own
+            self._swap(chunks, rows)
+            _sum_rows(rows, [result], op)
 
     def all_gather(self, chunks):
-        if window := self.window_for_copies("all_gather", chunks):
+        whole = _joined(chunks)
+        if kernel := whole is not None and self.kernel_for(whole):
+            kernel.all_gather(whole, chunks[self.rank])
+            self._count_swap(whole, [chunks[self.rank]] * self.size)
+        elif window := self.window_for_copies(chunks):
             for parts in _in_step(chunks, WINDOW_BYTES):
                 window.gather(parts)
         else:
@@ -1630,9 +1627,9 @@ class NodeLink(Direct, NcclLink):
                                               op=arguments.get("op"))
         return super().run(name, operation, arguments, async_op)
 
-    def window_for_copies(self, name, chunks):
+    def window_for_copies(self, chunks):
         self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # it copies at least its own part
-        return super().window_for_copies(name, chunks)
+        return super().window_for_copies(chunks)
 
     def by_rows(self, flat, whole, own, op):
         """Gather own (B, ...) into whole (N, B, ...), or, with an op, reduce-scatter back. flat: the operation that

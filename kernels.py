@@ -2393,7 +2393,7 @@ class AllToAll:
             self.compiled[unit] = compiled
 
 
-# ------------------------------------------------------------------------------------------ all-reduce, reduce-scatter
+# ---------------------------------------------------------------------------- all-reduce, reduce-scatter, all-gather
 #
 # The same for an all-reduce: one kernel a GPU, no barrier. Rank r sums chunk r. A program does all of it for its slice of
 # every chunk, piece by piece, with the programs of its number on the other GPUs. So nobody waits for a whole GPU, and
@@ -2405,7 +2405,8 @@ class AllToAll:
 #
 # A slot may be written to again four pieces later, and nobody need say so: I send piece t after I fetched the sums t-3,
 # so all ranks have read my pieces t-3. Who sums piece t-1 has received mine, which I sent after I fetched his sum t-4.
-# A reduce-scatter writes no sums into windows, but still counts them.
+# A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums" are
+# its own chunk. They still count what they do not write.
 
 SUM_PROGRAMS, SUM_SLOTS, SUM_DTYPES = 128, 4, (*DTYPES, torch.float64)
 
@@ -2429,15 +2430,20 @@ def _chunk(flat, r, least, more, end, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _all_reduce(flat, result, windows, least, more, width, N: tl.constexpr, EVEN: tl.constexpr,
-                GATHER: tl.constexpr, DIVIDE: tl.constexpr, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr,
-                SLOT: tl.constexpr):
+def _slot(window, row, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl.constexpr):
+    return tl.multiple_of((window + (row * SLOTS + slot) * BYTES).to(tl.pointer_type(kind)), 16)
+
+
+@triton.jit
+def _all_reduce(flat, own, result, windows, least, more, width, N: tl.constexpr, EVEN: tl.constexpr,
+                SEND: tl.constexpr, GATHER: tl.constexpr, DIVIDE: tl.constexpr, PROGRAMS: tl.constexpr,
+                SLOTS: tl.constexpr, SLOT: tl.constexpr):
     kind: tl.constexpr = flat.dtype.element_ty
-    slot_bytes: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
-    counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * slot_bytes  # they lie behind all slots
+    BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
+    counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots
     program, rank = tl.program_id(0), tl.load(windows + N).to(tl.int32)
     here = tl.load(windows + rank)
-    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)  # of rank r-1, the first; then r-2, ...
+    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)  # row s-1 of each is from rank r-s
     done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
     before, lane = tl.load(done), tl.arange(0, SLOT)
     start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
@@ -2445,12 +2451,12 @@ def _all_reduce(flat, result, windows, least, more, width, N: tl.constexpr, EVEN
     for t in range(0, rounds + 2):
         if t < rounds:
             at, slot = start + t * SLOT + lane, (before + t) % SLOTS
-            for s in tl.static_range(1, N):
-                chunk, until = _chunk(flat, (rank + s) % N, least, more, end, EVEN)
-                there = tl.load(windows + (rank + s) % N) + ((pieces + s - 1) * SLOTS + slot) * slot_bytes
-                x = tl.load(chunk + at, at < until)
-                tl.store(tl.multiple_of(there.to(tl.pointer_type(kind)), 16) + lane, x, at < until)
-            tl.debug_barrier()  # until all threads have written
+            if SEND:
+                for s in tl.static_range(1, N):
+                    chunk, until = _chunk(flat, (rank + s) % N, least, more, end, EVEN)
+                    there = _slot(tl.load(windows + (rank + s) % N), pieces + s - 1, slot, SLOTS, BYTES, kind)
+                    tl.store(there + lane, tl.load(chunk + at, at < until), at < until)
+                tl.debug_barrier()  # until all threads have written
             for s in tl.static_range(1, N):
                 there = tl.load(windows + (rank + s) % N) + counters + 4 * (pieces + s - 1)
                 tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
@@ -2458,22 +2464,23 @@ def _all_reduce(flat, result, windows, least, more, width, N: tl.constexpr, EVEN
             at, slot = start + (t - 1) * SLOT + lane, (before + t - 1) % SLOTS
             for s in tl.static_range(1, N):
                 _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
-            chunk, until = _chunk(flat, rank, least, more, end, EVEN)
-            own = tl.load(chunk + at, at < until)
-            total = tl.zeros((SLOT,), tl.float64 if kind == tl.float64 else tl.float32)
-            for r in tl.static_range(N):  # in the ranks' order
-                x = own
-                if r != rank:
-                    row = here + ((pieces + (rank - r + N) % N - 1) * SLOTS + slot) * slot_bytes
-                    row = tl.multiple_of(row.to(tl.pointer_type(kind)), 16)
-                    x = tl.load(row + lane, at < until, cache_modifier=".cg")  # past L1, as in _copy_bytes
-                total += x.to(total.dtype)
-            total = (total / N if DIVIDE else total).to(kind)
+            until = _chunk(flat, rank, least, more, end, EVEN)[1]
+            mine = tl.load(own + at, at < until)
+            total = mine
+            if SEND:
+                total = tl.zeros((SLOT,), tl.float64 if kind == tl.float64 else tl.float32)
+                for r in tl.static_range(N):  # in the ranks' order
+                    x = mine
+                    if r != rank:
+                        row = _slot(here, pieces + (rank - r + N) % N - 1, slot, SLOTS, BYTES, kind)
+                        x = tl.load(row + lane, at < until, cache_modifier=".cg")  # past L1, as in _copy_bytes
+                    total += x.to(total.dtype)
+                total = (total / N if DIVIDE else total).to(kind)
             tl.store(result + at, total, at < until)
             if GATHER:
                 for s in tl.static_range(1, N):
-                    there = tl.load(windows + (rank + s) % N) + ((sums + s - 1) * SLOTS + slot) * slot_bytes
-                    tl.store(tl.multiple_of(there.to(tl.pointer_type(kind)), 16) + lane, total, at < until)
+                    there = _slot(tl.load(windows + (rank + s) % N), sums + s - 1, slot, SLOTS, BYTES, kind)
+                    tl.store(there + lane, total, at < until)
             tl.debug_barrier()
             for s in tl.static_range(1, N):
                 there = tl.load(windows + (rank + s) % N) + counters + 4 * (sums + s - 1)
@@ -2484,8 +2491,7 @@ def _all_reduce(flat, result, windows, least, more, width, N: tl.constexpr, EVEN
                 _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
                 if GATHER:
                     chunk, until = _chunk(flat, (rank - s + N) % N, least, more, end, EVEN)
-                    row = here + ((sums + s - 1) * SLOTS + slot) * slot_bytes
-                    row = tl.multiple_of(row.to(tl.pointer_type(kind)), 16)
+                    row = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind)
                     tl.store(chunk + at, tl.load(row + lane, at < until, cache_modifier=".cg"), at < until)
     if rounds > 0:
         tl.debug_barrier()  # until all threads have read the counter
@@ -2493,31 +2499,43 @@ def _all_reduce(flat, result, windows, least, more, width, N: tl.constexpr, EVEN
 
 
 class AllReduce:
-    """All-reduces and reduce-scatters of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but of
-    `all_reduce_bytes` bytes."""
+    """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
+    of `all_reduce_bytes` bytes. Tensors are contiguous, those to be summed of one of SUM_DTYPES.
+
+    One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32.
+    """
 
     def __init__(self, windows, rank, device):
         self.rank, self.ranks, self.windows = rank, len(windows), torch.tensor([*windows, rank], device=device)
 
-    def __call__(self, flat, divide, result=None):
-        """Sum `flat` (n) over all ranks in place; with `divide`, the mean. Or write this rank's chunk of the sum, cut as
-        by tensor_split, to `result`, and change nothing else. Both are contiguous, of one of SUM_DTYPES.
+    def all_reduce(self, flat, divide):
+        """Sum `flat` (n) over all ranks in place; with `divide`, the mean."""
+        even = len(flat) - len(flat) % (16 * self.ranks // flat.itemsize)
+        for part in (flat[:even], flat[even:]):  # apart, because chunks of odd length cannot be read in vectors
+            least, more = divmod(len(part), self.ranks)
+            own = part[self.rank * least + min(self.rank, more):]
+            self._launch(part, own, own, SEND=True, GATHER=True, DIVIDE=divide)
 
-        One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32.
-        """
-        n, ranks = len(flat), self.ranks
-        vectors = 16 * ranks // flat.itemsize
-        if result is None and n > vectors and n % vectors:  # the rest alone, because odd chunks cannot be read in vectors
-            for part in flat.split(n - n % vectors):
-                self(part, divide)
+    def reduce_scatter(self, flat, result, divide):
+        """Write this rank's Nth of the sum or mean of all ranks' `flat` (N n) to `result` (n)."""
+        self._launch(flat, flat[self.rank * len(result):], result, SEND=True, GATHER=False, DIVIDE=divide)
+
+    def all_gather(self, flat, own):
+        """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""
+        flat, own = (t.view(torch.uint8) for t in (flat, own))
+        if (flat.data_ptr() | own.data_ptr() | len(own)) % 4 == 0:
+            flat, own = (t.view(torch.int32) for t in (flat, own))
+        self._launch(flat, own, flat[self.rank * len(own):], SEND=False, GATHER=True, DIVIDE=False)
+
+    def _launch(self, flat, own, result, **what):
+        if not len(flat):
             return
-        (least, more), unit = divmod(n, ranks), LEAST_BYTES // flat.itemsize
+        (least, more), unit = divmod(len(flat), self.ranks), LEAST_BYTES // flat.itemsize
         longest = least + (more > 0)
         width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
-        into = flat[self.rank * least + min(self.rank, more):] if result is None else result
         _all_reduce[(triton.cdiv(longest, width),)](
-            flat, into, self.windows, least, more, width, ranks, not more, result is None, divide,
-            SUM_PROGRAMS, SUM_SLOTS, sum_slot_bytes(ranks) // flat.itemsize, num_warps=16)
+            flat, own, result, self.windows, least, more, width, self.ranks, not more, **what, PROGRAMS=SUM_PROGRAMS,
+            SLOTS=SUM_SLOTS, SLOT=sum_slot_bytes(self.ranks) // flat.itemsize, num_warps=16)
 
 
 def window_bytes(ranks):

@@ -437,7 +437,7 @@ def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
     names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "SUM_FROM", "WINDOW_BYTES",
-             "BY_KERNEL_BYTES", "SLOT_BYTES", "make_mailboxes")
+             "SLOT_BYTES", "make_mailboxes")
     kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
     for way in ways:
         dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
@@ -449,7 +449,6 @@ def compare_with_library(name, cases, *ways):
             dist.make_mailboxes = lambda link: None
         if way == "windows":
             dist.DOUBLING_BYTES = {"switched": 0}
-            dist.BY_KERNEL_BYTES = dict.fromkeys(dist.BY_KERNEL_BYTES, -1)
         if isinstance(way, int):  # nodes of so many ranks
             with nodes_of(way):
                 wrong = wrong_results(name, cases, wants)
@@ -744,7 +743,7 @@ def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypat
     link, went = object.__new__(DirectGlooLink), []
     link.rank, link.size, link.aside, link.log, link.device = 0, 2, async_op, dist.Traffic(), "cpu"
     window = types.SimpleNamespace(all_reduce=lambda *args: went.append("copies"), others=[1],
-                                   sums=lambda *args: went.append("kernel"))
+                                   sums=types.SimpleNamespace(all_reduce=lambda *args: went.append("kernel")))
     monkeypatch.setattr(link, "window", lambda nbytes: window, raising=False)
     monkeypatch.setattr(kernels, "on_triton", lambda x: True)
     for name in ("reduce_scatter", "all_gather"):
@@ -866,10 +865,10 @@ def test_windows_of_some_ranks_do_not_stop_the_others(pool):
 def reduce_in_memory_that_comes_back():
     """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
     rank, size, where, results = dist.get_rank(), dist.get_world_size(), [], []
-    for elements in (1 << 23, 1 << 23, 1 << 24, 1 << 23, 1 << 22, 1 << 22):  # the last two go by kernels
+    for elements in (1 << 23, 1 << 23, 1 << 24, 1 << 23, 1 << 20, 1 << 20):  # the last two go by messages
         t = torch.empty(elements)[:1 << 23]
-        for _ in range(5):  # often enough to be recorded, and replayed
-            dist.all_reduce(t.fill_(1.0 + rank))
+        for _ in range(5):  # often enough to be recorded, and replayed; beside the caller, so by copies
+            dist.all_reduce(t.fill_(1.0 + rank), async_op=True).wait()
             results.append(bool((t == size * (size + 1) / 2).all()))
         where.append(t.data_ptr())
         del t
@@ -912,7 +911,7 @@ def kernels_through_files(folder):
     """A link whose windows are files that all processes map. Shares, slots and pieces are so small that blocks take
     many rounds."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    sizes = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32, "SUM_PROGRAMS": 3,
+    sizes = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32, "SUM_PROGRAMS": 2,
              "sum_slot_bytes": lambda ranks: 64}
     with unittest.mock.patch.multiple(kernels, **sizes), unittest.mock.patch.object(kernels, "_choice", "triton"):
         link, window = DirectGlooLink(torch_dist.group.WORLD), object.__new__(dist.Window)
@@ -948,26 +947,31 @@ def all_to_all_through_windows(folder):
 
 
 def sums_through_windows(folder):
-    """All-reduces and reduce-scatters, of some elements up to several rounds, one after the other."""
+    """All-reduces, reduce-scatters and all-gathers, of one element up to several rounds, one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with kernels_through_files(folder) as (link, window), unittest.mock.patch.object(dist, "SUM_FROM", 0):
-        for n, dtype, op in itertools.product((1, 2, 7, 64, 333, 1000), kernels.SUM_DTYPES, ("sum", "avg")):
+        for n, (dtype, op) in itertools.product((1, 150), zip(kernels.SUM_DTYPES, ("sum", "avg") * 2)):
             terms = [(torch.arange(n) % 13 + 3 * r).to(dtype) for r in range(size)]
             total = sum(term.double() for term in terms) / (size if op == "avg" else 1)
-            whole, part, before = terms[rank].clone(), terms[rank].clone(), dataclasses.replace(link.log)
-            result = torch.full_like(part.tensor_split(size)[rank], -1)
+            whole, before = terms[rank].clone(), dataclasses.replace(link.log)
             link.all_reduce(whole, OPS[op])
             assert close(whole, total, 1e-2 if dtype.itemsize == 2 else 1e-6), (n, dtype, op)
-            own, sent = result.nbytes, link.log.bytes - before.bytes
+            own = whole.tensor_split(size)[rank].nbytes
+            sent = link.log.bytes - before.bytes
             assert sent == whole.nbytes - own + (size - 1) * own
-            if n % size == 0:
-                link.reduce_scatter(part.tensor_split(size), result, OPS[op])
-                assert result.equal(whole.tensor_split(size)[rank]) and part.equal(terms[rank])
-                assert link.log.bytes - before.bytes == sent + whole.nbytes - own
+
+            every = torch.cat([terms[rank]] * size)  # an Nth has n elements
+            result, gathered = torch.full_like(terms[0], -1), torch.full_like(every, -1)
+            link.reduce_scatter(every.chunk(size), result, OPS[op])
+            assert result.equal(whole) and every.equal(torch.cat([terms[rank]] * size))
+            gathered.chunk(size)[rank].copy_(terms[rank])
+            link.all_gather(gathered.chunk(size))
+            assert gathered.equal(torch.cat(terms))
+            assert link.log.bytes - before.bytes == sent + 2 * (size - 1) * whole.nbytes
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("exchange", [all_to_all_through_windows, sums_through_windows])
+@pytest.mark.parametrize("exchange,size", [
+    *((all_to_all_through_windows, size) for size in (2, 3, 4)), *((sums_through_windows, size) for size in (2, 3))])
 def test_kernels_exchange_through_windows(pool, exchange, size, tmp_path):
     needs_kernels(pool)
     if pool.device_type == "cuda":
