@@ -6034,21 +6034,37 @@ for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
     source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
     print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+kernel, aligned = kernels._all_reduce, [["tt.divisibility", 16]]
+for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
+    sizes = {"N": 3, "EVEN": even, "SEND": send, "GATHER": gather, "DIVIDE": send, "PROGRAMS": 128, "SLOTS": 4,
+             "SLOT": 4096}
+    types = {name: "*bf16" for name in ("flat", "own", "result")} | {"windows": "*i64"} | dict.fromkeys(
+        sizes, "constexpr")
+    whole = ["flat", "own", "result", "width"] + ["least"] * even
+    source = triton.compiler.ASTSource(
+        kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in sizes.items()},
+        {(kernel.arg_names.index(name),): aligned for name in whole})
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+    print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire"))
 """
 
 
-def test_specialized_attention_compiles_without_a_gpu(tmp_path):
-    """For Hopper, by the Triton that is installed: its tiles fit into 227 KiB of shared memory, and there are the wgmma
-    of two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN."""
+def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
+    """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
+    two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN. The
+    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums."""
     if not kernels.HAVE_GLUON:
         pytest.skip("no Gluon in this Triton, or no Triton")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["TRITON_CACHE_DIR"] = str(tmp_path)  # so that it is compiled now
     done = subprocess.run([sys.executable, "-c", COMPILE_SPECIALIZED], env=environ, cwd=HERE, capture_output=True,
                           text=True, timeout=300)
-    rows = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
-    assert len(rows) == 2, done.stderr
-    for D, shared, products in rows:
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 6, done.stderr
+    for _, even, vectors, singles, waits in rows[2:]:
+        assert (int(vectors) > 0, int(singles) > 0, int(waits)) == (even == "True", even == "False", 4)
+    for D, shared, products in (map(int, row) for row in rows[:2]):
         assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + kernels.SPECIALIZED[D][1] // 16)
 
 
