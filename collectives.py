@@ -1443,14 +1443,6 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
-def _joined(chunks):
-    """Chunks of one tensor that lie side by side and have one length, as one tensor; else None."""
-    first, n = chunks[0], len(chunks[0])
-    apart = (t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or len(t) != n
-             or t.storage_offset() != first.storage_offset() + i * n for i, t in enumerate(chunks))
-    return None if any(apart) else first.as_strided((n * len(chunks),), (1,))
-
-
 def _kernel_sums(tensor):
     """Whether kernels.py sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
@@ -1536,30 +1528,48 @@ class Direct:
         return self.window(WINDOW_BYTES) if sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM else None
 
     def reduce_scatter(self, chunks, result, op):
-        whole = _joined(chunks)
-        if kernel := whole is not None and self.kernel_for(whole, op):
-            kernel.reduce_scatter(whole, result, op == ReduceOp.AVG)
-            self._count_swap(result, chunks)
-        elif window := self.window_for_copies(chunks):
+        if window := self.window_for_copies(chunks):
             for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
                 _sum_rows(window.scatter(parts), [into], op)
-        else:
-            own = chunks[self.rank]
-            rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
-            rows[self.rank] = own
-            self._swap(chunks, rows)
-            _sum_rows(rows, [result], op)
+            return
+        own = chunks[self.rank]
+        rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
+        rows[self.rank] = own
+        self._swap(chunks, rows)
+        _sum_rows(rows, [result], op)
 
     def all_gather(self, chunks):
-        whole = _joined(chunks)
-        if kernel := whole is not None and self.kernel_for(whole):
-            kernel.all_gather(whole, chunks[self.rank])
-            self._count_swap(whole, [chunks[self.rank]] * self.size)
-        elif window := self.window_for_copies(chunks):
+        if window := self.window_for_copies(chunks):
             for parts in _in_step(chunks, WINDOW_BYTES):
                 window.gather(parts)
         else:
             self._swap([chunks[self.rank]] * self.size, chunks)
+
+    def exchange_nths(self, operation, whole, own, op):
+        """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter back, without copies within a
+        GPU. operation: what does it with them."""
+        rows, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
+        row, flat = (own[0].numel(), whole.transpose(0, 1)) if rows else (0, whole)
+        alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
+            whole.numel() == self.size * own.numel())
+        kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
+        if kernel and (not row or kernel.takes_rows(row * itemsize)):
+            if op is None:
+                kernel.all_gather(flat, own.view(-1), row)
+                self._count_swap(whole, [own] * self.size)
+            else:
+                kernel.reduce_scatter(flat, own.view(-1), op == ReduceOp.AVG, row)
+                self._count_swap(own, [own] * self.size)
+        elif alike and row and self.size * row * itemsize <= WINDOW_BYTES and (window := self.window(WINDOW_BYTES)):
+            rows = WINDOW_BYTES // (self.size * row * itemsize)
+            for many, few in zip(whole.split(rows, 1), own.split(rows)):
+                if op is None:
+                    window.gather_rows(many, few)
+                    continue
+                for parts, result in zip(zip(*window.scatter_rows(many)), few):
+                    _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
+        else:
+            operation(self)
 
     def shift(self, outgoing, incoming):
         """Send a flat tensor to the right rank and receive the left rank's. Between GPUs copy engines do it, because
@@ -1600,13 +1610,20 @@ class Direct:
 # (2 H200s: with 32 rows of 1 MiB a step of GPT-2 medium took 137 ms, with 4 rows of 4 MiB 12 x 4096 blocks took 59 ms;
 # the same without --sp 107 and 58 ms.)
 ROW_BYTES = 1 << 22
-BY_ROWS = {"all_gather_into_tensor": ("output_tensor", "input_tensor"), "reduce_scatter_tensor": ("input", "output")}
 
 
-def row_bytes(group):
-    """The fewest bytes of a row from which this group gathers (B, ...) into an (N, B, ...) with gaps between its rows,
-    and reduce-scatters back, without first making it contiguous."""
-    return ROW_BYTES if isinstance(link_of(group), NodeLink) else float("inf")
+def takes_rows(nbytes, group, waits=True):
+    """Whether this group gathers (B, ...) into an (N, B, ...) with gaps between its rows, of `nbytes` each, and
+    reduce-scatters back, without first making it contiguous. waits: for a call without async_op. Call on all ranks."""
+    link = link_of(group)
+    if not isinstance(link, NodeLink):
+        return False
+    link.aside = not waits
+    window = link.kernel_window()
+    return bool(window and window.sums.takes_rows(nbytes)) or nbytes >= ROW_BYTES
+
+
+NTHS = {"all_gather_into_tensor": ("output_tensor", "input_tensor"), "reduce_scatter_tensor": ("input", "output")}
 
 
 class NodeLink(Direct, NcclLink):
@@ -1619,31 +1636,15 @@ class NodeLink(Direct, NcclLink):
     def run(self, name, operation, arguments, async_op):
         if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
             return None
-        if name in BY_ROWS:
-            whole, own = (arguments[key] for key in BY_ROWS[name])
-            if not whole.is_contiguous() and whole[0].shape == own.shape and own.is_contiguous() and (
-                    whole[0, 0].is_contiguous() and whole[:, 0].numel() * whole.itemsize <= WINDOW_BYTES):
-                operation = functools.partial(NodeLink.by_rows, flat=operation, whole=whole, own=own,
-                                              op=arguments.get("op"))
+        if name in NTHS:
+            whole, own = (arguments[key] for key in NTHS[name])
+            operation = functools.partial(Direct.exchange_nths, operation=operation, whole=whole, own=own,
+                                          op=arguments.get("op"))
         return super().run(name, operation, arguments, async_op)
 
     def window_for_copies(self, chunks):
         self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= WINDOW_FROM  # it copies at least its own part
         return super().window_for_copies(chunks)
-
-    def by_rows(self, flat, whole, own, op):
-        """Gather own (B, ...) into whole (N, B, ...), or, with an op, reduce-scatter back. flat: the operation that
-        does it without a window."""
-        window = self.window(WINDOW_BYTES)
-        if window is None:
-            return flat(self)
-        rows = WINDOW_BYTES // (whole[:, 0].numel() * whole.itemsize)
-        for many, few in zip(whole.split(rows, 1), own.split(rows)):
-            if op is None:
-                window.gather_rows(many, few)
-                continue
-            for parts, result in zip(zip(*window.scatter_rows(many)), few):
-                _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
 
     def window(self, nbytes):
         """The Window of `nbytes` for the operation under way, or None if it must use messages. Operations beside the

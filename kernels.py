@@ -2422,20 +2422,24 @@ def all_reduce_bytes(ranks):
 
 
 @triton.jit
-def _chunk(flat, r, least, more, end, EVEN: tl.constexpr):
-    """(where chunk r begins, where a program's slice of it ends) of a tensor cut as by tensor_split: chunks of `least`
-    elements, the first `more` of them one longer."""
-    return (flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more)),
-            tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32))))
+def _chunk(flat, r, first, row, least, more, end, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
+    """(where chunk r begins for the elements from `first` on, where a program's slice of it ends). Chunks have `least`
+    elements, the first `more` of them one longer. They lie side by side or, if ROWS, in rows: row after row, each in N
+    parts of `row` elements, one of every chunk."""
+    if ROWS:
+        start = flat + (r + (first // row).to(tl.int64) * (N - 1)) * row
+    else:
+        start = flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more))
+    return start, tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32)))
 
 
 @triton.jit
-def _slot(window, row, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl.constexpr):
-    return tl.multiple_of((window + (row * SLOTS + slot) * BYTES).to(tl.pointer_type(kind)), 16)
+def _slot(window, line, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl.constexpr):
+    return tl.multiple_of((window + (line * SLOTS + slot) * BYTES).to(tl.pointer_type(kind)), 16)
 
 
 @triton.jit
-def _all_reduce(flat, own, result, windows, least, more, width, N: tl.constexpr, EVEN: tl.constexpr,
+def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                 SEND: tl.constexpr, GATHER: tl.constexpr, DIVIDE: tl.constexpr, PROGRAMS: tl.constexpr,
                 SLOTS: tl.constexpr, SLOT: tl.constexpr):
     kind: tl.constexpr = flat.dtype.element_ty
@@ -2443,56 +2447,58 @@ def _all_reduce(flat, own, result, windows, least, more, width, N: tl.constexpr,
     counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots
     program, rank = tl.program_id(0), tl.load(windows + N).to(tl.int32)
     here = tl.load(windows + rank)
-    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)  # row s-1 of each is from rank r-s
+    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)  # line s-1 of each is from rank r-s
     done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
     before, lane = tl.load(done), tl.arange(0, SLOT)
     start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
     rounds = tl.cdiv(end - start, SLOT)
     for t in range(0, rounds + 2):
         if t < rounds:
-            at, slot = start + t * SLOT + lane, (before + t) % SLOTS
+            first, slot = start + t * SLOT, (before + t) % SLOTS
             if SEND:
                 for s in tl.static_range(1, N):
-                    chunk, until = _chunk(flat, (rank + s) % N, least, more, end, EVEN)
+                    chunk, until = _chunk(flat, (rank + s) % N, first, row, least, more, end, N, EVEN, ROWS)
                     there = _slot(tl.load(windows + (rank + s) % N), pieces + s - 1, slot, SLOTS, BYTES, kind)
-                    tl.store(there + lane, tl.load(chunk + at, at < until), at < until)
+                    inside = first + lane < until
+                    tl.store(there + lane, tl.load(chunk + first + lane, inside), inside)
                 tl.debug_barrier()  # until all threads have written
             for s in tl.static_range(1, N):
                 there = tl.load(windows + (rank + s) % N) + counters + 4 * (pieces + s - 1)
                 tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
         if (t > 0) & (t <= rounds):
-            at, slot = start + (t - 1) * SLOT + lane, (before + t - 1) % SLOTS
+            first, slot = start + (t - 1) * SLOT, (before + t - 1) % SLOTS
             for s in tl.static_range(1, N):
                 _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
-            until = _chunk(flat, rank, least, more, end, EVEN)[1]
-            mine = tl.load(own + at, at < until)
+            chunk, until = _chunk(flat, rank, first, row, least, more, end, N, EVEN, ROWS)
+            inside = first + lane < until
+            mine = tl.load((chunk if SEND else own) + first + lane, inside)
             total = mine
             if SEND:
                 total = tl.zeros((SLOT,), tl.float64 if kind == tl.float64 else tl.float32)
                 for r in tl.static_range(N):  # in the ranks' order
                     x = mine
                     if r != rank:
-                        row = _slot(here, pieces + (rank - r + N) % N - 1, slot, SLOTS, BYTES, kind)
-                        x = tl.load(row + lane, at < until, cache_modifier=".cg")  # past L1, as in _copy_bytes
+                        line = _slot(here, pieces + (rank - r + N) % N - 1, slot, SLOTS, BYTES, kind)
+                        x = tl.load(line + lane, inside, cache_modifier=".cg")  # past L1, as in _copy_bytes
                     total += x.to(total.dtype)
                 total = (total / N if DIVIDE else total).to(kind)
-            tl.store(result + at, total, at < until)
+            tl.store((chunk if GATHER else own) + first + lane, total, inside)
             if GATHER:
                 for s in tl.static_range(1, N):
                     there = _slot(tl.load(windows + (rank + s) % N), sums + s - 1, slot, SLOTS, BYTES, kind)
-                    tl.store(there + lane, total, at < until)
+                    tl.store(there + lane, total, inside)
             tl.debug_barrier()
             for s in tl.static_range(1, N):
                 there = tl.load(windows + (rank + s) % N) + counters + 4 * (sums + s - 1)
                 tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
         if t > 1:
-            at, slot = start + (t - 2) * SLOT + lane, (before + t - 2) % SLOTS
+            first, slot = start + (t - 2) * SLOT, (before + t - 2) % SLOTS
             for s in tl.static_range(1, N):
                 _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
                 if GATHER:
-                    chunk, until = _chunk(flat, (rank - s + N) % N, least, more, end, EVEN)
-                    row = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind)
-                    tl.store(chunk + at, tl.load(row + lane, at < until, cache_modifier=".cg"), at < until)
+                    chunk, until = _chunk(flat, (rank - s + N) % N, first, row, least, more, end, N, EVEN, ROWS)
+                    line, inside = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind), first + lane < until
+                    tl.store(chunk + first + lane, tl.load(line + lane, inside, cache_modifier=".cg"), inside)
     if rounds > 0:
         tl.debug_barrier()  # until all threads have read the counter
         tl.store(done, before + rounds)
@@ -2502,40 +2508,44 @@ class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
     of `all_reduce_bytes` bytes. Tensors are contiguous, those to be summed of one of SUM_DTYPES.
 
-    One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32.
+    One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
+    Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
+    whole slots (`takes_rows`).
     """
 
     def __init__(self, windows, rank, device):
-        self.rank, self.ranks, self.windows = rank, len(windows), torch.tensor([*windows, rank], device=device)
+        self.ranks, self.windows = len(windows), torch.tensor([*windows, rank], device=device)
+
+    def takes_rows(self, nbytes):
+        """Whether parts of rows may have so many bytes."""
+        return nbytes % sum_slot_bytes(self.ranks) == 0
 
     def all_reduce(self, flat, divide):
         """Sum `flat` (n) over all ranks in place; with `divide`, the mean."""
         even = len(flat) - len(flat) % (16 * self.ranks // flat.itemsize)
-        for part in (flat[:even], flat[even:]):  # apart, because chunks of odd length cannot be read in vectors
-            least, more = divmod(len(part), self.ranks)
-            own = part[self.rank * least + min(self.rank, more):]
-            self._launch(part, own, own, SEND=True, GATHER=True, DIVIDE=divide)
+        for part in flat[:even], flat[even:]:  # apart, because chunks of odd length cannot be read in vectors
+            self._launch(part, part, SEND=True, GATHER=True, DIVIDE=divide)
 
-    def reduce_scatter(self, flat, result, divide):
+    def reduce_scatter(self, flat, result, divide, row=0):
         """Write this rank's Nth of the sum or mean of all ranks' `flat` (N n) to `result` (n)."""
-        self._launch(flat, flat[self.rank * len(result):], result, SEND=True, GATHER=False, DIVIDE=divide)
+        self._launch(flat, result, row, SEND=True, GATHER=False, DIVIDE=divide)
 
-    def all_gather(self, flat, own):
+    def all_gather(self, flat, own, row=0):
         """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""
-        flat, own = (t.view(torch.uint8) for t in (flat, own))
+        row, flat, own = row * flat.itemsize, flat.view(torch.uint8), own.view(torch.uint8)
         if (flat.data_ptr() | own.data_ptr() | len(own)) % 4 == 0:
-            flat, own = (t.view(torch.int32) for t in (flat, own))
-        self._launch(flat, own, flat[self.rank * len(own):], SEND=False, GATHER=True, DIVIDE=False)
+            row, flat, own = row // 4, flat.view(torch.int32), own.view(torch.int32)
+        self._launch(flat, own, row, SEND=False, GATHER=True, DIVIDE=False)
 
-    def _launch(self, flat, own, result, **what):
+    def _launch(self, flat, own, row=0, **what):
         if not len(flat):
             return
-        (least, more), unit = divmod(len(flat), self.ranks), LEAST_BYTES // flat.itemsize
-        longest = least + (more > 0)
+        (least, more), slot = divmod(len(flat), self.ranks), sum_slot_bytes(self.ranks) // flat.itemsize
+        unit, longest = slot if row else LEAST_BYTES // flat.itemsize, least + (more > 0)
         width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
         _all_reduce[(triton.cdiv(longest, width),)](
-            flat, own, result, self.windows, least, more, width, self.ranks, not more, **what, PROGRAMS=SUM_PROGRAMS,
-            SLOTS=SUM_SLOTS, SLOT=sum_slot_bytes(self.ranks) // flat.itemsize, num_warps=16)
+            flat, own, self.windows, least, more, width, row, self.ranks, not more, row > 0, **what,
+            PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot, num_warps=16)
 
 
 def window_bytes(ranks):

@@ -2301,14 +2301,14 @@ class LeanGPT(ParallelGPT):
 # ------------------------------------------------------------------------------ sequence parallel: without permutations
 #
 # A rank's tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens copy them into one message
-# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node the copy
-# engines read and write each sequence's tokens in place, so the functions below save that copy. They make one transfer
-# a sequence instead of one in all, so they do so only if each transfer has at least `dist.row_bytes`.
+# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node a kernel, or
+# the copy engines, read and write each sequence's tokens in place where `dist.takes_rows`, so the functions below save
+# that copy.
 
 def start_gathering(x, group, async_op=False):
     """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
     n = dist.get_world_size(group)
-    if x[0].nbytes >= dist.row_bytes(group):
+    if dist.takes_rows(x[0].nbytes, group, not async_op):
         whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
     else:
         whole = x.new_empty(n, *x.shape)
@@ -2319,18 +2319,18 @@ def start_scattering(x, group, async_op=False):
     """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
     mine = x.new_empty(parts.shape[1:])
-    parts = parts if mine[0].nbytes >= dist.row_bytes(group) else parts.contiguous()
+    parts = parts if dist.takes_rows(mine[0].nbytes, group, not async_op) else parts.contiguous()
     return dist.reduce_scatter_tensor(mine, parts, group=group, async_op=async_op), mine
 
 
 def gather_in_place(x, group):
-    if x[0].nbytes < dist.row_bytes(group):
+    if not dist.takes_rows(x[0].nbytes, group):
         return gather_tokens(x, group)
     return start_gathering(x, group)[1].flatten(1, 2)
 
 
 def scatter_in_place(x, group):
-    if x[0].nbytes < dist.row_bytes(group) * dist.get_world_size(group):
+    if not dist.takes_rows(x[0].nbytes // dist.get_world_size(group), group):
         return scatter_tokens(x, group)
     return start_scattering(x, group)[1]
 

@@ -649,8 +649,8 @@ def rows_through_windows(rank, windows, barrier, own, terms):
     """(`own` of all ranks side by side, this rank's part of the sum of `terms`, the left one's `own`, bytes sent)."""
     link, left = link_with_window(rank, windows, barrier), torch.full_like(own, math.nan)
     whole, mine = own.new_full((len(own), link.size, *own.shape[1:]), math.nan), torch.full_like(own, math.nan)
-    dist.NodeLink.by_rows(link, None, whole.transpose(0, 1), own, None)
-    dist.NodeLink.by_rows(link, None, terms.unflatten(1, (link.size, -1)).transpose(0, 1), mine, dist.ReduceOp.SUM)
+    link.exchange_nths(None, whole.transpose(0, 1), own, None)
+    link.exchange_nths(None, terms.unflatten(1, (link.size, -1)).transpose(0, 1), mine, dist.ReduceOp.SUM)
     link.shift(own.view(-1), left.view(-1))
     return whole.flatten(1, 2), mine, left, link.log.bytes
 
@@ -950,7 +950,7 @@ def sums_through_windows(folder):
     """All-reduces, reduce-scatters and all-gathers, of one element up to several rounds, one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with kernels_through_files(folder) as (link, window), unittest.mock.patch.object(dist, "SUM_FROM", 0):
-        for n, (dtype, op) in itertools.product((1, 150), zip(kernels.SUM_DTYPES, ("sum", "avg") * 2)):
+        for n, dtype, op in [(1, torch.float32, "sum"), *zip([150] * 4, kernels.SUM_DTYPES, ("sum", "avg") * 2)]:
             terms = [(torch.arange(n) % 13 + 3 * r).to(dtype) for r in range(size)]
             total = sum(term.double() for term in terms) / (size if op == "avg" else 1)
             whole, before = terms[rank].clone(), dataclasses.replace(link.log)
@@ -960,14 +960,17 @@ def sums_through_windows(folder):
             sent = link.log.bytes - before.bytes
             assert sent == whole.nbytes - own + (size - 1) * own
 
-            every = torch.cat([terms[rank]] * size)  # an Nth has n elements
-            result, gathered = torch.full_like(terms[0], -1), torch.full_like(every, -1)
-            link.reduce_scatter(every.chunk(size), result, OPS[op])
-            assert result.equal(whole) and every.equal(torch.cat([terms[rank]] * size))
-            gathered.chunk(size)[rank].copy_(terms[rank])
-            link.all_gather(gathered.chunk(size))
-            assert gathered.equal(torch.cat(terms))
-            assert link.log.bytes - before.bytes == sent + 2 * (size - 1) * whole.nbytes
+            for own, whole in ((terms[rank], torch.empty(size * n, dtype=dtype)),  # side by side, and in rows of 64 bytes
+                               (torch.arange(3 * 64 // dtype.itemsize).to(dtype).view(3, -1) % 11 + rank, None)):
+                before = link.log.bytes
+                whole = own.new_empty(len(own), size, *own.shape[1:]).transpose(0, 1) if whole is None else whole
+                link.exchange_nths(None, whole, own, None)
+                every = [own - rank + r if own.dim() > 1 else terms[r] for r in range(size)]
+                assert whole.reshape(-1).equal(torch.cat(every).view(-1))
+                result = torch.full_like(own, -1)
+                link.exchange_nths(None, whole, result, OPS[op])  # all ranks have the same now
+                assert close(result, every[rank].double() * (1 if op == "avg" else size), 1e-2)
+                assert link.log.bytes - before == 2 * (size - 1) * own.nbytes
 
 
 @pytest.mark.parametrize("exchange,size", [
@@ -2377,7 +2380,7 @@ def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, sched
 
 
 def in_layout_by_rows(*args, **options):
-    with unittest.mock.patch.object(dist, "row_bytes", lambda group: 0):
+    with unittest.mock.patch.object(dist, "takes_rows", lambda nbytes, group, waits=True: True):
         return in_layout(*args, **options)
 
 
@@ -6036,11 +6039,11 @@ for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
     print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 kernel, aligned = kernels._all_reduce, [["tt.divisibility", 16]]
 for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
-    sizes = {"N": 3, "EVEN": even, "SEND": send, "GATHER": gather, "DIVIDE": send, "PROGRAMS": 128, "SLOTS": 4,
+    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather, "DIVIDE": send, "PROGRAMS": 128, "SLOTS": 4,
              "SLOT": 4096}
-    types = {name: "*bf16" for name in ("flat", "own", "result")} | {"windows": "*i64"} | dict.fromkeys(
+    types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
         sizes, "constexpr")
-    whole = ["flat", "own", "result", "width"] + ["least"] * even
+    whole = ["flat", "own", "width", "row"] + ["least"] * even
     source = triton.compiler.ASTSource(
         kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
         {(kernel.arg_names.index(name),): value for name, value in sizes.items()},
