@@ -2532,7 +2532,7 @@ class AllReduce:
 
     def all_gather(self, flat, own, row=0):
         """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""
-        row, flat, own = row * flat.itemsize, flat.view(torch.uint8), own.view(torch.uint8)
+        row, (flat, own) = row * flat.itemsize, (t.as_strided(t.shape, (1,)).view(torch.uint8) for t in (flat, own))
         if (flat.data_ptr() | own.data_ptr() | len(own)) % 4 == 0:
             row, flat, own = row // 4, flat.view(torch.int32), own.view(torch.int32)
         self._launch(flat, own, row, SEND=False, GATHER=True, DIVIDE=False)

@@ -727,7 +727,7 @@ class ColumnParallelLinear(Replaceable, nn.Module):
         return self.linear(self.f(x, self.group), self.weight, self.bias)
 
 
-class RowParallelLinear(Replaceable, nn.Module):
+class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(kernels.linear)
 
@@ -2335,123 +2335,50 @@ def scatter_in_place(x, group):
     return start_scattering(x, group)[1]
 
 
-# -------------------------------------------------------------------------- tensor parallel: traffic under products
-#
-# What f and g send need not stop the products beside it. Y is cut in pieces: one is added up over the ranks while the
-# next is multiplied. dX is added up while dW is computed. (2 H200s, GPT-2 medium, 32 sequences: 107 ms a step, and 111
-# where products wait.) With --sp pieces gain nothing, because its messages are half as long; it only hides what
-# backward sends.
+class RegatheredProduct(torch.autograd.Function):
+    """f, then X W^T + b. X is (B, T/N, in), and a rank keeps only these, its own tokens, until backward.
 
-# The links that leave the multiprocessors to products, because copy engines carry their messages; the least bytes of a
-# piece, because a message of fewer is faster by a kernel that nothing hides; the most pieces.
-OVERLAPS, LEAST_PIECE, MOST_PIECES = dist.NodeLink, 1 << 23, 4
-
-
-def pieces(rows, nbytes, group):
-    """Slices of the rows of a tensor of `nbytes`, of which one is added up over the ranks while another is multiplied.
-    A single slice: products and messages wait for each other. All ranks must give the same numbers."""
-    count = 1
-    if isinstance(dist.link_of(group), OVERLAPS) and dist.get_world_size(group) > 1:
-        count = max(1, min(MOST_PIECES, rows, nbytes // LEAST_PIECE))
-    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
-
-
-class ColumnProduct(torch.autograd.Function):
-    """f, then X W^T + b. cut: X is (B, T/N, in), f gathers it; else X is whole, and f does nothing forward.
-
-    With `cut` a rank keeps its own T/N tokens of X alone until backward, which saves memory. The cost: backward gathers
-    X again, while it computes dY W. Then it adds up dX over the ranks, while it computes dY^T X. take: as for
-    kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
+    That saves memory. The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks,
+    while it computes dY^T X. take: as for kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, cut, take=None):
-        ctx.group, ctx.cut, ctx.take = group, cut, take
+    def forward(ctx, x, weight, bias, group, take=None):
+        ctx.group, ctx.take = group, take
         ctx.save_for_backward(x, weight)
-        return F.linear(faster(gather_tokens)(x, group) if cut else x, weight, bias)
+        return F.linear(faster(gather_tokens)(x, group), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, weight), gathered, added, dx, dy = ctx.saved_tensors, dist.Handle(), dist.Handle(), None, dy.contiguous()
-        if ctx.cut:
-            gathered, x = start_gathering(x, ctx.group, async_op=True)
+        (x, weight), added, dx, dy = ctx.saved_tensors, dist.Handle(), None, dy.contiguous()
+        gathered, whole = start_gathering(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            added, dx = (start_scattering if ctx.cut else start_sum)(dy @ weight, ctx.group, async_op=True)
+            added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
         gathered.wait()
-        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), x.flatten(0, -2))
+        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
         added.wait()
-        return dx, *gradients, None, None, None
+        return dx, *gradients, None, None
 
 
-class RowProduct(torch.autograd.Function):
-    """X W^T, added up over the ranks in pieces. take: as for kernels.Linear."""
+# ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
 
-    @staticmethod
-    def forward(ctx, x, weight, group, take=None):
-        ctx.take, handles = take, []
-        ctx.save_for_backward(x, weight)
-        y, rows = x.new_empty(*x.shape[:-1], len(weight)), x.flatten(0, -2).contiguous()
-        terms = y.flatten(0, -2)
-        for some in pieces(len(rows), y.nbytes, group):
-            torch.mm(rows[some], weight.T, out=terms[some])
-            handles.append(start_sum(terms[some], group, async_op=True)[0])
-        wait(handles)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy @ weight, kernels.weight_gradients(ctx, dy.flatten(0, -2), x.flatten(0, -2))[0], None, None
-
-
-def start_sum(x, group, async_op=False):
-    """Start to all-reduce x in place: (handle, x)."""
-    return dist.all_reduce(x, group=group, async_op=async_op), x
-
-
-class OverlappedColumns(ColumnParallelLinear):
-    """A ColumnParallelLinear whose `linear` includes f. `product` leaves out the bias, so that the activation's kernel
-    can add it in a pass that it makes anyway."""
-    cut = False
-
-    def __init__(self, linear, group, *args, **kwargs):
-        super().__init__(linear, group, *args, **kwargs)
-        self.send, self.f = self.f, lambda x, group: x
-        # cuBLAS is slow where 8 does not divide the columns (the head's); kernels.linear pads them. All ranks decide
-        # alike, though their numbers of columns may differ by one.
-        self.padded = len(linear.weight) % (8 * dist.get_world_size(group))
+class FusableColumns(ColumnParallelLinear):
+    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway."""
 
     def product(self, x):
-        return self.linear(x, self.weight)
-
-    def linear(self, x, weight, bias=None, take=None):
-        if self.cut or self.send == CopyToGroup.apply and not self.padded and (
-                len(pieces(x[..., 0].numel(), x.nbytes, self.group)) > 1):
-            return ColumnProduct.apply(x, weight, bias, self.group, self.cut, take)
-        return kernels.linear(self.send(x, self.group), weight, bias, take)
+        return self.linear(self.f(x, self.group), self.weight)
 
 
-class OverlappedGathering(OverlappedColumns, GatheringLinear):
-    """A GatheringLinear, likewise."""
-    cut = True
-
-
-class OverlappedRows(RowParallelLinear):
-    """A RowParallelLinear whose `linear` includes g."""
+class FusableGathering(FusableColumns, GatheringLinear):
+    """A GatheringLinear whose product is a RegatheredProduct. That includes f, so self.f does nothing."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.send, self.g = self.g, lambda x, group: x
+        self.f = lambda x, group: x
 
     def linear(self, x, weight, bias=None, take=None):
-        rows = x[..., 0].numel()
-        if self.send != ReduceFromGroup.apply or len(pieces(rows, rows * len(weight) * x.itemsize, self.group)) == 1:
-            return self.send(kernels.linear(x, weight, bias, take), self.group)
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs this again, and stops when X and W are saved:
-            return self.send(kernels.Linear.apply(x, weight, bias, take), self.group)  # here, before g sends
-        return RowProduct.apply(x, weight, self.group, take)
+        return RegatheredProduct.apply(x, weight, bias, self.group, take)
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
@@ -3094,8 +3021,8 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                ShardReducer: EarlyShardReducer, DDP: RestartableDDP, ShardedOptimizer: GuardedOptimizer,
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
-               scatter_tokens: scatter_in_place, ColumnParallelLinear: OverlappedColumns,
-               GatheringLinear: OverlappedGathering, RowParallelLinear: OverlappedRows, RingAttention: TunedRing,
+               scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
+               GatheringLinear: FusableGathering, RingAttention: TunedRing,
                going_round: going_round_ahead})
 
 
