@@ -667,9 +667,9 @@ REPLAY_BYTES, REPLAYS = 1 << 30, 512
 # copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix products of 39 ms took 42
 # while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14 when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
-# If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s, an
-# all-reduce, us, by the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB 8 | 23
-# | 11, 1 MiB 12 | 22 | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
+# If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s,
+# an all-reduce, us, by the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB
+# 8 | 23 | 11, 1 MiB 12 | 22 | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
 SUM_FROM = 1 << 12
 
 

@@ -2395,9 +2395,9 @@ class AllToAll:
 
 # ---------------------------------------------------------------------------- all-reduce, reduce-scatter, all-gather
 #
-# The same for an all-reduce: one kernel a GPU, no barrier. Rank r sums chunk r. A program does all of it for its slice of
-# every chunk, piece by piece, with the programs of its number on the other GPUs. So nobody waits for a whole GPU, and
-# one piece travels while another is summed or copied. Round t of a program:
+# The same for an all-reduce: one kernel a GPU, no barrier. Rank r sums chunk r. A program does all of it for its slice
+# of every chunk, piece by piece, with the programs of its number on the other GPUs. So nobody waits for a whole GPU,
+# and one piece travels while another is summed or copied. Round t of a program:
 #
 #     send    write piece t of every other rank's chunk into that rank's window
 #     sum     wait for the others' pieces t-1 of my chunk; write their sum to the result and into all windows
@@ -2405,8 +2405,8 @@ class AllToAll:
 #
 # A slot may be written to again four pieces later, and nobody need say so: I send piece t after I fetched the sums t-3,
 # so all ranks have read my pieces t-3. Who sums piece t-1 has received mine, which I sent after I fetched his sum t-4.
-# A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums" are
-# its own chunk. They still count what they do not write.
+# A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums"
+# are its own chunk. They still count what they do not write.
 
 SUM_PROGRAMS, SUM_SLOTS, SUM_DTYPES = 128, 4, (*DTYPES, torch.float64)
 

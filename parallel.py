@@ -2301,9 +2301,9 @@ class LeanGPT(ParallelGPT):
 # ------------------------------------------------------------------------------ sequence parallel: without permutations
 #
 # A rank's tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens copy them into one message
-# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node a kernel, or
-# the copy engines, read and write each sequence's tokens in place where `dist.takes_rows`, so the functions below save
-# that copy.
+# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node a kernel,
+# or the copy engines, read and write each sequence's tokens in place where `dist.takes_rows`, so the functions below
+# save that copy.
 
 def start_gathering(x, group, async_op=False):
     """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""

@@ -961,7 +961,8 @@ def sums_through_windows(folder):
             assert sent == whole.nbytes - own + (size - 1) * own
 
             alone = torch.stack([terms[rank]] * 2, 1)[:, 0]  # of one number, so contiguous, but its stride is 2
-            for own, whole in ((terms[rank] if n > 1 else alone, torch.empty(size * n, dtype=dtype)),  # side by side, and in rows of 64 bytes
+            # Side by side, and in rows of 64 bytes.
+            for own, whole in ((terms[rank] if n > 1 else alone, torch.empty(size * n, dtype=dtype)),
                                (torch.arange(3 * 64 // dtype.itemsize).to(dtype).view(3, -1) % 11 + rank, None)):
                 before = link.log.bytes
                 whole = own.new_empty(len(own), size, *own.shape[1:]).transpose(0, 1) if whole is None else whole
@@ -6001,8 +6002,8 @@ for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
     print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 kernel, aligned = kernels._all_reduce, [["tt.divisibility", 16]]
 for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
-    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather, "DIVIDE": send, "PROGRAMS": 128, "SLOTS": 4,
-             "SLOT": 4096}
+    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather, "DIVIDE": send,
+             "PROGRAMS": 128, "SLOTS": 4, "SLOT": 4096}
     types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
         sizes, "constexpr")
     whole = ["flat", "own", "width", "row"] + ["least"] * even
