@@ -626,7 +626,7 @@ def predict(config, s, machine, overlap=None):
     optimizer = stepped * moved / machine.hbm
 
     # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights
-    # while our AdamW updates the next ones, and while forward computes the layers before, on a CPU neither. ZeRO-3
+    # while our AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3
     # gathers each unit while the one before computes: in forward nothing hides the first unit, and in backward the last
     # unit is still whole.
     axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
@@ -635,8 +635,9 @@ def predict(config, s, machine, overlap=None):
         one, send = gather / m / (2 * count - 1), reduce / m
         dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
     else:
+        late = machine.fused and s.cuda_graphs != "off" and train.replayable(s, config)
         dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
-        dp += max(gather / count, gather - (optimizer + f if machine.fused or overlap else 0.0))
+        dp += max(gather / count, gather - optimizer * machine.fused - f * bool(late or overlap))
     dp = gather + reduce if overlap is False else dp
     lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived

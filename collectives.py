@@ -1443,6 +1443,9 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
+KERNEL_OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
+
+
 def _kernel_sums(tensor):
     """Whether kernels.py sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
@@ -1491,20 +1494,20 @@ class Direct:
 
     def kernel_window(self):
         """The window of the kernels, or None if the caller does not wait, or kernels or windows cannot be had."""
-        # Most kernels take any dtype, so on_triton is asked about float32.
-        able = not self.aside and kernels.on_triton(torch.empty(0, device=self.device))
+        # The kernels take other dtypes, too, but on_triton knows those of layers.
+        able = not self.aside and kernels.on_triton(torch.empty(0, dtype=torch.float32, device=self.device))
         return self.window(kernels.window_bytes(self.size)) if able else None
 
     def kernel_for(self, flat, op=None):
-        """The kernels.AllReduce to sum `flat` by op, or without one to gather it. None if there is none."""
-        summed = op is None or op in (ReduceOp.SUM, ReduceOp.AVG) and flat.dtype in kernels.SUM_DTYPES
-        window = self.kernel_window() if summed and flat.nbytes >= SUM_FROM and len(flat) < 1 << 31 else None
+        """The kernels.AllReduce to combine `flat` by op, or without one to gather it. None if there is none."""
+        able = op is None or kernels.AllReduce.combines(flat.dtype, KERNEL_OPS.get(op))
+        window = self.kernel_window() if able and SUM_FROM <= flat.nbytes < 1 << 31 else None
         return window and window.sums
 
     def all_reduce(self, flat, op):
         chunks = flat.tensor_split(self.size)
         if kernel := self.kernel_for(flat, op):
-            kernel.all_reduce(flat, op == ReduceOp.AVG)
+            kernel.all_reduce(flat, KERNEL_OPS[op])
             self._count_swap(flat, chunks, [chunks[self.rank]] * self.size)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
@@ -1529,7 +1532,7 @@ class Direct:
 
     def reduce_scatter(self, chunks, result, op):
         if window := self.window_for_copies(chunks):
-            for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size):
+            for *parts, into in _in_step([*chunks, result], WINDOW_BYTES // self.size // 16 * 16):
                 _sum_rows(window.scatter(parts), [into], op)
             return
         own = chunks[self.rank]
@@ -1558,9 +1561,10 @@ class Direct:
                 kernel.all_gather(flat, own.view(-1), row)
                 self._count_swap(whole, [own] * self.size)
             else:
-                kernel.reduce_scatter(flat, own.view(-1), op == ReduceOp.AVG, row)
+                kernel.reduce_scatter(flat, own.view(-1), KERNEL_OPS[op], row)
                 self._count_swap(own, [own] * self.size)
-        elif alike and row and self.size * row * itemsize <= WINDOW_BYTES and (window := self.window(WINDOW_BYTES)):
+        elif alike and ROW_BYTES <= row * itemsize <= WINDOW_BYTES // self.size and row and (
+                window := self.window(WINDOW_BYTES)):
             rows = WINDOW_BYTES // (self.size * row * itemsize)
             for many, few in zip(whole.split(rows, 1), own.split(rows)):
                 if op is None:

@@ -2191,7 +2191,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        for group in reversed(self.param_groups):
+        for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in reversed(group["params"]):  # buckets come last layers first, and forward wants the first ones
                 if p.grad is None:
@@ -2408,7 +2408,7 @@ class AllToAll:
 # A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums"
 # are its own chunk. They still count what they do not write.
 
-SUM_PROGRAMS, SUM_SLOTS, SUM_DTYPES = 128, 4, (*DTYPES, torch.float64)
+SUM_PROGRAMS, SUM_SLOTS = 128, 4
 
 
 def sum_slot_bytes(ranks):
@@ -2440,7 +2440,7 @@ def _slot(window, line, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl
 
 @triton.jit
 def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-                SEND: tl.constexpr, GATHER: tl.constexpr, DIVIDE: tl.constexpr, PROGRAMS: tl.constexpr,
+                SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr,
                 SLOTS: tl.constexpr, SLOT: tl.constexpr):
     kind: tl.constexpr = flat.dtype.element_ty
     BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
@@ -2454,7 +2454,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
     rounds = tl.cdiv(end - start, SLOT)
     for t in range(0, rounds + 2):
         if t < rounds:
-            first, slot = start + t * SLOT, (before + t) % SLOTS
+            first, slot = start + t * SLOT, (before + t) & (SLOTS - 1)
             if SEND:
                 for s in tl.static_range(1, N):
                     chunk, until = _chunk(flat, (rank + s) % N, first, row, least, more, end, N, EVEN, ROWS)
@@ -2466,7 +2466,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                 there = tl.load(windows + (rank + s) % N) + counters + 4 * (pieces + s - 1)
                 tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
         if (t > 0) & (t <= rounds):
-            first, slot = start + (t - 1) * SLOT, (before + t - 1) % SLOTS
+            first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
             for s in tl.static_range(1, N):
                 _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
             chunk, until = _chunk(flat, rank, first, row, least, more, end, N, EVEN, ROWS)
@@ -2474,14 +2474,15 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
             mine = tl.load((chunk if SEND else own) + first + lane, inside)
             total = mine
             if SEND:
-                total = tl.zeros((SLOT,), tl.float64 if kind == tl.float64 else tl.float32)
+                total = tl.full((SLOT,), float("-inf") if OP == "max" else 0, TOTAL)
                 for r in tl.static_range(N):  # in the ranks' order
                     x = mine
                     if r != rank:
                         line = _slot(here, pieces + (rank - r + N) % N - 1, slot, SLOTS, BYTES, kind)
                         x = tl.load(line + lane, inside, cache_modifier=".cg")  # past L1, as in _copy_bytes
-                    total += x.to(total.dtype)
-                total = (total / N if DIVIDE else total).to(kind)
+                    x = x.to(TOTAL)
+                    total = tl.maximum(total, x, tl.PropagateNan.ALL) if OP == "max" else total + x
+                total = (total / N if OP == "avg" else total).to(kind)
             tl.store((chunk if GATHER else own) + first + lane, total, inside)
             if GATHER:
                 for s in tl.static_range(1, N):
@@ -2492,7 +2493,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                 there = tl.load(windows + (rank + s) % N) + counters + 4 * (sums + s - 1)
                 tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
         if t > 1:
-            first, slot = start + (t - 2) * SLOT, (before + t - 2) % SLOTS
+            first, slot = start + (t - 2) * SLOT, (before + t - 2) & (SLOTS - 1)
             for s in tl.static_range(1, N):
                 _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
                 if GATHER:
@@ -2506,7 +2507,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
-    of `all_reduce_bytes` bytes. Tensors are contiguous, those to be summed of one of SUM_DTYPES.
+    of `all_reduce_bytes` bytes. Tensors are contiguous. op: "sum", "avg" or "max", of dtypes that it `combines`.
 
     One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
@@ -2516,26 +2517,30 @@ class AllReduce:
     def __init__(self, windows, rank, device):
         self.ranks, self.windows = len(windows), torch.tensor([*windows, rank], device=device)
 
+    @staticmethod
+    def combines(dtype, op):
+        return dtype in (*DTYPES, torch.float64) and op in ("sum", "avg", "max") or (dtype, op) == (torch.int64, "sum")
+
     def takes_rows(self, nbytes):
         """Whether parts of rows may have so many bytes."""
         return nbytes % sum_slot_bytes(self.ranks) == 0
 
-    def all_reduce(self, flat, divide):
-        """Sum `flat` (n) over all ranks in place; with `divide`, the mean."""
+    def all_reduce(self, flat, op):
+        """Combine `flat` (n) of all ranks, in place."""
         even = len(flat) - len(flat) % (16 * self.ranks // flat.itemsize)
         for part in flat[:even], flat[even:]:  # apart, because chunks of odd length cannot be read in vectors
-            self._launch(part, part, SEND=True, GATHER=True, DIVIDE=divide)
+            self._launch(part, part, SEND=True, GATHER=True, OP=op)
 
-    def reduce_scatter(self, flat, result, divide, row=0):
-        """Write this rank's Nth of the sum or mean of all ranks' `flat` (N n) to `result` (n)."""
-        self._launch(flat, result, row, SEND=True, GATHER=False, DIVIDE=divide)
+    def reduce_scatter(self, flat, result, op, row=0):
+        """Combine `flat` (N n) of all ranks, and write this rank's Nth to `result` (n)."""
+        self._launch(flat, result, row, SEND=True, GATHER=False, OP=op)
 
     def all_gather(self, flat, own, row=0):
         """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""
         row, (flat, own) = row * flat.itemsize, (t.as_strided(t.shape, (1,)).view(torch.uint8) for t in (flat, own))
         if (flat.data_ptr() | own.data_ptr() | len(own)) % 4 == 0:
             row, flat, own = row // 4, flat.view(torch.int32), own.view(torch.int32)
-        self._launch(flat, own, row, SEND=False, GATHER=True, DIVIDE=False)
+        self._launch(flat, own, row, SEND=False, GATHER=True, OP="")
 
     def _launch(self, flat, own, row=0, **what):
         if not len(flat):
@@ -2545,6 +2550,7 @@ class AllReduce:
         width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
         _all_reduce[(triton.cdiv(longest, width),)](
             flat, own, self.windows, least, more, width, row, self.ranks, not more, row > 0, **what,
+            TOTAL={torch.float64: tl.float64, torch.int64: tl.int64}.get(flat.dtype, tl.float32),
             PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot, num_warps=16)
 
 

@@ -1688,7 +1688,7 @@ class ParallelGPT(Replaceable):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
         groups = []
         for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
-            for matrix, decay in (True, weight_decay), (False, 0.0):
+            for matrix, decay in (False, 0.0), (True, weight_decay):
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]
                 groups += [{"params": params, "weight_decay": decay}] if params else []
         if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
@@ -2098,7 +2098,7 @@ class GuardedOptimizer(ShardedOptimizer):
         super().step()
 
     def gather_weights(self, buckets, wait=None):
-        for bucket in buckets if self.stage else ():
+        for bucket in reversed(buckets) if self.stage else ():  # forward wants the first layers first
             if bucket not in self.gathering:
                 self.gathering[bucket] = handle = dist.all_gather_into_tensor(
                     bucket.weights, bucket.weights[bucket.own], bucket.group, async_op=True)
@@ -2111,17 +2111,23 @@ class GuardedOptimizer(ShardedOptimizer):
 
     def wait_in(self, module):
         """Let each unit of the module wait for its own weights when its forward begins. Then `step` waits for none, and
-        they travel under the forward of the layers before. Whoever reads parameters elsewhere calls
-        `wait_for_weights(buckets)` first; the module's state_dict does."""
+        they travel under the forward of the layers before. Whoever reads or writes parameters elsewhere calls
+        `wait_for_weights(buckets)` first; the module's state_dict and load_state_dict do."""
         self.late, self.stream = True, torch.cuda.Stream() if torch.cuda.is_initialized() else None
         for bucket in self.buckets:
-            if bucket.weights.is_cuda:  # graphs wait for events, which keep their place from step to step
+            if self.stage and bucket.weights.is_cuda:  # graphs wait for events, the same ones in every step
                 self.arrived[bucket] = torch.cuda.Event(external=True)
                 self.arrived[bucket].record()
-        for unit, params in fsdp_units(module):
-            mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}  # frozen ones have none
-            unit.register_forward_pre_hook(lambda *_, mine=mine: self.wait_for_weights(mine))
-        module.register_state_dict_pre_hook(lambda *_: self.wait_for_weights(self.buckets))
+        wait = weakref.WeakMethod(self.wait_for_weights)
+
+        def hook(buckets):
+            return lambda *_: (alive := wait()) and alive(buckets)
+
+        for unit, params in fsdp_units(module):  # frozen parameters have no bucket
+            mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}
+            unit.register_forward_pre_hook(hook(mine))
+        module.register_state_dict_pre_hook(hook(self.buckets))
+        module.register_load_state_dict_pre_hook(hook(self.buckets))
 
     def wait_for_weights(self, buckets):
         for bucket in buckets:

@@ -835,6 +835,7 @@ def test_all_reduce_through_windows(size, monkeypatch):
 def test_rows_that_lie_apart_go_through_windows(size, monkeypatch):
     """Tokens of five sequences, two at a time; and a shift in several pieces."""
     B, t, C = 5, 3, 7
+    monkeypatch.setattr(dist, "ROW_BYTES", 0)
     monkeypatch.setattr(dist, "WINDOW_BYTES", 2 * size * t * C * 8 + 8)
     own, terms = (torch.randn(size, B, tokens, C, dtype=torch.float64) for tokens in (t, size * t))
     windows, barrier = ([torch.zeros(dist.WINDOW_BYTES, dtype=torch.uint8) for _ in range(size)],
@@ -950,9 +951,14 @@ def sums_through_windows(folder):
     """All-reduces, reduce-scatters and all-gathers, of one element up to several rounds, one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with kernels_through_files(folder) as (link, window), unittest.mock.patch.object(dist, "SUM_FROM", 0):
-        for n, dtype, op in [(1, torch.float32, "sum"), *zip([150] * 4, kernels.SUM_DTYPES, ("sum", "avg") * 2)]:
-            terms = [(torch.arange(n) % 13 + 3 * r).to(dtype) for r in range(size)]
-            total = sum(term.double() for term in terms) / (size if op == "avg" else 1)
+        counters = -4 * kernels.SUM_PROGRAMS * (2 * size + 2)  # those of every program, which soon pass 2^31
+        window.of[rank][counters:].view(torch.int32).fill_((1 << 31) - 4)
+        torch_dist.barrier()
+        for n, dtype, op in [(1, torch.float32, "sum"), (150, torch.bfloat16, "sum"), (150, torch.float16, "max"),
+                             (150, torch.float32, "avg"), (150, torch.float64, "avg"), (150, torch.int64, "sum")]:
+            terms = [(torch.arange(n) % 13 * (-1)**r + 3 * r).to(dtype) for r in range(size)]
+            total = torch.stack(terms).double()
+            total = total.amax(0) if op == "max" else total.mean(0) if op == "avg" else total.sum(0)
             whole, before = terms[rank].clone(), dataclasses.replace(link.log)
             link.all_reduce(whole, OPS[op])
             assert close(whole, total, 1e-2 if dtype.itemsize == 2 else 1e-6), (n, dtype, op)
@@ -971,7 +977,7 @@ def sums_through_windows(folder):
                 assert whole.reshape(-1).equal(torch.cat(every).view(-1))
                 result = torch.full_like(own, -1)
                 link.exchange_nths(None, whole, result, OPS[op])  # all ranks have the same now
-                assert close(result, every[rank].double() * (1 if op == "avg" else size), 1e-2)
+                assert close(result, every[rank].double() * (size if op == "sum" else 1), 1e-2)
                 assert link.log.bytes - before == 2 * (size - 1) * own.nbytes
 
 
@@ -6002,8 +6008,8 @@ for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
     print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 kernel, aligned = kernels._all_reduce, [["tt.divisibility", 16]]
 for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
-    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather, "DIVIDE": send,
-             "PROGRAMS": 128, "SLOTS": 4, "SLOT": 4096}
+    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
+             "OP": "avg" if gather else "max", "TOTAL": kernels.tl.float32, "PROGRAMS": 128, "SLOTS": 4, "SLOT": 4096}
     types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
         sizes, "constexpr")
     whole = ["flat", "own", "width", "row"] + ["least"] * even
