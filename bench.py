@@ -1453,6 +1453,18 @@ def torch_compiled(config, s, device, x, y):
     return torch_step(model, s, device, x, y, loss), "model"
 
 
+@functools.cache
+def peer_mesh(device_type, **sizes):
+    """PyTorch's mesh for strategies of these sizes. There is one for all of them, and its groups stay: DTensor's caches
+    (of torch 2.11 at least) take meshes of equal shape for the same, and would use the first one's groups."""
+    mesh = parallel.make_mesh(device_type, **sizes)
+    KEPT.extend(mesh.get_all_groups())
+    return mesh
+
+
+KEPT = []  # groups that `forget` leaves
+
+
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -1468,8 +1480,8 @@ def torch_fsdp(config, s, device, x, y):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
     within = s.zero_within or s.dp
-    mesh = parallel.make_mesh(device.type, dp=s.dp // within, tp=within)  # two axes: replicas of shards
-    options = {"mesh": mesh["dp", "tp"] if s.zero_within else mesh["tp"], "reshard_after_forward": not kept,
+    mesh = peer_mesh(device.type, pp=s.dp // within, dp=within)  # two axes: replicas of shards
+    options = {"mesh": mesh["pp", "dp"] if s.zero_within else mesh["dp"], "reshard_after_forward": not kept,
                    "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
     for block in model.h.values():
         fully_shard(block, **options)
@@ -1495,7 +1507,7 @@ def torch_tp(config, s, device, x, y):
         plan |= dict.fromkeys(("h.*.attn", "h.*.mlp"), whole)
         positions = net.positions
         net.positions = lambda every: positions(every).chunk(s.tp)[dist.get_rank()]
-    parallelize_module(net, parallel.make_mesh(device.type, tp=s.tp)["tp"], plan)
+    parallelize_module(net, peer_mesh(device.type, tp=s.tp)["tp"], plan)
     if config.tied:
         net.lm_head.weight = net.wte.weight
     kinds = [[p for p in net.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
@@ -1632,12 +1644,14 @@ PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": t
 
 
 def forget():
-    """Free what the last strategy left: cycles, cached blocks, every group but the world's (sockets, buffers)."""
+    """Free what the last strategy left: cycles, cached blocks, every group but the world's and those of `peer_mesh`
+    (sockets, buffers)."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    for group in [some for some in torch_dist.distributed_c10d._world.pg_map if some is not torch_dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    for group in [*torch_dist.distributed_c10d._world.pg_map]:
+        if group is not torch_dist.group.WORLD and group not in KEPT:
+            dist.destroy_process_group(group)
     torch.cuda.empty_cache()  # does nothing without CUDA
 
 

@@ -4586,6 +4586,20 @@ def times_without(pieces):
         return {row["strategy"]: row for row in bench.without(a, torch.device("cpu")).rows}
 
 
+def meshes_of_peers():
+    mesh = bench.peer_mesh("cpu", tp=2)
+    parallel.make_mesh("cpu", tp=2)
+    bench.forget()
+    groups = [*torch_dist.distributed_c10d._world.pg_map]
+    return bench.peer_mesh("cpu", tp=2) is mesh and mesh["tp"].get_group() in groups and len(groups)
+
+
+def test_strategies_of_pytorch_share_a_mesh(pool):
+    """The world's group is left, and those of the mesh's axes, some of which are the same."""
+    if pool.device_type == "cpu":
+        assert all(0 < left <= 6 for left in pool(2).run(meshes_of_peers))
+
+
 def test_bench_strategies_without_a_piece(pool):
     """What stands in a piece's place is in use while a step is timed. A layout without the piece has no time."""
     if pool.device_type == "cuda":
