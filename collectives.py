@@ -663,9 +663,10 @@ DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
 # graph keeps its receive buffers. A group keeps at most REPLAYS graphs.
 REPLAY_BYTES, REPLAYS = 1 << 30, 512
 # NCCL's messages are kernels, which take multiprocessors from the computation beside them; copy engines take none. So
-# between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are copies: a reduce-scatter
-# copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix products of 39 ms took 42
-# while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14 when alone).
+# beside computation, between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are
+# copies: a reduce-scatter copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix
+# products of 39 ms took 42 while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14
+# when alone).
 WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
 # If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s,
 # an all-reduce, us, by the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB
@@ -1480,7 +1481,7 @@ class Direct:
     ring's bytes in one round instead of N-1 steps, and sums N rows at once, in float32 if they have 16 bits. It costs
     room for N chunks. Between nodes the ring is better, because there one rank of a node sends out of it, not all.
     Large chunks go through windows: they are summed where others wrote them, and gathered from their owners' windows.
-    If the caller waits, one kernel does the whole operation.
+    If the caller waits, one kernel does all-reduces, all-to-alls, and the two operations of NTHS.
     """
 
     def window(self, nbytes):
@@ -1501,14 +1502,15 @@ class Direct:
     def kernel_for(self, flat, op=None):
         """The kernels.AllReduce to combine `flat` by op, or without one to gather it. None if there is none."""
         able = op is None or kernels.AllReduce.combines(flat.dtype, KERNEL_OPS.get(op))
-        window = self.kernel_window() if able and SUM_FROM <= flat.nbytes < 1 << 31 else None
+        able = able and SUM_FROM <= flat.nbytes < 1 << 31  # the kernel counts elements, or bytes, in 32 bits
+        window = self.kernel_window() if able else None
         return window and window.sums
 
     def all_reduce(self, flat, op):
         chunks = flat.tensor_split(self.size)
         if kernel := self.kernel_for(flat, op):
             kernel.all_reduce(flat, KERNEL_OPS[op])
-            self._count_swap(flat, chunks, [chunks[self.rank]] * self.size)
+            self._note_sent(flat, chunks, [chunks[self.rank]] * self.size)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
         elif WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= WINDOW_BYTES and (
@@ -1518,7 +1520,7 @@ class Direct:
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)
 
-    def _count_swap(self, written, *outgoing):
+    def _note_sent(self, written, *outgoing):
         """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
         torch.autograd.graph.increment_version(written)
         for tensors in outgoing:
@@ -1549,8 +1551,8 @@ class Direct:
             self._swap([chunks[self.rank]] * self.size, chunks)
 
     def exchange_nths(self, operation, whole, own, op):
-        """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter back, without copies within a
-        GPU. operation: what does it with them."""
+        """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter `whole` into `own`, without
+        copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
         rows, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if rows else (0, whole)
         alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
@@ -1559,10 +1561,10 @@ class Direct:
         if kernel and (not row or kernel.takes_rows(row * itemsize)):
             if op is None:
                 kernel.all_gather(flat, own.view(-1), row)
-                self._count_swap(whole, [own] * self.size)
+                self._note_sent(whole, [own] * self.size)
             else:
                 kernel.reduce_scatter(flat, own.view(-1), KERNEL_OPS[op], row)
-                self._count_swap(own, [own] * self.size)
+                self._note_sent(own, [own] * self.size)
         elif alike and ROW_BYTES <= row * itemsize <= WINDOW_BYTES // self.size and row and (
                 window := self.window(WINDOW_BYTES)):
             rows = WINDOW_BYTES // (self.size * row * itemsize)
@@ -1617,8 +1619,8 @@ ROW_BYTES = 1 << 22
 
 
 def takes_rows(nbytes, group, waits=True):
-    """Whether this group gathers (B, ...) into an (N, B, ...) with gaps between its rows, of `nbytes` each, and
-    reduce-scatters back, without first making it contiguous. waits: for a call without async_op. Call on all ranks."""
+    """Whether this group gathers (B, ...) into an (N, B, ...) that is not contiguous, and reduce-scatters back, in
+    place. nbytes: of one (...). waits: for a call without async_op. Call on all ranks."""
     link = link_of(group)
     if not isinstance(link, NodeLink):
         return False

@@ -2400,11 +2400,12 @@ class AllToAll:
 # and one piece travels while another is summed or copied. Round t of a program:
 #
 #     send    write piece t of every other rank's chunk into that rank's window
-#     sum     wait for the others' pieces t-1 of my chunk; write their sum to the result and into all windows
+#     sum     wait for the others' pieces t-1 of my chunk, add mine; write the sum to the result and into their windows
 #     fetch   wait for the others' sums t-2, copy them out of my window
 #
-# A slot may be written to again four pieces later, and nobody need say so: I send piece t after I fetched the sums t-3,
-# so all ranks have read my pieces t-3. Who sums piece t-1 has received mine, which I sent after I fetched his sum t-4.
+# A slot is written to again four pieces later, and nobody need say so. Before I send piece t, I have all ranks' sums
+# t-3, so they have read my pieces t-3. Before a rank writes its sum t-1 into my window, it has my piece t-1, so I have
+# fetched its sum t-4. (Three slots would do, if an all-gather had a barrier between a fetch and its next count.)
 # A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums"
 # are its own chunk. They still count what they do not write.
 
@@ -2423,10 +2424,10 @@ def all_reduce_bytes(ranks):
 
 @triton.jit
 def _chunk(flat, r, first, row, least, more, end, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
-    """(where chunk r begins for the elements from `first` on, where a program's slice of it ends). Chunks have `least`
-    elements, the first `more` of them one longer. They lie side by side or, if ROWS, in rows: row after row, each in N
-    parts of `row` elements, one of every chunk."""
-    if ROWS:
+    """(the address of chunk r, to which the caller adds an index from `first` on; where a program's slice of it ends).
+    Chunks have `least` elements, the first `more` of them one longer. They lie side by side or, if ROWS, in rows: row
+    after row, each in N parts of `row` elements, one of every chunk."""
+    if ROWS:  # (N - 1), because `first` itself skips one part in each row
         start = flat + (r + (first // row).to(tl.int64) * (N - 1)) * row
     else:
         start = flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more))
@@ -2442,12 +2443,18 @@ def _slot(window, line, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl
 def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                 SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr,
                 SLOTS: tl.constexpr, SLOT: tl.constexpr):
+    """windows: N addresses, and this rank's number. own: a reduce-scatter's result, or what an all-gather sends. SEND:
+    send pieces and sum them. GATHER: send sums and fetch them. EVEN: all chunks have `least` elements. TOTAL: the sum's
+    dtype. A program does `width` elements of every chunk, SLOT at a time; all ranks do as many rounds, even where their
+    chunks are shorter."""
     kind: tl.constexpr = flat.dtype.element_ty
     BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
     counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots
     program, rank = tl.program_id(0), tl.load(windows + N).to(tl.int32)
     here = tl.load(windows + rank)
-    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)  # line s-1 of each is from rank r-s
+    # The first of N-1 lines of slots, each; rank-s fills line s-1 of them.
+    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)
+    # How many pieces this program has handled in all launches; `before`: in those before.
     done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
     before, lane = tl.load(done), tl.arange(0, SLOT)
     start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
@@ -2522,13 +2529,13 @@ class AllReduce:
         return dtype in (*DTYPES, torch.float64) and op in ("sum", "avg", "max") or (dtype, op) == (torch.int64, "sum")
 
     def takes_rows(self, nbytes):
-        """Whether parts of rows may have so many bytes."""
+        """Whether a row's parts may have so many bytes: no slot may lie across two of them."""
         return nbytes % sum_slot_bytes(self.ranks) == 0
 
     def all_reduce(self, flat, op):
         """Combine `flat` (n) of all ranks, in place."""
-        even = len(flat) - len(flat) % (16 * self.ranks // flat.itemsize)
-        for part in flat[:even], flat[even:]:  # apart, because chunks of odd length cannot be read in vectors
+        most = len(flat) - len(flat) % (16 * self.ranks)
+        for part in flat[:most], flat[most:]:  # apart, because only chunks of 16 k elements are read in vectors
             self._launch(part, part, SEND=True, GATHER=True, OP=op)
 
     def reduce_scatter(self, flat, result, op, row=0):

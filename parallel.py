@@ -2072,11 +2072,13 @@ class GuardedOptimizer(ShardedOptimizer):
     bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
     drops it.
     """
-    cut, late = False, False
+    cut = False   # whether parameters have been cut into shards
+    late = False  # whether forward waits for weights, not `step`
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.cut, self.gathering, self.arrived = True, {}, {}  # of each bucket: its all-gather's handle, its end
+        # Bucket -> the handle of its all-gather under way; bucket -> the event at its end, for which graphs wait.
+        self.cut, self.gathering, self.arrived = True, {}, {}
         if isinstance(self.inner, kernels.AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
             if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
@@ -2085,7 +2087,7 @@ class GuardedOptimizer(ShardedOptimizer):
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
-        if not self.late:
+        if not self.late:  # else forward or the next step waits
             self.wait_for_weights(self.buckets)  # a step that failed has started to gather them
         self.reducer.forget()
         super().zero_grad(set_to_none)
@@ -2098,15 +2100,16 @@ class GuardedOptimizer(ShardedOptimizer):
         super().step()
 
     def gather_weights(self, buckets, wait=None):
+        """wait: until they are there; None: unless forward waits for them."""
         for bucket in reversed(buckets) if self.stage else ():  # forward wants the first layers first
             if bucket not in self.gathering:
                 self.gathering[bucket] = handle = dist.all_gather_into_tensor(
                     bucket.weights, bucket.weights[bucket.own], bucket.group, async_op=True)
                 if bucket in self.arrived:
-                    with torch.cuda.stream(self.stream):
+                    with torch.cuda.stream(self.stream):  # so that the updates of later buckets need not wait
                         handle.wait()
                         self.arrived[bucket].record()
-        if not self.late if wait is None else wait:
+        if wait or wait is None and not self.late:
             self.wait_for_weights(self.buckets)
 
     def wait_in(self, module):
@@ -2117,7 +2120,7 @@ class GuardedOptimizer(ShardedOptimizer):
         for bucket in self.buckets:
             if self.stage and bucket.weights.is_cuda:  # graphs wait for events, the same ones in every step
                 self.arrived[bucket] = torch.cuda.Event(external=True)
-                self.arrived[bucket].record()
+                self.arrived[bucket].record()  # no gather comes before the first forward
         wait = weakref.WeakMethod(self.wait_for_weights)
 
         def hook(buckets):
