@@ -1732,7 +1732,7 @@ WITHOUT = {  # a piece of machinery: (object, attribute, what stands in its plac
     "replay": (dist, "REPLAY_BYTES", 0, always),                                   # collectives launched one by one
     "early": (parallel.Early, "computed", sends_late(parallel.Early.computed), lambda s: s.dp > 1 and s.zero < 2),
     "fetching": (parallel.FetchingFSDP, "fetch", lambda self, unit: None, lambda s: s.zero == 3),  # no unit ahead
-    "rows": (dist, "takes_rows", lambda *args: False, lambda s: s.sp),              # tokens are copied into one message
+    "rows": (dist, "takes_rows", lambda *args: False, lambda s: s.sp),             # tokens are copied into one message
     "patience": (parallel.PatientPipeline, "expect", parallel.PatientPipeline.post, lambda s: s.pp > 1)}
 
 

@@ -1351,6 +1351,11 @@ class Window:
             self.link.log.count(own)
         self.barrier()
 
+    def reduce_scatter_rows(self, whole, own, op):
+        """Back: combine whole[r] of all ranks into `own` of rank r."""
+        for parts, result in zip(zip(*self.scatter_rows(whole)), own):
+            _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
+
     def scatter_rows(self, parts):
         """`scatter` of parts (N, B, ...), with or without gaps between rows. Returns [(B, ...) from each rank]."""
         def of_rank(window, r):
@@ -1553,8 +1558,8 @@ class Direct:
     def exchange_nths(self, operation, whole, own, op):
         """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter `whole` into `own`, without
         copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
-        rows, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
-        row, flat = (own[0].numel(), whole.transpose(0, 1)) if rows else (0, whole)
+        gaps, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
+        row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
         alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
             whole.numel() == self.size * own.numel())
         kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
@@ -1569,11 +1574,7 @@ class Direct:
                 window := self.window(WINDOW_BYTES)):
             rows = WINDOW_BYTES // (self.size * row * itemsize)
             for many, few in zip(whole.split(rows, 1), own.split(rows)):
-                if op is None:
-                    window.gather_rows(many, few)
-                    continue
-                for parts, result in zip(zip(*window.scatter_rows(many)), few):
-                    _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
+                window.gather_rows(many, few) if op is None else window.reduce_scatter_rows(many, few, op)
         else:
             operation(self)
 

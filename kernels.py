@@ -2440,6 +2440,14 @@ def _slot(window, line, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl
 
 
 @triton.jit
+def _count_for_all(windows, rank, counters: tl.constexpr, first, N: tl.constexpr):
+    """Add 1 to this rank's counter on each other rank: the one for line `first` + s - 1 on rank+s."""
+    for s in tl.static_range(1, N):
+        there = tl.load(windows + (rank + s) % N) + counters + 4 * (first + s - 1)
+        tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+
+
+@triton.jit
 def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                 SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr,
                 SLOTS: tl.constexpr, SLOT: tl.constexpr):
@@ -2469,9 +2477,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                     inside = first + lane < until
                     tl.store(there + lane, tl.load(chunk + first + lane, inside), inside)
                 tl.debug_barrier()  # until all threads have written
-            for s in tl.static_range(1, N):
-                there = tl.load(windows + (rank + s) % N) + counters + 4 * (pieces + s - 1)
-                tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+            _count_for_all(windows, rank, counters, pieces, N)
         if (t > 0) & (t <= rounds):
             first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
             for s in tl.static_range(1, N):
@@ -2496,9 +2502,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                     there = _slot(tl.load(windows + (rank + s) % N), sums + s - 1, slot, SLOTS, BYTES, kind)
                     tl.store(there + lane, total, inside)
             tl.debug_barrier()
-            for s in tl.static_range(1, N):
-                there = tl.load(windows + (rank + s) % N) + counters + 4 * (sums + s - 1)
-                tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+            _count_for_all(windows, rank, counters, sums, N)
         if t > 1:
             first, slot = start + (t - 2) * SLOT, (before + t - 2) & (SLOTS - 1)
             for s in tl.static_range(1, N):

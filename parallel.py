@@ -2099,8 +2099,8 @@ class GuardedOptimizer(ShardedOptimizer):
             self.finish_grad_sync()
         super().step()
 
-    def gather_weights(self, buckets, wait=None):
-        """wait: until they are there; None: unless forward waits for them."""
+    def gather_weights(self, buckets, wait=True):
+        """wait: until they are there, unless forward does."""
         for bucket in reversed(buckets) if self.stage else ():  # forward wants the first layers first
             if bucket not in self.gathering:
                 self.gathering[bucket] = handle = dist.all_gather_into_tensor(
@@ -2109,13 +2109,13 @@ class GuardedOptimizer(ShardedOptimizer):
                     with torch.cuda.stream(self.stream):  # so that the updates of later buckets need not wait
                         handle.wait()
                         self.arrived[bucket].record()
-        if wait or wait is None and not self.late:
+        if wait and not self.late:
             self.wait_for_weights(self.buckets)
 
-    def wait_in(self, module):
-        """Let each unit of the module wait for its own weights when its forward begins. Then `step` waits for none, and
-        they travel under the forward of the layers before. Whoever reads or writes parameters elsewhere calls
-        `wait_for_weights(buckets)` first; the module's state_dict and load_state_dict do."""
+    def wait_in(self, *modules):
+        """Let each unit of the modules wait for its own weights when its forward begins. Then `step` waits for none,
+        and they travel under the forward of the layers before. Whoever reads or writes parameters elsewhere calls
+        `wait_for_weights(buckets)` first; the modules' state_dict and load_state_dict do."""
         self.late, self.stream = True, torch.cuda.Stream() if torch.cuda.is_initialized() else None
         for bucket in self.buckets:
             if self.stage and bucket.weights.is_cuda:  # graphs wait for events, the same ones in every step
@@ -2126,11 +2126,12 @@ class GuardedOptimizer(ShardedOptimizer):
         def hook(buckets):
             return lambda *_: (alive := wait()) and alive(buckets)
 
-        for unit, params in fsdp_units(module):  # frozen parameters have no bucket
-            mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}
-            unit.register_forward_pre_hook(hook(mine))
-        module.register_state_dict_pre_hook(hook(self.buckets))
-        module.register_load_state_dict_pre_hook(hook(self.buckets))
+        for module in modules:
+            for unit, params in fsdp_units(module):  # frozen parameters have no bucket
+                mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}
+                unit.register_forward_pre_hook(hook(mine))
+            module.register_state_dict_pre_hook(hook(self.buckets))
+            module.register_load_state_dict_pre_hook(hook(self.buckets))
 
     def wait_for_weights(self, buckets):
         for bucket in buckets:
@@ -2159,7 +2160,8 @@ class GuardedOptimizer(ShardedOptimizer):
             bucket.shard.copy_(master)
         for bucket in self.with_masters:
             bucket.weights[bucket.own].copy_(bucket.shard)
-        self.gather_weights(self.with_masters, wait=True)
+        self.gather_weights(self.with_masters)
+        self.wait_for_weights(self.buckets)
 
     def add_param_group(self, group):
         if self.cut:
@@ -2275,8 +2277,7 @@ class LeanGPT(ParallelGPT):
     def make_optimizer(self, *args, **kwargs):
         optimizer = super().make_optimizer(*args, **kwargs)
         if isinstance(optimizer, GuardedOptimizer) and isinstance(self.pipeline, GraphPipeline):
-            for model in self.stages.values():
-                optimizer.wait_in(model)
+            optimizer.wait_in(*self.stages.values())
         return optimizer
 
     def actions(self, schedule, m):

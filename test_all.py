@@ -436,8 +436,7 @@ def back_to_ours():
 def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
-    names = ("PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "SUM_FROM", "WINDOW_BYTES",
-             "SLOT_BYTES", "make_mailboxes")
+    names = "PIECE_BYTES", "DOUBLING_BYTES", "WINDOW_FROM", "SUM_FROM", "WINDOW_BYTES", "SLOT_BYTES", "make_mailboxes"
     kept, wants = {name: getattr(dist, name) for name in names}, [library_results(name, *case) for case in cases]
     for way in ways:
         dist.PIECE_BYTES = dist.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
@@ -6005,7 +6004,7 @@ def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, trito
             assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
 
 
-COMPILE_SPECIALIZED = """
+COMPILE_FOR_HOPPER = """
 import kernels, triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -6044,7 +6043,7 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
         pytest.skip("no Gluon in this Triton, or no Triton")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["TRITON_CACHE_DIR"] = str(tmp_path)  # so that it is compiled now
-    done = subprocess.run([sys.executable, "-c", COMPILE_SPECIALIZED], env=environ, cwd=HERE, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
                           text=True, timeout=300)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert len(rows) == 6, done.stderr
