@@ -51,6 +51,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single  # its backward goes the other way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -1195,7 +1196,7 @@ def fit(messages, sizes, seconds):
     return float(a), float(1 / per_byte) if per_byte else math.inf
 
 
-GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # PyTorch's, replayed from a CUDA graph, too
+GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # timed from a CUDA graph, too
 
 
 def collectives(a):
@@ -1207,8 +1208,8 @@ def collectives(a):
     say(f"{n} processes, {backend}\n{describe_machine(machines[a.comm])}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
-        "graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f", "alg": "alg GB/s:>8.2f",
-        "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f",
+        "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f",
+        "alg": "alg GB/s:>8.2f", "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f",
         "counted": "bytes sent:>14,", "formula": "formula:>14,"})
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
@@ -1218,9 +1219,10 @@ def collectives(a):
     for op in a.only:
         for size in sizes if op != "barrier" else [0]:
             calls, count = calls_of(op, size, device)
-            if device.type == "cuda" and "torch" in calls and op in GRAPHED:
-                calls["torch"]()
-                calls["graph"] = dist.RecordedGraph(calls["torch"]).replay
+            if device.type == "cuda" and a.comm == "ours" and op in GRAPHED:
+                for who in ("ours", "torch"):
+                    calls[who]()  # what a first call sets up cannot be recorded
+                    calls[who + "_graph"] = dist.RecordedGraph(calls[who]).replay
             seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
             dist.reset_traffic()
             calls["ours"]()
@@ -1232,8 +1234,8 @@ def collectives(a):
                 row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
                         "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
                         "counted": sum(log.bytes for log in logs),
-                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n)),
-                        "graph_us": 1e6 * seconds["graph"] if "graph" in seconds else None}
+                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
+                row |= {f"{who}_us": 1e6 * took for who, took in seconds.items() if who.endswith("graph")}
                 points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
                                    seconds["ours"], seconds["torch"]))
             table.row(**row)
@@ -1453,18 +1455,6 @@ def torch_compiled(config, s, device, x, y):
     return torch_step(model, s, device, x, y, loss), "model"
 
 
-@functools.cache
-def peer_mesh(device_type, **sizes):
-    """PyTorch's mesh for strategies of these sizes. There is one for all of them, and its groups stay: DTensor's caches
-    (of torch 2.11 at least) take meshes of equal shape for the same, and would use the first one's groups."""
-    mesh = parallel.make_mesh(device_type, **sizes)
-    KEPT.extend(mesh.get_all_groups())
-    return mesh
-
-
-KEPT = []  # groups that `forget` leaves
-
-
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -1479,10 +1469,9 @@ def torch_fsdp(config, s, device, x, y):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
-    within = s.zero_within or s.dp
-    mesh = peer_mesh(device.type, pp=s.dp // within, dp=within)  # two axes: replicas of shards
-    options = {"mesh": mesh["pp", "dp"] if s.zero_within else mesh["dp"], "reshard_after_forward": not kept,
-                   "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
+    sizes = (s.dp // s.zero_within, s.zero_within) if s.zero_within else (s.dp,)  # two axes: replicas of shards
+    options = {"mesh": init_device_mesh(device.type, sizes), "reshard_after_forward": not kept,
+               "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
     for block in model.h.values():
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -1507,7 +1496,9 @@ def torch_tp(config, s, device, x, y):
         plan |= dict.fromkeys(("h.*.attn", "h.*.mlp"), whole)
         positions = net.positions
         net.positions = lambda every: positions(every).chunk(s.tp)[dist.get_rank()]
-    parallelize_module(net, peer_mesh(device.type, tp=s.tp)["tp"], plan)
+    # The mesh has one axis, so it takes the world's group, which stays: DTensor's caches (of torch 2.11 at least) take
+    # equal meshes for the same, and would use the groups of an earlier one that `forget` has destroyed.
+    parallelize_module(net, init_device_mesh(device.type, (s.tp,)), plan)
     if config.tied:
         net.lm_head.weight = net.wte.weight
     kinds = [[p for p in net.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
@@ -1644,13 +1635,12 @@ PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": t
 
 
 def forget():
-    """Free what the last strategy left: cycles, cached blocks, every group but the world's and those of `peer_mesh`
-    (sockets, buffers)."""
+    """Free what the last strategy left: cycles, cached blocks, every group but the world's (sockets, buffers)."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for group in [*torch_dist.distributed_c10d._world.pg_map]:
-        if group is not torch_dist.group.WORLD and group not in KEPT:
+        if group is not torch_dist.group.WORLD:
             dist.destroy_process_group(group)
     torch.cuda.empty_cache()  # does nothing without CUDA
 

@@ -4585,18 +4585,20 @@ def times_without(pieces):
         return {row["strategy"]: row for row in bench.without(a, torch.device("cpu")).rows}
 
 
-def meshes_of_peers():
-    mesh = bench.peer_mesh("cpu", tp=2)
-    parallel.make_mesh("cpu", tp=2)
-    bench.forget()
-    groups = [*torch_dist.distributed_c10d._world.pg_map]
-    return bench.peer_mesh("cpu", tp=2) is mesh and mesh["tp"].get_group() in groups and len(groups)
+def groups_of_peers():
+    before, device = {*torch_dist.distributed_c10d._world.pg_map}, torch.device("cpu")
+    config, x = GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
+    kernels.use("torch")
+    for fields in ({"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": True}):
+        name = "zero3" if "dp" in fields else "tp"
+        bench.PEERS[name](config, train.Settings(batch_size=4, device="cpu", **fields), device, x, x)[0]()
+    kernels.use("auto")
+    return len({*torch_dist.distributed_c10d._world.pg_map} - before)
 
 
-def test_strategies_of_pytorch_share_a_mesh(pool):
-    """The world's group is left, and those of the mesh's axes, some of which are the same."""
+def test_strategies_of_pytorch_take_the_worlds_group(pool):
     if pool.device_type == "cpu":
-        assert all(0 < left <= 6 for left in pool(2).run(meshes_of_peers))
+        assert pool(2).run(groups_of_peers) == [0, 0]
 
 
 def test_bench_strategies_without_a_piece(pool):
