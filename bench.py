@@ -1348,10 +1348,17 @@ def replaced(make, names=TRAINING):
 
 def left_out(function):
     """A collective that sends nothing. An all-to-all gives a rank its own data back, so that counts of rows stay
-    possible, and as many rows come as leave."""
+    possible, and as many rows come as leave. An all-gather repeats the rank's own part, because products of unset
+    memory, mostly zeros, would draw less power and be faster: GPT-2 XL's step under ZeRO-3 took 139 ms, not BB."""
     def call(*args, **kwargs):
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         if function.__name__ == "all_to_all_single":
-            args[0].copy_(args[1])
+            arguments["output"].copy_(arguments["input"])
+        elif function.__name__ == "all_gather_into_tensor":
+            own = arguments["input_tensor"]
+            for part in arguments["output_tensor"].view(-1, *own.shape):
+                if part.data_ptr() != own.data_ptr():
+                    part.copy_(own)
         return dist.Handle()  # whoever waits finds it done
     return call
 

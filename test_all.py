@@ -1037,6 +1037,30 @@ def test_all_to_all_in_a_graph(pool):
     pool(2).run(recorded_all_to_all)
 
 
+def trees_on_the_same_memory():
+    """Each tree is recorded by its third call; a call with another root in between must not take its graph."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    t, parts = torch.empty(100), [torch.empty(100) for _ in range(size)]
+    for i in range(5):
+        for root in range(size):
+            dist.broadcast(t.fill_(10 * i + rank), root)
+            assert (t == 10 * i + root).all()
+            dist.reduce(t.fill_(10 * i + rank), root)
+            assert (t == (10 * i * size + size * (size - 1) // 2 if rank == root else 10 * i + rank)).all()
+            dist.gather(t.fill_(10 * i + rank), parts if rank == root else None, root)
+            assert rank != root or all((part == 10 * i + j).all() for j, part in enumerate(parts))
+            dist.scatter(t, [part.fill_(i - j) for j, part in enumerate(parts)] if rank == root else None, root)
+            assert (t == i - rank).all()
+    return len(dist.link_of(None).replays.graphs)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_trees_are_replayed(pool, size):
+    if pool.device_type == "cpu":
+        pytest.skip("graphs are for GPUs")
+    assert pool(size).run(trees_on_the_same_memory) == [4 * size] * size
+
+
 def barrier_times():
     time.sleep(0.03 * dist.get_rank())
     arrived = time.time()
@@ -4583,6 +4607,15 @@ def times_without(pieces):
                               without=pieces, json="", model="")
     with unittest.mock.patch.dict(bench.WITHOUT, fetching=slow):
         return {row["strategy"]: row for row in bench.without(a, torch.device("cpu")).rows}
+
+
+def test_a_gathering_left_out_repeats_the_own_part():
+    own = torch.arange(6.0).view(3, 2)
+    for whole in torch.zeros(6, 2), torch.zeros(2, 3, 2), torch.zeros(3, 2, 2).transpose(0, 1):
+        with bench.replaced(bench.left_out):
+            dist.all_gather_into_tensor(whole, own, async_op=True).wait()
+            dist.all_gather_into_tensor(whole, whole.view(2, 3, 2)[1] if len(whole) == 6 else own)
+        assert torch.equal(whole.reshape(2, 3, 2), own.expand(2, 3, 2))
 
 
 def groups_of_peers():
