@@ -65,8 +65,6 @@ def reset_traffic():
 # --------------------------------------------------------------------------------------------- a group seen as messages
 
 DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
-
-
 TAG = 1 << 30  # of the messages of collectives, so that no `recv` of the caller's takes one. (NCCL knows no tags)
 
 
@@ -305,12 +303,6 @@ def _unflatten(flat, tensor):
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _into(flats, tensors):
-    """`_unflatten` for each flat tensor and its tensor."""
-    for flat, tensor in zip(flats, tensors):
-        _unflatten(flat, tensor)
-
-
 def _nths(whole, part, n):
     """Cut a flat tensor into n chunks of the size and dtype of `part`."""
     if len(whole) != n * len(part) or whole.dtype != part.dtype:
@@ -512,7 +504,8 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
         flats = [_flat(t) for t in tensor_list]
         flats[link.rank].copy_(_flat(tensor))
         link.all_gather(flats)
-        _into(flats, tensor_list)
+        for flat, t in zip(flats, tensor_list):
+            _unflatten(flat, t)
     return _call("all_gather", operation, group, async_op, tensor_list=tensor_list, tensor=tensor)
 
 
@@ -563,7 +556,8 @@ def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False
     def operation(link):
         outgoing, incoming = ([_flat(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
         link.all_to_all(outgoing, incoming)
-        _into(incoming, output_tensor_list)
+        for flat, t in zip(incoming, output_tensor_list):
+            _unflatten(flat, t)
     lists = {"output_tensor_list": output_tensor_list, "input_tensor_list": input_tensor_list}
     return _call("all_to_all", operation, group, async_op, **lists)
 

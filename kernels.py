@@ -91,8 +91,7 @@ def programs_at_once(device):
 #            dx = dy (s + x s (1 - s) du/dx),  du/dx = 2 sqrt(2/pi) (1 + 0.134145 x^2)
 #
 # (GELU's tanh form is 0.5 x (1 + tanh(u/2)), and (1 + tanh(u/2)) / 2 is the sigmoid of u: one exp, no tanh.)
-# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). Here a bias is an operation of its own, and adds 2 n
-# forward and 3 n backward. Float32 inside.
+# Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). Float32 inside.
 
 def elu_reference(x):
     return torch.where(x > 0, x, x.exp() - 1)
@@ -146,29 +145,19 @@ def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class Map(torch.autograd.Function):
-    """y = function(x + bias), element by element; bias (width), along the last dimension, or None. Keeps x, not y."""
+    """y = function(x), element by element. Keeps x, not y."""
 
     @staticmethod
-    def forward(ctx, x, bias, function, slope):
+    def forward(ctx, x, function, slope):
         x = x.contiguous()  # the kernel walks over memory in its order
-        ctx.save_for_backward(x, bias)
+        ctx.save_for_backward(x)
         ctx.slope = slope
-        return faster(map_forward)(x, bias, function)
+        return launch_map(x, None, function)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return *faster(map_backward)(*ctx.saved_tensors, dy.contiguous(), ctx.slope), None, None
-
-
-def map_forward(x, bias, function):
-    return launch_map(x if bias is None else x + bias, None, function)
-
-
-def map_backward(x, bias, dy, slope):
-    """(dx, dbias)."""
-    dx = launch_map(x if bias is None else x + bias, dy, slope)
-    return dx, None if bias is None else bias_gradient(dx.reshape(-1, dx.shape[-1]))
+        return launch_map(*ctx.saved_tensors, dy.contiguous(), ctx.slope), None, None
 
 
 def launch_map(x, dy, function):
@@ -177,18 +166,14 @@ def launch_map(x, dy, function):
     return y
 
 
-def elu(x, bias=None):
-    """ELU with alpha 1 of x + bias; x (..., width), bias (width) or None. Clevert et al. (2015)."""
-    if on_triton(x):
-        return Map.apply(x, bias, _elu, _elu_slope)
-    return F.elu(x if bias is None else x + bias)
+def elu(x):
+    """ELU with alpha 1. Clevert et al. (2015)."""
+    return Map.apply(x, _elu, _elu_slope) if on_triton(x) else F.elu(x)
 
 
-def gelu(x, bias=None):
-    """GELU in its tanh form, GPT-2's, of x + bias; x (..., width), bias (width) or None. Hendrycks & Gimpel (2016)."""
-    if on_triton(x):
-        return Map.apply(x, bias, _gelu, _gelu_slope)
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+def gelu(x):
+    """GELU in its tanh form, GPT-2's. Hendrycks & Gimpel (2016)."""
+    return Map.apply(x, _gelu, _gelu_slope) if on_triton(x) else F.gelu(x, approximate="tanh")
 
 
 # ------------------------------------------------------------------------------------------------------------- linear
@@ -204,25 +189,16 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, take=None):
         ctx.take = take
-        return faster(linear_forward)(ctx, x, weight, bias)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return *faster(linear_backward)(ctx, dy), None
-
-
-def linear_forward(ctx, x, weight, bias):
-    ctx.save_for_backward(x, weight)
-    return F.linear(x, weight, bias)
-
-
-def linear_backward(ctx, dy):
-    """(dx, dW, db)."""
-    x, weight = ctx.saved_tensors
-    dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                            # (rows, out)
-    dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-    return dx, *weight_gradients(ctx, dy, x.reshape(-1, x.shape[-1]))
+        x, weight = ctx.saved_tensors
+        dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                        # (rows, out)
+        dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, *weight_gradients(ctx, dy, x.reshape(-1, x.shape[-1])), None
 
 
 def weight_gradients(ctx, dy, x):
@@ -230,21 +206,18 @@ def weight_gradients(ctx, dy, x):
     if ctx.take:
         ctx.take(dy, x)
         return None, None
-    return dy.T @ x if ctx.needs_input_grad[1] else None, bias_gradient(dy) if ctx.needs_input_grad[2] else None
+    _, needs_dw, needs_db, *_ = ctx.needs_input_grad
+    return dy.T @ x if needs_dw else None, faster(bias_gradient)(dy) if needs_db else None
 
 
 def bias_gradient(dy):
     """Sums over the rows of dy (rows, out): (out)."""
-    return faster(sum_columns)(dy)
-
-
-def sum_columns(dy):
     return dy.sum(0)
 
 
 def linear(x, weight, bias=None, take=None):
     """x W^T + b for x (..., in), weight W (out, in), bias (out). take: as for Linear."""
-    return Linear.apply(x, weight, bias, take) if take else faster(F.linear)(x, weight, bias)
+    return faster(Linear).apply(x, weight, bias, take) if take else faster(F.linear)(x, weight, bias)
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -258,41 +231,9 @@ def linear(x, weight, bias=None, take=None):
 # Below the bar one launch serves all groups.
 
 def grouped_reference(x, weight, bias, counts):
-    """A product for each group: y (R, out)."""
-    return torch.cat([F.linear(rows, weight[e], None if bias is None else bias[e])
-                      for e, rows in enumerate(x.split(counts.tolist()))])
-
-
-def grouped_backward_reference(dy, x, counts):
-    """(dW, db): zero for groups without rows."""
-    groups = list(zip(dy.split(counts.tolist()), x.split(counts.tolist())))
-    return torch.stack([d.T @ rows for d, rows in groups]), torch.stack([d.sum(0) for d, _ in groups])
-
-
-class GroupedLinear(torch.autograd.Function):
-    """x W_e^T + b_e, e the group of each row. Keeps x, W and counts."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, counts):
-        ctx.save_for_backward(x, weight, counts)
-        return faster(grouped_reference)(x, weight, bias, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, counts = ctx.saved_tensors
-        dx = faster(grouped_reference)(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
-        needs_dw, needs_db = ctx.needs_input_grad[1:3]
-        dw, db = None, None
-        if needs_dw or needs_db:
-            dw, db = faster(grouped_weight_gradients)(dy, x, counts, needs_db)
-        return dx, dw, db, None
-
-
-def grouped_weight_gradients(dy, x, counts, biased):
-    """(dW, db), db None where it is not wanted."""
-    dw, db = grouped_backward_reference(dy, x, counts)
-    return dw, db if biased else None
+    """A product for each group. Autograd gives groups without rows a gradient of zero."""
+    biases = [None] * len(weight) if bias is None else bias
+    return torch.cat([F.linear(rows, w, b) for rows, w, b in zip(x.split(counts.tolist()), weight, biases)])
 
 
 def grouped_linear(x, weight, bias, counts):
@@ -301,7 +242,7 @@ def grouped_linear(x, weight, bias, counts):
     counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
     one dtype. Deterministic.
     """
-    return GroupedLinear.apply(x, weight, bias, counts.contiguous())
+    return faster(grouped_reference)(x, weight, bias, counts)
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm
@@ -371,58 +312,34 @@ def _layer_norm_backward(x, dy, weight, mean, rstd, dx, partial, rows, width, BL
 
 
 class LayerNorm(torch.autograd.Function):
-    """(x + residual, its norm). Keeps the sum and two numbers a row."""
+    """Keeps x and two numbers a row."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps):
-        total, y, mean, rstd = faster(layer_norm_forward)(x, residual, weight, bias, eps)
-        ctx.save_for_backward(total, weight, mean, rstd)
-        ctx.add = residual is not None
-        ctx.set_materialize_grads(False)
-        return total if ctx.add else total.view_as(total), y
+    def forward(ctx, x, weight, bias, eps):
+        x, width = x.contiguous(), x.shape[-1]
+        y, (mean, rstd) = torch.empty_like(x), x.new_empty(2, x.numel() // width, dtype=torch.float32)
+        _layer_norm[(len(mean),)](x, weight.contiguous(), bias.contiguous(), y, mean, rstd, width, eps,
+                                  triton.next_power_of_2(width), num_warps=8)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dtotal, dy):
-        dx, dw, db = faster(layer_norm_backward)(*ctx.saved_tensors, dtotal, dy)
-        return dx, dx if ctx.add else None, dw, db, None
-
-
-def layer_norm_forward(x, residual, weight, bias, eps):
-    """(x + residual, its norm, m, k)."""
-    total = (x if residual is None else x + residual).contiguous()
-    width = total.shape[-1]
-    y, (mean, rstd) = torch.empty_like(total), total.new_empty(2, total.numel() // width, dtype=torch.float32)
-    _layer_norm[(len(mean),)](total, weight.contiguous(), bias.contiguous(), y, mean, rstd, width, eps,
-                              triton.next_power_of_2(width), num_warps=8)
-    return total, y, mean, rstd
-
-
-def layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
-    """(dx, dw, db). dtotal, from the residual stream, and dy, from the norm: gradients, or None where there is none."""
-    width, programs = x.shape[-1], min(len(mean), programs_at_once(x.device))
-    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-    dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
-    _layer_norm_backward[(programs,)](x, dy, weight.contiguous(), mean, rstd, dx, partial, len(mean), width,
-                                      triton.next_power_of_2(width), num_warps=8)
-    dw, db = partial.sum(1).to(weight.dtype)
-    return dx if dtotal is None else dx + dtotal, dw, db
-
-
-def add_layer_norm(x, residual, weight, bias, eps=1e-5):
-    """(x + residual, layer norm of it), x and residual (..., width) with width to 65,536. Ba et al. (2016).
-
-    The residual stream goes on as the first result. residual None: (x, norm of x), whose uses share one backward.
-    """
-    if on_triton(x):
-        return LayerNorm.apply(x, residual, weight, bias, eps)
-    x = x if residual is None else x + residual
-    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    def backward(ctx, dy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        width, programs = x.shape[-1], min(len(mean), programs_at_once(x.device))
+        dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
+        _layer_norm_backward[(programs,)](x, dy.contiguous(), weight.contiguous(), mean, rstd, dx, partial, len(mean),
+                                          width, triton.next_power_of_2(width), num_warps=8)
+        dw, db = partial.sum(1).to(weight.dtype)
+        return dx, dw, db, None
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
-    """Layer norm of x (..., width), weight and bias (width)."""
-    return add_layer_norm(x, None, weight, bias, eps)[1]
+    """Layer norm of x (..., width), width to 65,536; weight and bias (width). Ba et al. (2016)."""
+    if on_triton(x):
+        return faster(LayerNorm).apply(x, weight, bias, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -454,25 +371,36 @@ def layer_norm(x, weight, bias, eps=1e-5):
 # FlashAttention 1 and 2 (Dao 2022, 2023); Milakov and Gimelshein 2018 (online softmax); CS336 lecture 5, assignment 2.
 
 def attention_reference(q, k, v, is_causal):
-    """What the kernels compute, with S and P in memory: O like q, and L (B, H, Tq). Shapes as in FlashAttention."""
+    """What the kernels compute, with S and P in memory: O like q, but float32 at least, and L (B, H, Tq), -inf where a
+    row sees no key. Shapes as in FlashAttention. Keys may be a part of all; ring attention merges parts by their L."""
+    q, k, v = map(at_least_float32, (q, k, v))
     Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
     s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
     if is_causal:
         s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
-    lse = lse.masked_fill(lse == -math.inf, math.inf)      # a row that sees no key: P = 0, O = 0
-    return torch.exp(s - lse[..., None]) @ v, lse
+    return torch.exp(s - without_key(lse)) @ v, lse
 
 
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
-    """The five formulas above: dQ, dK, dV."""
+    """The five formulas above: dQ, dK, dV. For a part of the keys too, with O and L of all of them."""
+    q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
     Tq, Tk, scale = q.shape[2], k.shape[2], 1 / math.sqrt(q.shape[3])
-    p = torch.exp(q @ k.transpose(2, 3) * scale - lse[..., None])                     # (B, H, Tq, Tk)
+    p = torch.exp(q @ k.transpose(2, 3) * scale - without_key(lse))                   # (B, H, Tq, Tk)
     if is_causal:
         p = p.tril(Tk - Tq)
     delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
     ds = p * (do @ v.transpose(2, 3) - delta) * scale                                 # (B, H, Tq, Tk)
     return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
+
+
+def without_key(lse):
+    """L (B, H, Tq, 1), but +inf for a row that sees no key, so that P = exp(S - L) is 0 there."""
+    return lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(3)
+
+
+def at_least_float32(x):
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 # The kernels. Tensors arrive as descriptors for TMA, Hopper's copy engine: one thread asks for a (1, 1, rows, D) tile,
@@ -598,87 +526,43 @@ def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
     attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * H](q, k, v, do, lse, delta, dk, dv, *sizes, num_stages=1)
 
 
-def heads(tensors):
-    """[q, k, v], each (B, H, T, D): given as they are, or as one qkv (B, T, 3, H, D)."""
-    if len(tensors) == 1 and (tensors[0].dim() != 5 or tensors[0].shape[2] != 3):
-        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(tensors[0].shape)}")
-    return tensors if len(tensors) > 1 else tensors[0].permute(2, 0, 3, 1, 4)
-
-
 def tileable(x):
     """x, or a copy that a descriptor can address: rows at multiples of 16 bytes, the last dimension contiguous."""
     return x.contiguous()
 
 
 class FlashAttention(torch.autograd.Function):
-    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`, or of `(qkv, is_causal)`.
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256, or qkv
-    (B, T, 3, H, D), whose gradient then is one tensor, too. Returns (B, H, Tq, D), in memory (B, Tq, H, D), so that
-    heads are joined without a copy. Causal: row i sees keys j <= i + Tk - Tq; a row that sees none is zero.
-    Deterministic. Keeps q, k, v, O and one float32 a row. Raises ValueError for other shapes and dtypes.
-    FlashAttention-2, algorithms 1, 2.
+    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256. Returns
+    (B, H, Tq, D), in memory (B, Tq, H, D), so that heads are joined without a copy. Causal: row i sees keys
+    j <= i + Tk - Tq; a row that sees none is zero. Deterministic. Keeps q, k, v, O and one float32 a row. Raises
+    ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1, 2.
     """
 
     @staticmethod
-    def forward(ctx, *arguments):
-        *tensors, ctx.is_causal = arguments
-        tensors = [faster(tileable)(x) for x in tensors]
-        o, lse = faster(attention_forward)(*heads(tensors), ctx.is_causal)
-        ctx.save_for_backward(o, lse, *tensors)
+    def forward(ctx, q, k, v, is_causal):
+        q, k, v = map(faster(tileable), (q, k, v))
+        o, lse = faster(attention_forward)(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal = is_causal
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        o, lse, *tensors = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in tensors]
-        faster(attention_backward)(*heads(tensors), o, lse, do, ctx.is_causal, *heads(grads))
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        faster(attention_backward)(q, k, v, o, lse, do, ctx.is_causal, *grads)
         return *grads, None
-
-
-# Attention to a part of the keys, for a sequence that is cut over ranks. L (B, H, Tq) is the natural logarithm of each
-# query's sum of exp(S), -inf where a query sees none of the keys. The caller merges the parts' O by their L. Backward
-# of a part needs O and L of all keys, because P = exp(S - L) is then this part of the whole softmax. Where an L is
-# -inf, the functions that these two call keep +inf, so that P = exp(S - inf) is 0.
-
-def attention_block(q, k, v, is_causal):
-    """(O (B, H, Tq, D), L (B, H, Tq)) of queries q (B, H, Tq, D) and a part of keys and values (B, H, Tk, D)."""
-    if flash_takes(q):
-        o, lse = faster(attention_forward)(*map(faster(tileable), (q, k, v)), is_causal)
-        lse = faster(natural)(lse, q)
-    else:
-        o, lse = attention_reference(*map(at_least_float32, (q, k, v)), is_causal)
-    return o, lse.masked_fill(lse == math.inf, -math.inf)
-
-
-def attention_block_backward(q, k, v, o, lse, do, is_causal):
-    """(dq, dk, dv), what this part of the keys adds to each; o, lse and do belong to all keys."""
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    if not flash_takes(q):
-        return attention_backward_reference(*map(at_least_float32, (q, k, v, o, lse, do)), is_causal)
-    q, k, v, o, do = map(faster(tileable), (q, k, v, o, do))
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    faster(attention_backward)(q, k, v, o, faster(kept)(lse), do, is_causal, *grads)
-    return grads
 
 
 def flash_takes(x):
     return on_triton(x) and (_choice == "triton" or x.shape[-1] in HEAD_DIMS)
 
 
-def at_least_float32(x):
-    return x.float() if x.dtype.itemsize == 2 else x
-
-
-def natural(lse, q):
-    """The kernel's LSE (B*H, Tq) as (B, H, Tq). (The kernel below the bar has it in base 2.)"""
-    return lse.view(q.shape[:3])
-
-
-def kept(lse):
-    """The way back: L (B, H, Tq) as the kernel's LSE (B*H, Tq)."""
-    return lse.flatten(0, 1).float().contiguous()
+def flash_attention(qkv, is_causal):
+    return FlashAttention.apply(*qkv.permute(2, 0, 3, 1, 4), is_causal)
 
 
 def attention(qkv, is_causal=True):
@@ -687,7 +571,7 @@ def attention(qkv, is_causal=True):
     "auto" leaves head dims that the kernels do not know to PyTorch; "triton" raises.
     """
     if flash_takes(qkv):
-        return FlashAttention.apply(qkv, is_causal).transpose(1, 2)                          # (B, T, H, D)
+        return faster(flash_attention)(qkv, is_causal).transpose(1, 2)                       # (B, T, H, D)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
@@ -705,14 +589,6 @@ def attention(qkv, is_causal=True):
 # dz goes where z was. That is safe because nothing but this backward wants z: a product's backward needs its inputs,
 # not its result. If something else saved z, or backward runs twice, autograd sees the raised version number and says
 # so.
-
-def cross_entropy_reference(z, targets):
-    return (z.logsumexp(-1) - z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).mean()
-
-
-def cross_entropy_backward_reference(z, targets, dloss):
-    return (z.softmax(-1) - F.one_hot(targets, z.shape[-1])) * (dloss / len(z))
-
 
 @triton.jit
 def _softmax_sums(z, targets, tops, totals, picked, vocab, stride, BLOCK: tl.constexpr):
@@ -744,24 +620,14 @@ def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK:
         tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target, factor, 0.0), at < vocab)
 
 
-def softmax_sums_reference(z, targets):
-    z = z if z.dtype == torch.float64 else z.float()
-    top, here = z.amax(-1), (0 <= targets) & (targets < z.shape[1])
-    return top, (z - top.unsqueeze(-1)).exp().sum(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
-
-
-def softmax_minus_onehot_reference(z, targets, top, total, scale):
-    p, here = (z.to(top.dtype) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), (0 <= targets) & (targets < z.shape[1])
-    p.scatter_add_(1, (targets * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
-    return (p * scale).to(z.dtype)
-
-
 def softmax_sums(z, targets):
     """(top, total, z_t) of each row of z (rows, V), float32, of float64 float64; rows may lie apart, targets may not.
 
     A target outside of 0 .. V-1 is on another rank's slice of the vocabulary: its z_t is 0."""
     if not on_triton(z):
-        return softmax_sums_reference(z, targets)
+        z, here = at_least_float32(z), (0 <= targets) & (targets < z.shape[1])
+        top, picked = z.amax(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
+        return top, (z - top.unsqueeze(-1)).exp().sum(-1), picked
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
     return top, total, picked
@@ -770,7 +636,9 @@ def softmax_sums(z, targets):
 def softmax_minus_onehot(z, targets, top, total, scale):
     """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number. Our kernel writes it over z."""
     if not on_triton(z):
-        return softmax_minus_onehot_reference(z, targets, top, total, scale)
+        p, here = (z - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), (0 <= targets) & (targets < z.shape[1])
+        p.scatter_add_(1, (targets * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
+        return (p * scale).to(z.dtype)
     _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), z.shape[1], z.stride(0), 4096, num_warps=4)
     torch.autograd.graph.increment_version(z)
     return z
@@ -798,7 +666,7 @@ def cross_entropy(logits, targets):
 
     The kernel does not check that targets lie in 0 .. V-1, and leaves none out."""
     if not on_triton(logits):
-        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+        return F.cross_entropy(at_least_float32(logits), targets)
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: "
                          f"needs (rows, V) and (rows)")
@@ -846,19 +714,14 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
     tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], tile if FUNCTION is None else FUNCTION(tile), inside)
 
 
-def product_tiles(a):
-    """(BM, BN, BK, GROUP) for a product with A: 64 x 64 of C in float32 are 16 KiB of registers."""
-    return 64, 64, 32, 8
-
-
-def matmul(a, b, function=None, tiles=None):
+def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
     """a @ b, or function(a @ b), (M, N), for a (M, K), b (K, N) of any strides, in one of DTYPES. Else ValueError.
 
-    function: _gelu, _elu. tiles: (BM, BN, BK, GROUP)."""
+    function: _gelu, _elu. tiles: (BM, BN, BK, GROUP); 64 x 64 of C in float32 are 16 KiB of registers."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and "
                          f"(K, N) of one dtype, bfloat16, float16 or float32")
-    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles or faster(product_tiles)(a)
+    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles
     c = a.new_empty(M, N)
     _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](
         a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP, num_warps=8, num_stages=3)
@@ -958,24 +821,38 @@ def sum_parts(partial, dtype):
     return out
 
 
-def fused_map_forward(x, bias, function):
-    if bias is None:
-        return map_forward(x, None, function)
-    if bias.shape != x.shape[-1:]:
-        raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of "
-                         f"{tuple(x.shape[-1:])}")
-    y, width = torch.empty_like(x), x.shape[-1]
-    rows = x.numel() // width
-    _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias.contiguous(), y, rows, width, function, 8, 256,
-                                                                 num_warps=4)
-    return y
+class BiasMap(torch.autograd.Function):
+    """function(x + bias); bias (width), along the last dimension. Keeps x and bias, not their sum."""
+
+    @staticmethod
+    def forward(ctx, x, bias, function, slope):
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of "
+                             f"{tuple(x.shape[-1:])}")
+        x, bias, ctx.slope = x.contiguous(), bias.contiguous(), slope
+        ctx.save_for_backward(x, bias)
+        y, width = torch.empty_like(x), x.shape[-1]
+        rows = x.numel() // width
+        _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias, y, rows, width, function, 8, 256,
+                                                                     num_warps=4)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, bias = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        return dx, column_sums(dy.contiguous(), x, bias, dx, ctx.slope), None, None
 
 
-def fused_map_backward(x, bias, dy, slope):
-    if bias is None:
-        return map_backward(x, None, dy, slope)
-    dx = torch.empty_like(x)
-    return dx, column_sums(dy, x, bias.contiguous(), dx, slope)
+WITH_BIAS = {elu: (_elu, _elu_slope), gelu: (_gelu, _gelu_slope)}  # activation: what `BiasMap` takes for it
+
+
+def add_bias(activation, x, bias):
+    """activation(x + bias), in one pass over x for those of WITH_BIAS."""
+    if activation in WITH_BIAS and on_triton(x):
+        return BiasMap.apply(x, bias, *WITH_BIAS[activation])
+    return activation(x + bias)
 
 
 def column_sums(dy, x=None, bias=None, dx=None, slope=None):
@@ -992,31 +869,35 @@ def column_sums(dy, x=None, bias=None, dx=None, slope=None):
     return sum_parts(partial, dy.dtype)[0]
 
 
-def padded_forward(ctx, x, weight, bias):
-    """As linear_forward. Without a bias, `pad_outputs` pads the outputs if 8 does not divide their number."""
-    padded = pad_outputs(x, weight) if bias is None else weight
-    ctx.padded = padded is not weight
-    if not ctx.padded:
-        return linear_forward(ctx, x, weight, bias)
-    y = F.linear(x, padded)                                                                   # (..., padded)
-    # Backward needs y, because cross-entropy writes its gradient over the logits in y. Saved as y.data, because
-    # autograd raises an error if a saved tensor is overwritten, but does not check .data.
-    ctx.save_for_backward(x, padded, y.data)
-    return y[..., :len(weight)]
+class PaddedLinear(Linear):
+    """Without a bias, `pad_outputs` pads the outputs if 8 does not divide their number."""
 
+    @staticmethod
+    def forward(ctx, x, weight, bias, take=None):
+        padded = pad_outputs(x, weight) if bias is None else weight
+        ctx.padded, ctx.take = padded is not weight, take
+        if not ctx.padded:
+            return Linear.forward(ctx, x, weight, bias, take)
+        y = F.linear(x, padded)                                                               # (..., padded)
+        # Backward needs y, because cross-entropy writes its gradient over the logits in y. Saved as y.data, because
+        # autograd raises an error if a saved tensor is overwritten, but does not check .data.
+        ctx.save_for_backward(x, padded, y.data)
+        return y[..., :len(weight)]
 
-def padded_backward(ctx, dy):
-    if not ctx.padded:
-        return linear_backward(ctx, dy)
-    x, padded, y = ctx.saved_tensors
-    rows = pad_columns(dy, y)
-    dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-    return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1]))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if not ctx.padded:
+            return Linear.backward(ctx, dy)
+        x, padded, y = ctx.saved_tensors
+        rows = pad_columns(dy, y)
+        dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
 
 
 def fast_linear(x, weight, bias):
     ours = on_triton(x) and (bias is not None or len(weight) % 8)  # else F.linear is as fast
-    return Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
+    return PaddedLinear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
 
 
 def pad_outputs(x, weight):
@@ -1042,12 +923,11 @@ def pad_columns(dy, y):
     return F.pad(rows, (0, width - rows.shape[1]))
 
 
-def fast_sum_columns(dy):
-    return column_sums(dy) if on_triton(dy) else sum_columns(dy)
+def fast_bias_gradient(dy):
+    return column_sums(dy) if on_triton(dy) else bias_gradient(dy)
 
 
-FASTER.update({map_forward: fused_map_forward, map_backward: fused_map_backward, sum_columns: fast_sum_columns,
-               F.linear: fast_linear, linear_forward: padded_forward, linear_backward: padded_backward})
+FASTER.update({bias_gradient: fast_bias_gradient, F.linear: fast_linear, Linear: PaddedLinear})
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -1313,15 +1193,31 @@ def check_grouped(x, weight, bias, counts):
 GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 3)}
 
 
+class GroupedLinear(torch.autograd.Function):
+    """Keeps x, W and counts."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, counts):
+        ctx.save_for_backward(x, weight, counts)
+        return tuned_grouped(x, weight, bias, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, counts = ctx.saved_tensors
+        dx = tuned_grouped(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
+        _, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
+        return dx, dw, db, None
+
+
 def fast_grouped(x, weight, bias, counts):
-    return (tuned_grouped if on_triton(x) else grouped_reference)(x, weight, bias, counts)
+    if not on_triton(x):
+        return grouped_reference(x, weight, bias, counts)
+    return GroupedLinear.apply(x, weight, bias, counts.contiguous())
 
 
-def fast_grouped_gradients(dy, x, counts, biased):
-    return (tuned_grouped_gradients if on_triton(x) else grouped_weight_gradients)(dy, x, counts, biased)
-
-
-FASTER.update({grouped_reference: fast_grouped, grouped_weight_gradients: fast_grouped_gradients})
+FASTER[grouped_reference] = fast_grouped
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
@@ -1639,7 +1535,52 @@ def add_layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
     return dx, dw, db
 
 
-FASTER.update({layer_norm_forward: add_layer_norm_forward, layer_norm_backward: add_layer_norm_backward})
+class AddLayerNorm(torch.autograd.Function):
+    """(x + residual, its norm). Keeps the sum and two numbers a row."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps):
+        total, y, mean, rstd = add_layer_norm_forward(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.add = residual is not None
+        ctx.set_materialize_grads(False)
+        return total if ctx.add else total.view_as(total), y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal, dy):
+        """Gradients from the residual stream and from the norm, or None where there is none."""
+        dx, dw, db = add_layer_norm_backward(*ctx.saved_tensors, dtotal, dy)
+        return dx, dx if ctx.add else None, dw, db, None
+
+
+class TunedLayerNorm(LayerNorm):
+    """The norm alone, by the same kernels."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        x, y, mean, rstd = add_layer_norm_forward(x, None, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *add_layer_norm_backward(*ctx.saved_tensors, None, dy), None
+
+
+def add_layer_norm(x, residual, weight, bias, eps=1e-5):
+    """(x + residual, layer norm of it), x and residual (..., width) with width to 65,536.
+
+    The residual stream goes on as the first result. residual None: (x, norm of x), whose uses share one backward.
+    """
+    if on_triton(x):
+        return AddLayerNorm.apply(x, residual, weight, bias, eps)
+    x = x if residual is None else x + residual
+    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+FASTER[LayerNorm] = TunedLayerNorm
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -2122,18 +2063,56 @@ def check_attention(q, k, v):
                          f"all three must be bfloat16, float16 or float32, on one device")
 
 
-# The LSE of the tuned kernels is in base 2 and padded to a multiple of 128 rows. These two convert it from and to L.
+def heads(qkv):
+    """q, k, v (B, H, T, D) of qkv (B, T, 3, H, D)."""
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
+    return qkv.permute(2, 0, 3, 1, 4)
 
-def natural_of_padded(lse, q):
-    return lse[:, :q.shape[2]].reshape(q.shape[:3]) * math.log(2)
+
+class PackedAttention(torch.autograd.Function):
+    """FlashAttention of qkv (B, T, 3, H, D). The kernels write its gradient as one tensor, too."""
+
+    @staticmethod
+    def forward(ctx, qkv, is_causal):
+        qkv, ctx.is_causal = aligned(qkv), is_causal
+        o, lse = tuned_attention_forward(*heads(qkv), is_causal)
+        ctx.save_for_backward(qkv, o, lse)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        qkv, o, lse = ctx.saved_tensors
+        grad = torch.empty_like(qkv)
+        tuned_attention_backward(*heads(qkv), o, lse, do, ctx.is_causal, *heads(grad))
+        return grad, None
 
 
-def padded(lse):
-    return F.pad(lse.flatten(0, 1).float() / math.log(2), (0, -lse.shape[2] % 128), value=math.inf)
+# Parts of the keys, as in the references. The LSE of the tuned kernels is in base 2, +inf where a row sees no key, and
+# padded to a multiple of 128 rows.
+
+def attention_block(q, k, v, is_causal):
+    if not flash_takes(q):
+        return attention_reference(q, k, v, is_causal)
+    o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal)
+    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * math.log(2)
+    return o, lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def attention_block_backward(q, k, v, o, lse, do, is_causal):
+    if not flash_takes(q):
+        return attention_backward_reference(q, k, v, o, lse, do, is_causal)
+    q, k, v, o, do = map(aligned, (q, k, v, o, do))
+    lse = without_key(lse).flatten(0, 1).squeeze(2).float() / math.log(2)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    tuned_attention_backward(q, k, v, o, F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf), do, is_causal, *grads)
+    return grads
 
 
 FASTER.update({tileable: aligned, attention_forward: tuned_attention_forward,
-               attention_backward: tuned_attention_backward, natural: natural_of_padded, kept: padded})
+               attention_backward: tuned_attention_backward, flash_attention: PackedAttention.apply,
+               attention_reference: attention_block, attention_backward_reference: attention_block_backward})
 
 
 # ----------------------------------------------------------------------------------------------------- matrix product
@@ -2141,12 +2120,9 @@ FASTER.update({tileable: aligned, attention_forward: tuned_attention_forward,
 TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 
 
-def measured_tiles(a):
-    # in float32 a tile has twice the bytes, and a product takes three of TF32
-    return (64, 64, 32, 8) if a.dtype == torch.float32 else TILES
-
-
-FASTER[product_tiles] = measured_tiles
+def tuned_matmul(a, b, function=None):
+    """matmul in the fastest tiles. In float32 a tile has twice the bytes, and a product takes three of TF32."""
+    return matmul(a, b, function, (64, 64, 32, 8) if a.dtype == torch.float32 else TILES)
 
 
 # -------------------------------------------------------------------------------------------------------------- AdamW
@@ -2578,7 +2554,8 @@ def operations(dtype, device):
         return torch.randn(*shape, device=device).to(dtype)
 
     yield "ELU", elu, F.elu, [random(3000)]
-    yield "bias + GELU", gelu, lambda x, b: F.gelu(x + b, approximate="tanh"), [random(90, 33), random(33)]
+    yield ("bias + GELU", functools.partial(add_bias, gelu), lambda x, b: F.gelu(x + b, approximate="tanh"),
+           [random(90, 33), random(33)])
     for width in (24, 1600, 5000):
         x, r, w, b = random(3, width), random(3, width), 1 + random(width), random(width)
         yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
@@ -2595,7 +2572,7 @@ def operations(dtype, device):
            [random(90, 40), random(4, 72, 40), random(4, 72)])
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
-    yield ("product + GELU", lambda a, b: matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
+    yield ("product + GELU", lambda a, b: tuned_matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
            [random(300, 200), random(200, 130)])
 
 

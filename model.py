@@ -457,7 +457,7 @@ class FusedMLP(MLP):
     def forward(self, x):
         if not hasattr(self.c_fc, "product"):  # a tensor-parallel layer that always adds its bias
             return super().forward(x)
-        return self.c_proj(self.activation(self.c_fc.product(x), self.c_fc.bias))
+        return self.c_proj(kernels.add_bias(self.activation, self.c_fc.product(x), self.c_fc.bias))
 
 
 class FusedBlock(Block):

@@ -50,6 +50,7 @@ import kernels
 from model import GPT, Experts, Linear, buffers, initial_weight, materialize, materialize_buffers, routers, shapes
 
 FASTER = {}  # class or function -> what gives the same numbers sooner, below the bar; `train.py --plain` empties it
+BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own choice) is not best
 
 
 def faster(what):
@@ -82,23 +83,6 @@ def ranks_of_replicas(mesh):
     return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
 
 
-def replicas_of(mesh):
-    """This rank's group of replicas, which averages gradients. It sends most, so it crosses nodes in two levels."""
-    ranks, group = ranks_of_replicas(mesh).tolist(), mesh["dp"].get_group()
-    if mesh["cp"].size() > 1:
-        groups = [dist.new_group(some) for some in ranks]
-        group = next(group for group, some in zip(groups, ranks) if dist.get_rank() in some)
-    dist.two_levels(group, ranks)
-    return group
-
-
-def split_replicas(mesh, replicas, n):
-    """[this rank's group of n neighbours among the replicas, its group across those]; without n, [replicas, None]."""
-    if n in (None, dist.get_world_size(replicas)):
-        return [replicas, None]
-    return groups_of(ranks_of_replicas(mesh).unflatten(1, (-1, n)))
-
-
 def split_experts(mesh, n):
     """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
     as this one]; where n is 1, [None, None]. n must divide dp."""
@@ -111,6 +95,24 @@ def split_experts(mesh, n):
 def groups_of(grids):
     """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
     return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
+
+
+def make_groups(mesh, zero_within, ep, tied):
+    """This rank's groups, by name: its lines along the axes; `replicas` average gradients; ZeRO shards `within` n of
+    them, `between` keep the same shard, `ep` share out the experts, `ends` of a pipeline keep a `tied` embedding."""
+    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
+    groups.replicas, groups.between, groups.ends = groups.dp, None, None
+    ranks, make = ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
+    if mesh["cp"].size() > 1:
+        groups.replicas, _ = make(ranks.tolist())
+    dist.two_levels(groups.replicas, ranks.tolist())  # they send most, so they cross nodes in two levels
+    groups.within = groups.replicas
+    if zero_within not in (None, ranks.shape[1]):
+        groups.within, groups.between = groups_of(ranks.unflatten(1, (-1, zero_within)))
+    groups.ep, groups.same_experts = split_experts(mesh, ep)
+    if tied and mesh.shape[0] > 1:
+        groups.ends, _ = make(mesh.mesh[[0, -1]].flatten(1).T.tolist())  # the first and the last rank of each pipeline
+    return groups
 
 
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
@@ -175,17 +177,13 @@ def group_or_world(group):
     return group or torch.distributed.group.WORLD
 
 
-BUCKET_MB = {}  # device type -> megabytes a bucket, where 25 (PyTorch's own choice) is not best
-
-
 def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
     """Parameters in buckets of about `megabytes`, last layers first, because backward computes their gradients first.
 
-    All parameters of a bucket have the same dtype, device, kind(param), and groups to be cut, summed, averaged over.
+    All parameters of a bucket have the same dtype and device. The sections below need more: ZeRO the same kind(param),
+    expert and tensor parallelism the same groups to be averaged, cut and summed over.
     """
     filling, full = {}, []  # filling: {what parameters have in common: those of the bucket that is not yet full}
-    # In plain data parallelism only dtype and device differ. Sections below need the rest: experts and tensor
-    # parallelism `over`, split_over and sums, ZeRO `kind`.
     for param in reversed(params):
         limit = (megabytes or BUCKET_MB.get(param.device.type, 25)) * 2**20
         over = (param.replicas, None) if hasattr(param, "replicas") else (group, between)
@@ -208,8 +206,7 @@ class Reducer(Replaceable):
     """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
 
     Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
-    `bucket.total`, and averages that. Each .grad is then a view of the average. (Below the bar `EarlyReducer` sends a
-    bucket while backward goes on.) reduce_dtype: of what is sent.
+    `bucket.total`, and averages that. Each .grad is then a view of the average. reduce_dtype: of what is sent.
     """
     no_sync = nullcontext  # goes around every backward but the step's last one; here it changes nothing
 
@@ -227,14 +224,11 @@ class Reducer(Replaceable):
     def collect(self, bucket):
         """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one is zero."""
         if bucket.total is None:
-            bucket.total = bucket.new(self.total_dtype(bucket))
+            bucket.total = bucket.new(bucket.dtype if bucket.shard is None else bucket.shard.dtype)
         for view, param in zip(bucket.views(bucket.total), bucket.params):
             if param.grad is not None:
                 view += param.grad
                 param.grad = None
-
-    def total_dtype(self, bucket):
-        return bucket.dtype if bucket.shard is None else bucket.shard.dtype
 
     def send(self, bucket):
         handle, _, average = self.start(bucket)
@@ -302,13 +296,10 @@ class DDP(Replaceable, nn.Module):
 class ShardReducer(Reducer):
     """The reducer of parameters whose optimizer steps `bucket.shard`: averages end up in the shard's .grad.
 
-    stage 0: all-reduce, in `finish`; the shard is all of the bucket                     2(N-1)/N x K sent a step
-    stage 1: reduce-scatter, in `finish`                                                  (N-1)/N x K
-    stage 2: reduce-scatter, when a backward has computed a bucket's last gradient      m (N-1)/N x K
-
     A gradient moves into `bucket.total` as soon as a backward has computed it. The total has the shard's dtype, float32
-    for 16-bit weights, so micro-batches do not add up in 16 bits. At stage 2 no rank keeps a full gradient: when a
-    bucket's last one is there, on_complete(bucket) is called, and the bucket is sent.
+    for 16-bit weights, so micro-batches do not add up in 16 bits. `finish` all-reduces totals at stage 0, where a shard
+    is all of its bucket, and reduce-scatters them at stage 1. At stage 2 no rank keeps a full gradient: when a backward
+    has computed a bucket's last one, on_complete(bucket) is called, and the bucket is reduce-scattered.
     """
 
     def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
@@ -585,14 +576,13 @@ class FSDP(Replaceable, nn.Module):
             flat.uses_left -= 1
             if not (flat.stays_whole or flat.uses_left > 0 or flat in self.last and torch.is_grad_enabled()):
                 flat.free()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
+        for tensor in tree_leaves(output):  # of tuples, lists and dicts of tensors
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda grad: self.before_backward(unit))  # called first in the unit's backward
 
     def before_backward(self, unit):
         self.in_backward = True
-        for flat in self.units[unit]:
-            flat.gather()
+        self.before_forward(unit, ())
 
     def finish_grad_sync(self):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
@@ -634,11 +624,6 @@ def fsdp_units(module):
 
     add_units(module, None)
     return units
-
-
-def tensors_in(value):
-    """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -718,7 +703,7 @@ class ColumnParallelLinear(Replaceable, nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
     linear = staticmethod(kernels.linear)
 
-    def __init__(self, layer, group, parts=1, f=CopyToGroup.apply):
+    def __init__(self, layer, group, f, parts=1):
         super().__init__()
         self.group, self.f, cut = group, f, Cut(group, 0, parts)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(layer.weight, cut), local_parameter(layer.bias, cut)
@@ -731,7 +716,7 @@ class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(kernels.linear)
 
-    def __init__(self, layer, group, g=ReduceFromGroup.apply):
+    def __init__(self, layer, group, g):
         super().__init__()
         self.group, self.g = group, g
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 1)), layer.bias
@@ -770,7 +755,7 @@ def between_f_and_g(experts, group, f, g):
 class VocabParallelEmbedding(nn.Module):
     """Token ids (...) -> embeddings (..., C). Each rank looks up the V/N rows of the table that it holds."""
 
-    def __init__(self, embedding, group, g=ReduceFromGroup.apply):
+    def __init__(self, embedding, group, g):
         super().__init__()
         self.group, self.g, cut = group, g, Cut(group, 0)
         self.weight = local_parameter(embedding.weight, cut)
@@ -837,17 +822,23 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size))
 
 
-GPT2_PLAN = {  # how each layer of a GPT-2 is cut; what is not named (layer norms, positions) stays whole
-    "wte": VocabParallelEmbedding,
-    "attn.c_attn": partial(ColumnParallelLinear, parts=3),
-    "attn.c_proj": RowParallelLinear,
-    "mlp.c_fc": ColumnParallelLinear,
-    "mlp.c_proj": RowParallelLinear,
-    "lm_head": ColumnParallelLinear,
-    "mlp.experts": partial(between_f_and_g, f=CopyToGroup.apply, g=ReduceFromGroup.apply),
-    "experts.c_fc": lambda layer, group: cut_in_place(layer, Cut(group, 1)),  # weight (E, out/N, in), bias (E, out/N)
-    "experts.c_proj": RowParallelExperts,
-}
+def gpt2_plan(f, g):
+    """How each layer of a GPT-2 is cut, with this f and g. What is not named (layer norms, positions) stays whole."""
+    column, row = partial(ColumnParallelLinear, f=f), partial(RowParallelLinear, g=g)
+    return {
+        "wte": partial(VocabParallelEmbedding, g=g),
+        "attn.c_attn": partial(column, parts=3),
+        "attn.c_proj": row,
+        "mlp.c_fc": column,
+        "mlp.c_proj": row,
+        "lm_head": column,
+        "mlp.experts": partial(between_f_and_g, f=f, g=g),
+        "experts.c_fc": lambda layer, group: cut_in_place(layer, Cut(group, 1)),  # (E, out/N, in) and bias (E, out/N)
+        "experts.c_proj": RowParallelExperts,
+    }
+
+
+GPT2_PLAN = gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
 
 
 def planned(name, plan):
@@ -877,10 +868,8 @@ def tensor_parallel(module, group, plan=GPT2_PLAN):
 #      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
 #
 # That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
-# the T tokens that f has gathered, because dA = X^T dY needs them. (Below the bar it keeps its own T/N, and gathers in
-# backward, too, so a sublayer takes 5 halves of an all-reduce in place of 4.) A parameter that sees T/N tokens alone
-# (of a norm, a bias added after g, positions) has a part of its gradient: the group must add the parts up, which its
-# `param.sums` says.
+# the T tokens that f has gathered, because dA = X^T dY needs them. A parameter that sees T/N tokens alone (of a norm, a
+# bias added after g, positions) has a part of its gradient: the group must add the parts up, which `param.sums` says.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
@@ -921,27 +910,9 @@ def scattered(x, group):
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
-class GatheringLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear behind this f: X (B, T/N, in) -> (B, T, out/N)."""
-
-    def __init__(self, linear, group, parts=1):
-        super().__init__(linear, group, parts, f=gathered)
-
-
-GPT2_SEQUENCE_PLAN = GPT2_PLAN | {  # f and g cut tokens; each expert's layers stay as they were
-    "wte": partial(VocabParallelEmbedding, g=scattered),
-    "attn.c_attn": partial(GatheringLinear, parts=3),
-    "attn.c_proj": partial(RowParallelLinear, g=scattered),
-    "mlp.c_fc": GatheringLinear,
-    "mlp.c_proj": partial(RowParallelLinear, g=scattered),
-    "lm_head": partial(ColumnParallelLinear, f=gathered),  # it keeps all of X below the bar, too
-    "mlp.experts": partial(between_f_and_g, f=gathered, g=scattered),
-}
-
-
 def sequence_parallel(module, group):
     """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
-    tensor_parallel(module, group, GPT2_SEQUENCE_PLAN)
+    tensor_parallel(module, group, gpt2_plan(gathered, scattered))
     for param in module.parameters():
         if all(cut.group != group for cut in cuts(param)):
             param.sums = sums(param) + (group,)
@@ -1016,9 +987,10 @@ class RingAttention(torch.autograd.Function):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
         ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
         o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
+        attend = kernels.faster(kernels.attention_reference)
         for other, (k, v) in faster(going_round)(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
-            o_s, lse_s = kernels.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            o_s, lse_s = attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
             old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
             o[:, :, rows] = o[:, :, rows] * old + o_s * new
@@ -1035,7 +1007,7 @@ class RingAttention(torch.autograd.Function):
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), 0  # dkv: as received, the sum of other ranks' parts
         for other, (k, v) in faster(going_round)(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
-            dq_part, *part = kernels.attention_block_backward(
+            dq_part, *part = kernels.faster(kernels.attention_backward_reference)(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
             dq[:, :, rows] += dq_part
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
@@ -1067,16 +1039,10 @@ def ulysses_attention(qkv, group):
     return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 
-def ring_attention(qkv, group):
-    return faster(RingAttention).apply(qkv, group)
-
-
-ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
-
-
 def context_parallel(module, group, kind):
-    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: of ATTENTION."""
-    rank, n, attention = dist.get_rank(group), dist.get_world_size(group), ATTENTION[kind]
+    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: "ring", "ulysses"."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    attention = {"ring": faster(RingAttention).apply, "ulysses": ulysses_attention}[kind]
     if n == 1:
         return
     module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
@@ -1333,7 +1299,7 @@ class WeightGradients:
             if weight.requires_grad:
                 self.add(weight, dy.T, x)
             if bias is not None and bias.requires_grad:
-                self.add(bias, kernels.bias_gradient(dy))
+                self.add(bias, kernels.faster(kernels.bias_gradient)(dy))
         gradients() if self.put_off is None else self.put_off.append(gradients)
 
     def add(self, param, a, b=None):
@@ -1367,24 +1333,6 @@ def even_pieces(config, stages):
     """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
     starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
-
-
-def pipeline_groups(mesh, around, tied):
-    """({(from, to): group of two neighbours}, group of the first and the last rank) of this rank's pipeline.
-
-    from, to: places in the pipeline. Each direction has its own group, so that activations and gradients do not wait
-    for each other. around: the last rank sends to the first one, too. tied: these two keep the same embedding; else
-    they have no group.
-    """
-    p, channels, ends = mesh.shape[0], {}, None
-    neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
-    pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
-    for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
-        made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
-        both = dist.new_group([ranks[0], ranks[-1]]) if tied and p > 1 else None
-        if dist.get_rank() in ranks:
-            channels, ends = made, both
-    return channels, ends
 
 
 class Passage:
@@ -1424,14 +1372,13 @@ class Pipeline(Replaceable):
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
     stages: {stage: module}, of `count` on all ranks. loss(output, target): the last stage's. dtype, width: of what is
-    sent between stages, activations and their gradients (B, T / cut, width). channels: of `pipeline_groups`.
+    sent between stages, activations and their gradients (B, T / cut, width).
     """
 
-    def __init__(self, stages, count, mesh, loss, dtype, width, device, channels, cut=1):
+    def __init__(self, stages, count, mesh, loss, dtype, width, device, cut=1):
         self.stages, self.count, self.loss = stages, count, loss
         self.dtype, self.width, self.device, self.cut = dtype, width, device, cut
-        self.p, (self.rank, *place) = mesh.shape[0], mesh.get_coordinate()
-        self.ranks, self.channels, self.split = mesh.mesh[:, *place].tolist(), channels, False
+        self.p, self.group, self.split = mesh.shape[0], mesh["pp"].get_group(), False
         self.weight_gradients = dict.fromkeys(stages, WeightGradients())  # unused until a schedule splits a backward
 
     def run(self, actions, x, y, scale=1.0, syncs=None):
@@ -1448,14 +1395,8 @@ class Pipeline(Replaceable):
         return self.losses
 
     def do(self, action):
-        if action.kind == "F":
-            self.forward(action)
-        elif action.kind in "BIW":
-            self.backward(action)
-        elif action.kind in ("SF", "SB"):
-            self.send(action)
-        else:
-            self.expect(action)
+        methods = {"F": self.forward, "SF": self.send, "SB": self.send, "RF": self.expect, "RB": self.expect}
+        methods.get(action.kind, self.backward)(action)  # B, I and W are all parts of backward
 
     def begin(self, actions, x, y, scale, syncs):
         self.x, self.y, self.scale = x, y, scale / len(x)
@@ -1473,9 +1414,9 @@ class Pipeline(Replaceable):
 
     def expect(self, receive):
         """Post a receive into a new buffer, which `take` hands out. The other end sends in the same order."""
-        source = other_end(receive).stage % self.p
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.values[receive] = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank]), buffer
+        handle = dist.irecv(buffer, group=self.group, group_src=other_end(receive).stage % self.p)
+        self.values[receive] = handle, buffer
 
     def take(self, receive):
         """What a stage computes with, received or made by another stage of this rank."""
@@ -1485,8 +1426,9 @@ class Pipeline(Replaceable):
 
     def send(self, action):
         receive = other_end(action)
-        to, (_, tensor) = receive.stage % self.p, self.values.pop(receive)
-        self.sending.append((dist.isend(tensor, self.ranks[to], self.channels[self.rank, to]), tensor))
+        _, tensor = self.values.pop(receive)
+        handle = dist.isend(tensor, group=self.group, group_dst=receive.stage % self.p)
+        self.sending.append((handle, tensor))
 
     def forward(self, action):
         _, s, i = action
@@ -1586,7 +1528,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     """
     if virtual_stages > 1 and mesh.shape[0] == 1:
         raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
-    groups = make_groups(mesh, zero_within, ep, virtual_stages > 1, config.tied)
+    groups = make_groups(mesh, zero_within, ep, config.tied)
     p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, pieces_of = {}, faster(even_pieces)(config, p * virtual_stages)
@@ -1612,16 +1554,6 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
             model = DDP(model, groups.replicas)
         stages[stage] = model
     return ParallelGPT(config, mesh, groups, device, dtype, stages, pieces_of, zero, reduce_dtype, sequence, context)
-
-
-def make_groups(mesh, zero_within, ep, around, tied):
-    """This rank's groups, by name. around, tied: as for `pipeline_groups`."""
-    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
-    groups.replicas = replicas_of(mesh)
-    groups.within, groups.between = split_replicas(mesh, groups.replicas, zero_within)
-    groups.ep, groups.same_experts = split_experts(mesh, ep)
-    groups.channels, groups.ends = pipeline_groups(mesh, around, tied)
-    return groups
 
 
 def cut_layers(model, groups, sequence, context):
@@ -1670,7 +1602,7 @@ class ParallelGPT(Replaceable):
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.stages, self.count, self.zero, self.reduce_dtype = stages, len(pieces_of), zero, reduce_dtype
         vars(self).update(vars(groups))  # self.pp, self.dp, self.replicas, ...
-        self.groups = [*dict.fromkeys(v for v in vars(groups).values() if not isinstance(v, dict)), None]  # None: all
+        self.groups = [*dict.fromkeys(vars(groups).values()), None]  # None: all ranks
         self.counted = [self.replicas, self.pp] + [self.tp] * sequence  # whose ranks have routed different tokens
         self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
         self.p, self.context = mesh.shape[0], context
@@ -1680,7 +1612,7 @@ class ParallelGPT(Replaceable):
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline = Pipeline(stages, len(pieces_of), mesh, self.loss, dtype, config.n_embd, torch.device(device),
-                                 groups.channels, mesh["tp"].size() if sequence else 1)
+                                 mesh["tp"].size() if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
 
@@ -1935,6 +1867,9 @@ class HookedReducer(Reducer):
 
     def computed(self, param):
         pass
+
+    def total_dtype(self, bucket):
+        return bucket.dtype
 
 
 class BucketwiseReducer(ShardReducer):
@@ -2266,6 +2201,11 @@ class FetchingFSDP(FSDP):
             self.fetch(self.order[position - 1])
 
 
+def tensors_in(value):
+    """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 class LeanGPT(ParallelGPT):
     """A ParallelGPT that makes each list of actions once, and adds gradients up in few messages. With kernels.AdamW,
     clipping only computes a factor, because the kernel scales the gradients as it reads them."""
@@ -2349,7 +2289,8 @@ class RegatheredProduct(torch.autograd.Function):
     """f, then X W^T + b. X is (B, T/N, in), and a rank keeps only these, its own tokens, until backward.
 
     That saves memory. The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks,
-    while it computes dY^T X. take: as for kernels.Linear. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
+    while it computes dY^T X. So a sublayer takes 5 halves of an all-reduce in place of 4. take: as for kernels.Linear.
+    In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
@@ -2374,21 +2315,19 @@ class RegatheredProduct(torch.autograd.Function):
 # ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
 
 class FusableColumns(ColumnParallelLinear):
-    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway."""
+    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway.
+
+    Behind `gathered` a layer is a RegatheredProduct, which includes f. The head, which has no bias, keeps all of X.
+    """
+
+    def __init__(self, layer, group, *args, **kwargs):
+        super().__init__(layer, group, *args, **kwargs)
+        if self.f is gathered and self.bias is not None:
+            self.f = lambda x, group: x
+            self.linear = lambda x, weight, bias=None, take=None: RegatheredProduct.apply(x, weight, bias, group, take)
 
     def product(self, x):
         return self.linear(self.f(x, self.group), self.weight)
-
-
-class FusableGathering(FusableColumns, GatheringLinear):
-    """A GatheringLinear whose product is a RegatheredProduct. That includes f, so self.f does nothing."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.f = lambda x, group: x
-
-    def linear(self, x, weight, bias=None, take=None):
-        return RegatheredProduct.apply(x, weight, bias, self.group, take)
 
 
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
@@ -2535,6 +2474,22 @@ class NamedHandle:
             self.handle.wait()
 
 
+def pipeline_channels(mesh, around):
+    """{(from, to): group of two neighbours} of this rank's pipeline; from, to: places in it.
+
+    Each direction has its own group, so that activations and gradients do not wait for each other. around: the last
+    rank sends to the first one, too.
+    """
+    p, channels = mesh.shape[0], {}
+    neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
+    pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
+    for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
+        made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
+        if dist.get_rank() in ranks:
+            channels = made
+    return channels
+
+
 class PatientPipeline(Pipeline):
     """A Pipeline that posts receives late on CUDA, frees an output once it is sent, and names a failed transfer.
 
@@ -2543,6 +2498,11 @@ class PatientPipeline(Pipeline):
     With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it.
     """
     on_forward = None  # None, or a function to call after each forward: train.py measures activations there
+
+    def __init__(self, stages, count, mesh, *args, channels=None):
+        super().__init__(stages, count, mesh, *args)
+        self.rank, *place = mesh.get_coordinate()
+        self.ranks, self.channels = mesh.mesh[:, *place].tolist(), channels or pipeline_channels(mesh, count > self.p)
 
     def begin(self, *args):
         super().begin(*args)
@@ -2557,9 +2517,9 @@ class PatientPipeline(Pipeline):
     def post(self, receive):
         source, kind = other_end(receive).stage % self.p, "activation" if receive.kind == "RF" else "gradient"
         what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         with dist.lost_peer_named(f"posted the {what}"):
-            super().expect(receive)
-        handle, buffer = self.values[receive]
+            handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
         self.values[receive] = NamedHandle(handle, what), buffer
 
     def take(self, receive):
@@ -2569,11 +2529,11 @@ class PatientPipeline(Pipeline):
         return super().take(receive)
 
     def send(self, action):
-        what = f"send {action} of the pipeline"
+        receive, what = other_end(action), f"send {action} of the pipeline"
+        to, (_, tensor) = receive.stage % self.p, self.values.pop(receive)
         dist.progress(what)
         with dist.lost_peer_named(what):
-            super().send(action)
-        handle, tensor = self.sending.pop()
+            handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])
         self.sending.append((NamedHandle(handle, what), tensor))
 
     def do(self, action):
@@ -2847,8 +2807,8 @@ class GraphPipeline(PatientPipeline):
     """
     recording = Recording
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.graphs, self.totals, self.replaying = no_graphs(), {}, False
 
     def begin(self, actions, x, y, scale, syncs):
@@ -2932,7 +2892,7 @@ def replay_micro_batches(net):
         raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
     pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
     net.pipeline = pipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
-                            torch.device(net.device), net.pipeline.channels, net.pipeline.cut)
+                            torch.device(net.device), net.pipeline.cut, channels=net.pipeline.channels)
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
@@ -3032,7 +2992,7 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
                scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
-               GatheringLinear: FusableGathering, RingAttention: TunedRing,
+               RingAttention: TunedRing,
                going_round: going_round_ahead})
 
 
@@ -3083,7 +3043,7 @@ def elements_of(config, tp, i):
     for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
         layer, _, leaf = name.rpartition(".")
         how = planned(layer, GPT2_PLAN)
-        whole = how is None or how is RowParallelLinear and leaf == "bias"
+        whole = how is None or getattr(how, "func", how) is RowParallelLinear and leaf == "bias"
         count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
 
