@@ -51,7 +51,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single  # its backward goes the other way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -1462,6 +1462,12 @@ def torch_compiled(config, s, device, x, y):
     return torch_step(model, s, device, x, y, loss), "model"
 
 
+def world_mesh(device):
+    """PyTorch's mesh of all ranks. It has the world's group, which stays, because DTensor's caches (of torch 2.11 at
+    least) take equal meshes for the same, and would use the group of an earlier one that `forget` has destroyed."""
+    return DeviceMesh.from_group(torch_dist.group.WORLD, device.type)
+
+
 def torch_ddp(config, s, device, x, y):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -1476,8 +1482,9 @@ def torch_fsdp(config, s, device, x, y):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
-    sizes = (s.dp // s.zero_within, s.zero_within) if s.zero_within else (s.dp,)  # two axes: replicas of shards
-    options = {"mesh": init_device_mesh(device.type, sizes), "reshard_after_forward": not kept,
+    within = s.zero_within
+    mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
+    options = {"mesh": mesh, "reshard_after_forward": not kept,
                "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
     for block in model.h.values():
         fully_shard(block, **options)
@@ -1503,9 +1510,7 @@ def torch_tp(config, s, device, x, y):
         plan |= dict.fromkeys(("h.*.attn", "h.*.mlp"), whole)
         positions = net.positions
         net.positions = lambda every: positions(every).chunk(s.tp)[dist.get_rank()]
-    # The mesh has one axis, so it takes the world's group, which stays: DTensor's caches (of torch 2.11 at least) take
-    # equal meshes for the same, and would use the groups of an earlier one that `forget` has destroyed.
-    parallelize_module(net, init_device_mesh(device.type, (s.tp,)), plan)
+    parallelize_module(net, world_mesh(device), plan)
     if config.tied:
         net.lm_head.weight = net.wte.weight
     kinds = [[p for p in net.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]

@@ -4618,6 +4618,7 @@ def test_a_gathering_left_out_repeats_the_own_part():
 
 
 def groups_of_peers():
+    """How many groups PyTorch's strategies leave; and the mesh itself, on CPUs of a machine that has a GPU, too."""
     before, device = {*torch_dist.distributed_c10d._world.pg_map}, torch.device("cpu")
     config, x = GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
     kernels.use("torch")
@@ -4625,6 +4626,8 @@ def groups_of_peers():
         name = "zero3" if "dp" in fields else "tp"
         bench.PEERS[name](config, train.Settings(batch_size=4, device="cpu", **fields), device, x, x)[0]()
     kernels.use("auto")
+    with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
+        assert bench.world_mesh(device).get_group() is torch_dist.group.WORLD
     return len({*torch_dist.distributed_c10d._world.pg_map} - before)
 
 
