@@ -1218,8 +1218,8 @@ class Replays:
 
 # ----------------------------------------------------------------------------------------------------------------- NCCL
 
-# What programs repeat on the same memory. (2 H200s, 1 KiB, by messages, us, launched | replayed: broadcast 82 | BC,
-# reduce 101 | RD, gather 176 | GA, scatter 165 | SC.)
+# What programs repeat on the same memory. (2 H200s, 1 KiB, us, launched | replayed: broadcast 82 | 34, reduce 101 | 37,
+# gather 176 | 41, scatter 165 | 37.)
 REPLAYED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "reduce", "gather", "scatter")
 
 
