@@ -3,14 +3,15 @@
     activations      ELU and GELU
     linear           cuBLAS's product, with a backward that can be cut in two
     grouped product  rows sorted by group, each times its own matrix: a mixture of experts (kernels below the bar)
-    layer norm       of the residual stream
+    layer norm       of each row, with a backward that sums over rows in a fixed order
     attention        flash attention
     cross-entropy    never writes a probability, puts the gradient where the logits were
     matrix product   tiles, the order that shares L2, an activation while the tile is in registers
 
-Each section is a page to learn one kernel from: the math, a reference whose backward is derived by hand, the kernel
-with one tile size, the autograd function, and the bytes and FLOPs it should cost. All but attention and the products
-are bound by memory: best is to read every element once and write it once, at the speed of a copy.
+Each section is a page to learn one kernel from: the math, the kernel with one tile size, the autograd function, and the
+bytes and FLOPs it should cost. Activations, layer norm and attention also have a reference whose backward is derived by
+hand. All but attention and the products are bound by memory: best is to read every element once and write it once, at
+the speed of a copy.
 
     python kernels.py    errors against float64, and PyTorch's own beside them; on a GPU then times
 
@@ -40,7 +41,7 @@ try:
 except ImportError:  # the kernels below stay unused, and decorating them does nothing
     triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
 
-FASTER = {}  # function: another one, from below the bar, of the same arguments and results; read at every call
+FASTER = {}  # function or class -> what computes the same sooner, below the bar; read at every call
 CHECKS = []  # from below the bar: f(choice), which raises ValueError for what `use` cannot take
 
 
@@ -233,7 +234,8 @@ def linear(x, weight, bias=None, take=None):
 def grouped_reference(x, weight, bias, counts):
     """A product for each group. Autograd gives groups without rows a gradient of zero."""
     biases = [None] * len(weight) if bias is None else bias
-    return torch.cat([F.linear(rows, w, b) for rows, w, b in zip(x.split(counts.tolist()), weight, biases)])
+    groups = zip(x.split(counts.tolist()), weight, biases, strict=True)
+    return torch.cat([F.linear(rows, w, b) for rows, w, b in groups])
 
 
 def grouped_linear(x, weight, bias, counts):
@@ -312,7 +314,7 @@ def _layer_norm_backward(x, dy, weight, mean, rstd, dx, partial, rows, width, BL
 
 
 class LayerNorm(torch.autograd.Function):
-    """Keeps x and two numbers a row."""
+    """The norm of each row of x. Keeps x and two numbers a row."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -372,21 +374,22 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 def attention_reference(q, k, v, is_causal):
     """What the kernels compute, with S and P in memory: O like q, but float32 at least, and L (B, H, Tq), -inf where a
-    row sees no key. Shapes as in FlashAttention. Keys may be a part of all; ring attention merges parts by their L."""
+    row sees no key. Shapes as in FlashAttention. k and v may be some of the keys alone: ring attention merges the
+    outputs of several such calls by their L."""
     q, k, v = map(at_least_float32, (q, k, v))
     Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
     s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
     if is_causal:
         s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
-    return torch.exp(s - without_key(lse)) @ v, lse
+    return torch.exp(s - finite_or_inf(lse)) @ v, lse
 
 
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
-    """The five formulas above: dQ, dK, dV. For a part of the keys too, with O and L of all of them."""
+    """The five formulas above: dQ, dK, dV. k and v may be some of the keys alone; o and lse are then those of all."""
     q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
     Tq, Tk, scale = q.shape[2], k.shape[2], 1 / math.sqrt(q.shape[3])
-    p = torch.exp(q @ k.transpose(2, 3) * scale - without_key(lse))                   # (B, H, Tq, Tk)
+    p = torch.exp(q @ k.transpose(2, 3) * scale - finite_or_inf(lse))                 # (B, H, Tq, Tk)
     if is_causal:
         p = p.tril(Tk - Tq)
     delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
@@ -394,8 +397,8 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
 
 
-def without_key(lse):
-    """L (B, H, Tq, 1), but +inf for a row that sees no key, so that P = exp(S - L) is 0 there."""
+def finite_or_inf(lse):
+    """L as (B, H, Tq, 1), with +inf in place of -inf. A row that sees no key then has P = exp(S - inf) = 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(3)
 
 
@@ -416,7 +419,8 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 @triton.jit
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
-    """O, and LSE, the L above, of BM queries of one head. 2 matmuls a block of BN keys. Q, K, V, O: TMA descriptors."""
+    """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
+    keys. Q, K, V, O: TMA descriptors."""
     bh, m0 = tl.program_id(1), tl.program_id(0) * BM
     b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -562,7 +566,9 @@ def flash_takes(x):
 
 
 def flash_attention(qkv, is_causal):
-    return FlashAttention.apply(*qkv.permute(2, 0, 3, 1, 4), is_causal)
+    """FlashAttention of qkv (B, T, 3, H, D). Rows of its parts lie apart, so `tileable` copies each."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
+    return FlashAttention.apply(q, k, v, is_causal)
 
 
 def attention(qkv, is_causal=True):
@@ -684,7 +690,7 @@ def cross_entropy(logits, targets):
 # need GROUP rows of A's tiles and 132 / GROUP columns of B's: `tiles_read` counts them.
 #
 # This is the page to learn tiling from. The model multiplies with cuBLAS, which is faster (H200, bf16,
-# 32768 x 768 x 3072 with GELU: 386 us here, 340 us for cuBLAS and the GELU kernel after it).
+# 32768 x 768 x 3072 with GELU: 386 us in the tiles below the bar, 340 us for cuBLAS and then the GELU kernel).
 
 def tile_of(program, tall, wide, group):
     """(row, column) of the tile that a program computes. C has `tall` rows and `wide` columns of tiles."""
@@ -850,7 +856,7 @@ WITH_BIAS = {elu: (_elu, _elu_slope), gelu: (_gelu, _gelu_slope)}  # activation:
 
 def add_bias(activation, x, bias):
     """activation(x + bias), in one pass over x for those of WITH_BIAS."""
-    if activation in WITH_BIAS and on_triton(x):
+    if FASTER and activation in WITH_BIAS and on_triton(x):  # bench.py measures without FASTER, too
         return BiasMap.apply(x, bias, *WITH_BIAS[activation])
     return activation(x + bias)
 
@@ -1555,7 +1561,7 @@ class AddLayerNorm(torch.autograd.Function):
 
 
 class TunedLayerNorm(LayerNorm):
-    """The norm alone, by the same kernels."""
+    """LayerNorm by AddLayerNorm's kernels, with nothing to add."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -1574,10 +1580,10 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-5):
 
     The residual stream goes on as the first result. residual None: (x, norm of x), whose uses share one backward.
     """
-    if on_triton(x):
+    if FASTER and on_triton(x):
         return AddLayerNorm.apply(x, residual, weight, bias, eps)
     x = x if residual is None else x + residual
-    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return x, layer_norm(x, weight, bias, eps)
 
 
 FASTER[LayerNorm] = TunedLayerNorm
@@ -2089,8 +2095,8 @@ class PackedAttention(torch.autograd.Function):
         return grad, None
 
 
-# Parts of the keys, as in the references. The LSE of the tuned kernels is in base 2, +inf where a row sees no key, and
-# padded to a multiple of 128 rows.
+# What ring attention calls in place of the two references. O has q's dtype here. The tuned kernels' LSE is in base 2,
+# +inf where a row sees no key, and padded to a multiple of 128 rows, so it is converted from and to L.
 
 def attention_block(q, k, v, is_causal):
     if not flash_takes(q):
@@ -2104,7 +2110,7 @@ def attention_block_backward(q, k, v, o, lse, do, is_causal):
     if not flash_takes(q):
         return attention_backward_reference(q, k, v, o, lse, do, is_causal)
     q, k, v, o, do = map(aligned, (q, k, v, o, do))
-    lse = without_key(lse).flatten(0, 1).squeeze(2).float() / math.log(2)
+    lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float() / math.log(2)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     tuned_attention_backward(q, k, v, o, F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf), do, is_causal, *grads)
     return grads
@@ -2123,6 +2129,9 @@ TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 def tuned_matmul(a, b, function=None):
     """matmul in the fastest tiles. In float32 a tile has twice the bytes, and a product takes three of TF32."""
     return matmul(a, b, function, (64, 64, 32, 8) if a.dtype == torch.float32 else TILES)
+
+
+FASTER[matmul] = tuned_matmul
 
 
 # -------------------------------------------------------------------------------------------------------------- AdamW
@@ -2572,7 +2581,7 @@ def operations(dtype, device):
            [random(90, 40), random(4, 72, 40), random(4, 72)])
     yield ("cross-entropy", lambda z: cross_entropy(z, targets),
            lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
-    yield ("product + GELU", lambda a, b: tuned_matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
+    yield ("product + GELU", lambda a, b: faster(matmul)(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
            [random(300, 200), random(200, 130)])
 
 

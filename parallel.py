@@ -98,8 +98,14 @@ def groups_of(grids):
 
 
 def make_groups(mesh, zero_within, ep, tied):
-    """This rank's groups, by name: its lines along the axes; `replicas` average gradients; ZeRO shards `within` n of
-    them, `between` keep the same shard, `ep` share out the experts, `ends` of a pipeline keep a `tied` embedding."""
+    """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
+
+    replicas          the ranks that average gradients, dp x cp
+    within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
+                      `between` are the ranks with the same shard, or None
+    ep, same_experts  of `split_experts`
+    ends              the pipeline's first and last rank, if both keep a `tied` embedding, else None
+    """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
     ranks, make = ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
@@ -224,6 +230,7 @@ class Reducer(Replaceable):
     def collect(self, bucket):
         """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one is zero."""
         if bucket.total is None:
+            # A shard is float32 where weights have 16 bits, so that micro-batches add up in float32.
             bucket.total = bucket.new(bucket.dtype if bucket.shard is None else bucket.shard.dtype)
         for view, param in zip(bucket.views(bucket.total), bucket.params):
             if param.grad is not None:
@@ -582,7 +589,7 @@ class FSDP(Replaceable, nn.Module):
 
     def before_backward(self, unit):
         self.in_backward = True
-        self.before_forward(unit, ())
+        self.before_forward(unit, ())  # gathers the unit's weights, as before forward
 
     def finish_grad_sync(self):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
@@ -987,6 +994,7 @@ class RingAttention(torch.autograd.Function):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
         ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
         o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
+        # This has S and P of a part in memory, (T/N, T/N) a head. Below the bar flash attention takes its place.
         attend = kernels.faster(kernels.attention_reference)
         for other, (k, v) in faster(going_round)(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
@@ -1413,7 +1421,8 @@ class Pipeline(Replaceable):
             self.split, self.weight_gradients = True, {s: split_linears(module) for s, module in self.stages.items()}
 
     def expect(self, receive):
-        """Post a receive into a new buffer, which `take` hands out. The other end sends in the same order."""
+        """Post a receive into a new buffer, which `take` hands out. All transfers go through one group. NCCL runs those
+        of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         handle = dist.irecv(buffer, group=self.group, group_src=other_end(receive).stage % self.p)
         self.values[receive] = handle, buffer
@@ -1869,6 +1878,7 @@ class HookedReducer(Reducer):
         pass
 
     def total_dtype(self, bucket):
+        """In which gradients add up."""
         return bucket.dtype
 
 
@@ -2317,7 +2327,8 @@ class RegatheredProduct(torch.autograd.Function):
 class FusableColumns(ColumnParallelLinear):
     """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway.
 
-    Behind `gathered` a layer is a RegatheredProduct, which includes f. The head, which has no bias, keeps all of X.
+    In sequence parallelism f is `gathered`. Then the whole product is a RegatheredProduct, which gathers X itself, so
+    self.f does nothing. A layer without a bias, which in a GPT is the head alone, keeps the gathered X for backward.
     """
 
     def __init__(self, layer, group, *args, **kwargs):
@@ -2495,7 +2506,9 @@ class PatientPipeline(Pipeline):
 
     On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
     waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
-    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it.
+    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
+    of both directions would wait for each other in one group, so each direction between two neighbours has its own.
+    channels: of another pipeline of this mesh. If left out, groups are made, so all ranks must make a pipeline.
     """
     on_forward = None  # None, or a function to call after each forward: train.py measures activations there
 

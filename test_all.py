@@ -2354,10 +2354,11 @@ def channels_of(virtual_stages, tied):
 def test_pipelines_make_the_groups_they_use(pool):
     """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
-    for made, channels, _ in pool(3).run(channels_of, 1, False):
-        assert made == channels == line
-    for made, channels, _ in pool(3).run(channels_of, 2, True):
-        assert made == channels == sorted(line + back)
+    for made, channels, endless in pool(3).run(channels_of, 1, False):
+        assert made == channels == line and endless
+    found = pool(3).run(channels_of, 2, True)
+    assert [endless for *_, endless in found] == [False, True, False]
+    assert all(made == channels == sorted(line + back) for made, channels, _ in found)
 
 
 def test_a_schedule_that_would_leave_out_stages_is_refused():
