@@ -1351,12 +1351,11 @@ def left_out(function):
     possible, and as many rows come as leave. An all-gather repeats the rank's own part, because products of unset
     memory, mostly zeros, draw less power and are faster: GPT-2 XL's step under ZeRO-3 took 139 ms in place of 168."""
     def call(*args, **kwargs):
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         if function.__name__ == "all_to_all_single":
-            arguments["output"].copy_(arguments["input"])
+            args[0].copy_(args[1])
         elif function.__name__ == "all_gather_into_tensor":
-            own = arguments["input_tensor"]
-            for part in arguments["output_tensor"].view(-1, *own.shape):
+            whole, own = args[:2]
+            for part in whole.view(-1, *own.shape):
                 if part.data_ptr() != own.data_ptr():
                     part.copy_(own)
         return dist.Handle()  # whoever waits finds it done

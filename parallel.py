@@ -3004,8 +3004,7 @@ FASTER.update({visit: visit_under_own_rows, through_experts: without_sorting, Re
                ShardReducer: EarlyShardReducer, DDP: RestartableDDP, ShardedOptimizer: GuardedOptimizer,
                FlatParameter: FetchedParameter, FSDP: FetchingFSDP, even_pieces: split_pieces,
                Pipeline: PatientPipeline, ParallelGPT: LeanGPT, gather_tokens: gather_in_place,
-               scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns,
-               RingAttention: TunedRing,
+               scatter_tokens: scatter_in_place, ColumnParallelLinear: FusableColumns, RingAttention: TunedRing,
                going_round: going_round_ahead})
 
 
@@ -3056,7 +3055,7 @@ def elements_of(config, tp, i):
     for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
         layer, _, leaf = name.rpartition(".")
         how = planned(layer, GPT2_PLAN)
-        whole = how is None or getattr(how, "func", how) is RowParallelLinear and leaf == "bias"
+        whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
         count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
 

@@ -6388,12 +6388,18 @@ def plain_kernels(triton_kernels, monkeypatch):
 def test_activations_and_layer_norm_plain(dtype, plain_kernels):
     for name, theirs in (("elu", F.elu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
         no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(5, 50, 7, dtype=dtype).transpose(0, 2)])
+        no_worse_than_pytorch(functools.partial(kernels.add_bias, getattr(kernels, name)), lambda x, b: theirs(x + b),
+                              [random(2, 30, 130, dtype=dtype), random(130, dtype=dtype)])
     for rows, width in [(1, 1), (7, 127)]:
         # With eps 1e-5 a GPU's fused multiply-add leaves 316 roundings of a row of one number, whose gradient is 0.
         w, b = (1 + random(width)).to(dtype), random(width, dtype=dtype)
-        no_worse_than_pytorch(lambda *a: kernels.layer_norm(*a, 1e-3),
-                              lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-3),
-                              [1 + 2 * random(2, rows, width, dtype=dtype), w, b])
+        x, r = 1 + 2 * random(2, rows, width, dtype=dtype), random(2, rows, width, dtype=dtype)
+        norm = lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-3)
+        no_worse_than_pytorch(lambda *a: kernels.layer_norm(*a, 1e-3), norm, [x, w, b])
+        no_worse_than_pytorch(lambda *a: kernels.add_layer_norm(*a, 1e-3),
+                              lambda x, r, w, b: (x + r, norm(x + r, w, b)), [x, r, w, b])
+        no_worse_than_pytorch(lambda x, w, b: kernels.add_layer_norm(x, None, w, b, 1e-3),
+                              lambda x, w, b: (x, norm(x, w, b)), [x, w, b])
 
 
 # No bf16 dot in the interpreter.
