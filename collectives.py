@@ -27,6 +27,7 @@ import os
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as torch_dist
@@ -175,10 +176,43 @@ class Link:
 
 
 class Library(Link):
-    """torch.distributed's own collectives in place of ours. They are not counted."""
+    """torch.distributed's own collectives in place of ours. They are not counted.
 
+    Ours take all tensors whose elements fit. Of the library's, those below want contiguous ones, and the first two of
+    these want sizes along dimension 0 that fit. So these get contiguous tensors, flat ones where shapes may differ.
+    """
+    outputs = {"all_gather_into_tensor": "output_tensor", "reduce_scatter_tensor": "output",
+               "all_to_all_single": "output"}
+
+    @torch.no_grad()
     def run(self, name, operation, arguments, async_op):
-        return getattr(torch_dist, name)(**arguments, group=self.group, async_op=async_op)
+        call = partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
+        if name not in self.outputs:
+            return call(**arguments)
+        given = {key: t for key, t in arguments.items() if isinstance(t, torch.Tensor)}
+        flats = {key: _flat(t) for key, t in given.items()}
+        if name == "all_to_all_single":  # whose split sizes count rows
+            arguments |= {key: flat.view(given[key].shape) for key, flat in flats.items()}
+        else:
+            arguments |= flats
+        handle, output = call(**arguments), self.outputs[name]
+        result = CopiedBack(handle or Handle(), flats[output], given[output])
+        return result if async_op else result.wait()
+
+
+class CopiedBack(Handle):
+    """The handle of an operation into `flat`, which is the tensor itself, or a copy if the tensor is not contiguous."""
+
+    def __init__(self, handle, flat, tensor):
+        self.handle, self.flat, self.tensor = handle, flat, tensor
+
+    @torch.no_grad()
+    def wait(self):
+        self.handle.wait()
+        _unflatten(self.flat, self.tensor)
+
+    def is_completed(self):
+        return self.handle.is_completed()
 
 
 class TwoLevels(Link):

@@ -1609,6 +1609,43 @@ def test_library_can_serve_a_group(pool):
     assert pool(3).run(library_serves_the_group) == [2.0] * 3
 
 
+def library_takes_what_ours_take():
+    """Of each of the three: (what our link leaves, what the library's leaves), for shapes and gaps that it alone would
+    refuse."""
+    rank, n, pairs = dist.get_rank(), dist.get_world_size(), []
+    shapes = [((n, 2, 3), (2, 3)), ((2 * n, 3), (3, 2)), ((6 * n,), (2, 3)), ((2, n, 3), (6,)), ((n, 1), ()),
+              ((n, 0, 2), (0, 2))]
+    for (whole, part), spread, async_op in itertools.product(shapes, (False, True), (False, True)):
+        prepare = _spread if spread else (lambda t: t)
+        for name, out, into in (("all_gather_into_tensor", whole, part), ("reduce_scatter_tensor", part, whole),
+                                ("all_to_all_single", whole, whole)):
+            if name == "all_to_all_single" and whole[0] % n:
+                continue
+            left = []
+            for comm in ("ring", "torch"):
+                dist.use(None, comm)
+                output = prepare(torch.zeros(out)).requires_grad_()
+                handle = getattr(dist, name)(output, prepare(_values(into, torch.float32, rank)), async_op=async_op)
+                assert (handle is None) != async_op
+                if async_op:
+                    handle.wait()
+                left.append(output.tolist())
+            pairs.append((name, whole, part, spread, async_op, *left))
+    rows = torch.arange(3.0 * n).view(n, 3) + rank  # this rank's slice of the output is the input
+    for comm in ("ring", "torch"):
+        dist.use(None, comm)
+        dist.all_gather_into_tensor(whole := rows.clone(), whole[rank])
+        dist.reduce_scatter_tensor(whole[rank], whole)
+        pairs.append((comm, whole[rank].tolist()))
+    return pairs
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_library_takes_what_ours_take(pool, size):
+    for *some, (_, ring), (_, library) in pool(size).run(library_takes_what_ours_take):
+        assert ring == library and [pair for pair in some if pair[-2] != pair[-1]] == []
+
+
 # ---------------------------------------------------------------------------------------------------------------- model
 
 def test_sizes_are_the_model_s():
