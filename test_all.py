@@ -4317,17 +4317,29 @@ def command(*words, **more):
     return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
-def processes_with(mark):
-    """Pids whose command line holds the mark."""
+def processes_with(mark, parent=None, proc="/proc"):
+    """Pids whose command line holds the mark; parent: those alone that this process has started."""
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in filter(str.isdigit, os.listdir(proc)):
         try:
-            cmdline, stat = (pathlib.Path("/proc", pid, name).read_text() for name in ("cmdline", "stat"))
-            if mark in cmdline and stat.split()[2] != "Z":
+            cmdline, stat = (pathlib.Path(proc, pid, name).read_text() for name in ("cmdline", "stat"))
+            state, ppid = stat.rpartition(")")[2].split()[:2]  # before them a name, which may hold anything
+            if mark in cmdline and state != "Z" and parent in (None, int(ppid)):
                 found.append(int(pid))
         except OSError:
             pass
     return found
+
+
+def test_ranks_are_told_from_their_launcher_where_process_numbers_begin_again(tmp_path):
+    for pid, ppid, name, state in ((32767, 9, "python", "S"), (2, 32767, "python (a) b", "S"), (3, 32767, "python", "R"),
+                                   (4, 32767, "python", "Z"), (5, 1, "python", "S")):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{pid} ({name}) {state} {ppid} 1 1 0")
+        (folder / "cmdline").write_text("python\0train.py\0--out\0there\0")
+    assert sorted(processes_with("there", proc=tmp_path)) == [2, 3, 5, 32767]
+    assert sorted(processes_with("there", 32767, tmp_path)) == [2, 3] and not processes_with("here\0there", 32767, tmp_path)
 
 
 # Whatever this machine's name resolves to.
@@ -4358,7 +4370,7 @@ def run_and_end(how, text, out):
     everyone = processes_with(out)
     assert len(everyone) == 3, process.stderr.read()
     if how == "killed rank":
-        os.kill(max(everyone), signal.SIGKILL)
+        os.kill(processes_with(out, process.pid)[-1], signal.SIGKILL)
     else:
         process.send_signal({"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(how, signal.SIGKILL))
     deadline = time.time() + 20
@@ -5753,7 +5765,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
         while len(train.checkpoints(out)) < 2:
             assert time.time() < deadline
             time.sleep(0.05)
-        os.kill(max(processes_with(out)), signal.SIGKILL)
+        os.kill(processes_with(out, nodes[-1].pid)[-1], signal.SIGKILL)
         printed = [node.communicate(timeout=300) for node in nodes]
     finally:
         for node in nodes:
