@@ -1863,9 +1863,9 @@ SMALL = GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # 
 BATCH = 8
 
 
-def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len):
+def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL):
     """Inputs and targets (batch, T) of a step, the same on every rank."""
-    rows = torch.from_numpy(np.random.default_rng(step).integers(0, SMALL.vocab_size, (batch, SMALL.seq_len + 1)))
+    rows = torch.from_numpy(np.random.default_rng(step).integers(0, config.vocab_size, (batch, config.seq_len + 1)))
     return rows[:, :tokens], rows[:, 1:tokens + 1]
 
 
@@ -1883,9 +1883,10 @@ RATE = 0.02  # of balancing: two steps can change a choice
 
 
 @functools.cache
-def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, **change):
+def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=None, **change):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch. bias: the routers' to begin
-    with."""
+    with. clip: 0 does not; left out, that of the optimizer."""
+    clip = CLIP[optimizer] if clip is None else clip
     config = dataclasses.replace(SMALL, **change)
     net, margins = GPT(config).double(), []
     for router in model.routers(net).values():
@@ -1896,12 +1897,12 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, **chang
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
-        x, y = tokens_of(step, batch, tokens)
+        x, y = tokens_of(step, batch, tokens, config)
         opt.zero_grad()
         loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
         loss.backward()
         grads = grads or {n: p.grad.clone() for n, p in net.named_parameters()}
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIP[optimizer])))
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or math.inf)))
         losses.append(loss.item())
         opt.step()
         for router in model.routers(net).values():
@@ -1909,7 +1910,7 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, **chang
             router.bias += torch.tensor([RATE * float(np.sign(mean - n)) for n in router.load.tolist()])
             router.bias -= router.bias.double().mean()
             router.load = 0
-    assert min(norms) > CLIP[optimizer] and min(margins, default=1) > 1e-9
+    assert min(norms) > clip and min(margins, default=1) > 1e-9
     return losses, norms, grads, {n: p.detach() for n, p in [*net.named_parameters(), *net.named_buffers()]}
 
 
@@ -1973,18 +1974,21 @@ def whole_gradients(net, shapes):
 
 
 def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False,
-              tokens=SMALL.seq_len, bias=None, **options):
-    """The same three steps laid out over the processes; whole gradients and weights, gathered."""
+              tokens=SMALL.seq_len, bias=None, clip=None, comm="ours", dtype=torch.float64, choice="auto", **options):
+    """The same three steps laid out over the processes; whole gradients and weights, gathered. choice: of kernels."""
     kept = {name: getattr(dist, name) for name in SABOTAGED}
     if sabotage:
         without_collective(sabotage)
     try:
+        kernels.use(choice)
         config = dataclasses.replace(SMALL, **change)
         device = torch.get_default_device()
         mesh = parallel.make_mesh(device.type, **layout)
         source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
                            else model.initial_weight(config, name, 0))
-        net = parallel.parallelize(config, mesh, device, torch.float64, source, **options)
+        net = parallel.parallelize(config, mesh, device, dtype, source, **options)
+        for group in net.groups:
+            dist.use(group, comm)
         if cuda_graphs:
             parallel.replay_micro_batches(net)
         opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), **DECAY)
@@ -1992,11 +1996,11 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
         mine = batch // dist.get_world_size(net.dp)
         for step in range(3):
             x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches)
-                    for t in tokens_of(step, batch, tokens))
+                    for t in tokens_of(step, batch, tokens, config))
             opt.zero_grad()
             total = net.forward_backward(x, y, schedule)
             grads = grads or whole_gradients(net, shapes)
-            norms.append(float(net.clip_grad_norm_(CLIP[optimizer])))
+            norms.append(float(net.clip_grad_norm_(CLIP[optimizer] if clip is None else clip)))
             opt.step()
             if config.experts:
                 net.balance(RATE)
@@ -2007,6 +2011,7 @@ def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BAT
         weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
         return losses, norms, grads, weights
     finally:
+        kernels.use("auto")
         for name, function in kept.items():
             setattr(dist, name, function)
 
@@ -2018,9 +2023,10 @@ def in_layout_on_nodes(node, layout, *args, **options):
         return results, layout["dp"] in map(dist.get_world_size, dist._levels)
 
 
-def differences(got, want):
-    """What of (losses, norms, gradients, weights) differs by more than 1e-10, by name."""
+def differences(got, want, tolerance=1e-10):
+    """What of (losses, norms, gradients, weights) differs by more than the tolerance, by name."""
     losses, norms, grads, weights = got
+    close = functools.partial(globals()["close"], tolerance=tolerance)
     return ([f"loss {i}" for i in range(3) if not close(losses[i], want[0][i])]
             + [f"norm {i}" for i in range(3) if not close(norms[i], want[1][i])]
             + [f"gradient {n}" for n in grads if not close(grads[n], want[2][n])]
@@ -2611,27 +2617,105 @@ def test_experts_are_mlps_of_their_own():
     assert torch.equal(net.get_parameter("h.0.mlp.experts.c_fc.weight")[1], one.double())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_layouts_drawn_at_random_equal_one_process(pool, seed):
+# What may be drawn: a flag's choices, all of them, and some values of the others. Odd sizes divide by nothing.
+CHOICES = {field.name: [*field.metadata["choices"]] for field in dataclasses.fields(train.Flags)
+           if field.metadata.get("choices")}
+DRAWN = {name: CHOICES[name] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
+DRAWN |= {"dp": [1, 2, 3, 4], "tp": [1, 2, 3, 4], "cp": [1, 2, 3, 4], "pp": [1, 2, 3, 4], "sp": [False, True],
+          "ep": [1, 2, 3], "zero_within": [None, 1, 2, 3], "virtual_stages": [1, 2, 3], "micro_batches": [1, 2, 3, 4],
+          "clip": [0.0, 0.1], "experts": [0, 3, 4, 6], "top_k": [1, 2], "expert_every": [1, 2], "n_layer": [1, 2, 3, 5],
+          "n_head": [2, 3, 4], "n_embd": [12, 20, 27], "seq_len": [5, 7, 8, 12], "vocab_size": [11, 37]}
+BESIDE = {"optimizer": ["sgd", "adamw"], "tied": [False, True], "inner": [0, 19], "samples": [1, 2, 3]}  # no flags
+SIZES_DRAWN = 4 * [2, 4, 3, 4, 2, 6, 4] + [8, 8]  # ranks of each
+LATER = {"model", "dtype", "reduce_dtype", "device", "kernels", "plain"}  # they round, or have tests of their own
+OF_THE_RUN = {"data", "balance_rate", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "seed",
+              "eval_every", "log_every", "sample", "prompt", "out", "save_every", "resume"}
+
+
+def draw_layout(draw, size, train=train):
+    """{option: value} of so many ranks, without options that change nothing there. What train.py refuses is drawn anew.
+    train: the whole one, where others are cut."""
+    axes = "dp", "tp", "cp", "pp"
+    grids = [grid for grid in itertools.product(*map(DRAWN.get, axes)) if math.prod(grid) == size]
+    while True:
+        case = {name: values[draw.integers(len(values))] for name, values in {**DRAWN, **BESIDE}.items()}
+        case |= zip(axes, grids[draw.integers(len(grids))])
+        for idle, names in [(case["cp"] == 1, ["cp_kind"]), (case["pp"] == 1, ["schedule"]), (case["tp"] == 1, ["sp"]),
+                            (case["pp"] == 1 or case["schedule"] != "interleaved", ["virtual_stages"]),
+                            (not case["zero"], ["zero_within"]), (not case["experts"], ["top_k", "expert_every"]),
+                            (not case["experts"] or case["dp"] == 1, ["ep"])]:
+            for name in names if idle else ():
+                case.pop(name)
+        if case["n_embd"] % case["n_head"] or case.get("expert_every", 1) > case["n_layer"]:
+            continue
+        s = train.Settings(device="cpu", dtype="fp64", batch_size=case["dp"] * case["micro_batches"] * case["samples"],
+                           **{name: value for name, value in case.items() if name in DRAWN})
+        with contextlib.suppress(train.BadInput):
+            if train.check_layout(s, GPTConfig(**config_drawn(case)), size, size) == size:
+                return case
+
+
+def config_drawn(case):
+    """Of the options, the model's."""
+    return {field.name: case[field.name] for field in dataclasses.fields(GPTConfig) if field.name in case}
+
+
+@functools.cache
+def drawn_layouts():
+    """Each is, of 40, the one with most values that none before it has, or else most pairs of values."""
+    draw, cases, seen = np.random.default_rng(0), [], set()
+    for size in SIZES_DRAWN:
+        every = [draw_layout(draw, size) for _ in range(40)]
+        cases.append(max(every, key=lambda case: [len({*itertools.combinations(case.items(), n)} - seen)
+                                                  for n in (1, 2)]))
+        seen.update(itertools.combinations(cases[-1].items(), 1), itertools.combinations(cases[-1].items(), 2))
+    return cases
+
+
+def test_every_value_of_every_option_is_drawn():
+    """And every flag is drawn, or tested elsewhere, or none of the layout's."""
+    drawn = {item for case in drawn_layouts() for item in case.items()}
+    assert [(name, v) for name, values in {**DRAWN, **BESIDE}.items() for v in values if (name, v) not in drawn] == []
+    flags = [field.name for field in dataclasses.fields(train.Flags)]
+    assert sorted(flags) == sorted([*DRAWN, *LATER, *OF_THE_RUN]) and set(CHOICES) <= DRAWN.keys() | LATER
+
+
+@pytest.mark.parametrize("number", range(len(SIZES_DRAWN)))
+def test_layouts_drawn_at_random_equal_one_process(pool, number):
     """Of all axes at once, with whatever goes with them."""
-    draw = np.random.default_rng(seed)
-    layout = {axis: 1 for axis in ("dp", "cp", "tp", "pp")}
-    layout |= {str(axis): 2 for axis in draw.choice(list(layout), 3, replace=False)}
-    schedule = str(draw.choice(["gpipe", "1f1b", "zb-h1", "interleaved"])) if layout["pp"] > 1 else "1f1b"
-    zero, replicas = int(draw.integers(4)), layout["dp"] * layout["cp"]
-    options = {"zero": zero, "zero_within": 2 if zero and replicas == 4 and draw.integers(2) else None,
-               "sequence": layout["tp"] > 1 and bool(draw.integers(2)),
-               "context": str(draw.choice(["ring", "ulysses"])),
-               "recompute": str(draw.choice(["none", "attention", "block"])),
-               "virtual_stages": 2 if schedule == "interleaved" else 1}
-    change = {"n_layer": 3, "tied": bool(draw.integers(2))}
-    if draw.integers(2):
-        change |= {"experts": 4, "top_k": int(draw.integers(1, 4)), "expert_every": int(draw.integers(1, 3))}
-        options["ep"] = int(draw.integers(1, layout["dp"] + 1))
-    want = one_process("adamw", tokens=8, **change)
-    results = pool(8).run(in_layout, layout, "adamw", 2, change, tokens=8, schedule=schedule, **options)
+    case, change = drawn_layouts()[number], config_drawn(drawn_layouts()[number])
+    layout = {axis: case[axis] for axis in ("dp", "tp", "cp", "pp")}
+    options = {name: case[key] for name, key in {
+        "zero": "zero", "zero_within": "zero_within", "sequence": "sp", "context": "cp_kind", "recompute": "recompute",
+        "virtual_stages": "virtual_stages", "schedule": "schedule", "ep": "ep", "comm": "comm"}.items() if key in case}
+    batch = case["dp"] * case["micro_batches"] * case["samples"]
+    want = one_process(case["optimizer"], batch, case["seq_len"], clip=case["clip"], **change)
+    results = pool(math.prod(layout.values())).run(
+        in_layout, layout, case["optimizer"], case["micro_batches"], change, batch=batch, tokens=case["seq_len"],
+        clip=case["clip"], **options)
     for got in [*results, all_of(results)]:
-        assert not differences(got, want), (layout, schedule, options, change)
+        assert not differences(got, want), case
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype,zero", [*itertools.product([torch.bfloat16, torch.float16, torch.float32], range(4))],
+                         ids=str)
+def test_layouts_that_round_are_near_one_process(pool, dtype, zero, reduce_dtype):
+    """Gradients of three replicas that are sent in bf16, and layers in 16 bits: not float64's numbers, but near."""
+    want, rounds = one_process("sgd"), {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+    unit = max(rounds[dtype], rounds[reduce_dtype or dtype])
+    for got in pool(2).run(in_layout, {"dp": 2}, "sgd", 2, {}, zero=zero, dtype=dtype, reduce_dtype=reduce_dtype):
+        assert not differences(got, want, 8 * unit) and differences(got, want, unit / 100)
+
+
+@pytest.mark.parametrize("layout,options", [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {"sequence": True})], ids=str)
+def test_layouts_on_kernels_are_near_one_process(pool, layout, options):
+    needs_kernels(pool)
+    change = {"n_layer": 1, "n_head": 2, "vocab_size": 11, "seq_len": 4}
+    want = one_process("sgd", 2, 4, **change)
+    for got in pool(2).run(in_layout, layout, "sgd", 1, change, batch=2, tokens=4, dtype=torch.float32, choice="triton",
+                           **options):
+        assert not differences(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("where,layout", [
@@ -6698,6 +6782,7 @@ def cases_of(test):
     (test_without_its_collective_it_is_wrong, cases_of(test_without_its_collective_it_is_wrong)),
     (test_zero_on_three_ranks, cases_of(test_zero_on_three_ranks)),
     (test_pipeline_composes, [({"dp": 2, "pp": 2}, "1f1b", {"zero": 2}), ({"dp": 2, "pp": 2}, "zb-h1", {"zero": 3})]),
+    (test_layouts_drawn_at_random_equal_one_process, [(number,) for number in range(7, 12)]),  # of 2, 3 and 4 ranks
 ] for arguments in some], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_cut_files_pass(cut_pool, test, arguments):
     test(cut_pool, *arguments)
