@@ -1,0 +1,280 @@
+"""Is B as fast as A, and does it offer the same names? Two commits, or two folders, beside each other on one machine.
+
+    python tests/guard.py --rows cpu fd1f4ac HEAD                  two cores: train.py, and strategies beside PyTorch's
+    python tests/guard.py --rows one /tmp/old .                    one GPU: a step of 124M and of XL, beside compiled
+    python tests/guard.py --rows kernels --rounds 2 /tmp/old .     one GPU: attention, layer norm, ELU
+    python tests/guard.py --rows collectives /tmp/old .            two GPUs: beside NCCL, geometric means over sizes
+    python tests/guard.py --rows two --rounds 1 /tmp/old .         two GPUs: strategies
+    python tests/guard.py --rows dp-xl --peers /tmp/old .          one command of that group, PyTorch's own beside ours
+    python tests/guard.py --names fd1f4ac HEAD                     public names, signatures, flags: what differs
+
+Only command lines and what they write are used, so modules may move between A and B. Runs alternate A B, B A, ..., so
+that a slow moment of the machine hits both. The table comes last: medians (less is better), B over A, half of A's own
+spread, PyTorch's own (the fastest of them) over ours, and "higher" or "lower" where every figure of B is so beside
+every one of A. Nothing is started that would end after --seconds; what has fewer runs is "incomplete".
+"""
+
+import argparse
+import ast
+import difflib
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import defaultdict
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+STEPS = "bench.py strategies --repeats 5 --device "
+TWO = STEPS + "cuda --gpus 2 --vocab-size 50304 --model "
+# name: (group, command, PIECE). `--without PIECE`, a piece that no strategy of the command uses, makes bench.py time
+# ours alone, twice, each time in a new trainer. That is cheaper than beside PyTorch's, and gives two figures a run.
+# (Then nothing evens out the experts' loads first: compare them only where A and B draw the same weights.)
+COMMANDS = {
+    "train": ("cpu", "train.py --device cpu --steps 60", None),
+    "train4": ("cpu", "train.py --device cpu --steps 60 --dp 2 --tp 2", None),
+    "tiny": ("cpu", STEPS + "cpu --gpus 2 --only ddp zero1 zero2 zero3 tp 1f1b zb-h1", None),
+    "one-124m": ("one", STEPS + "cuda --gpus 1 --vocab-size 50304 --model gpt2 --batch-size 32 --only one", None),
+    "one-xl": ("one", STEPS + "cuda --gpus 1 --vocab-size 50304 --model gpt2-xl --batch-size 8 --only one", None),
+    "kernels": ("kernels", "bench.py kernels --only attention layer_norm elu", None),
+    "collectives": ("collectives", "bench.py collectives --gpus 2 --only all_reduce all_gather_into_tensor "
+                    "reduce_scatter_tensor all_to_all_single", None),
+    "dp-xl": ("two", TWO + "gpt2-xl --batch-size 16 --only ddp zero1 zero3", "rows"),
+    "medium": ("two", TWO + "gpt2-medium --batch-size 32 --only tp tp+sp 1f1b zb-h1", "fetching"),
+    "experts": ("two", TWO + "gpt2-medium --batch-size 64 --only experts", "fetching"),
+    "cp": ("two", TWO + "gpt2 --seq-len 65536 --batch-size 1 --only cp", "fetching"),
+}
+GROUPS = list(dict.fromkeys(group for group, *_ in COMMANDS.values()))
+
+
+def checkout(name, folder):
+    """The folder of a checkout: `name` itself, or a copy of that commit, made in `folder`."""
+    if os.path.isdir(name):
+        return pathlib.Path(name).resolve()
+    packed = subprocess.run(["git", "-C", ROOT, "archive", "--format=tar", name], capture_output=True)
+    if packed.returncode:
+        sys.exit(f"guard.py: {name} is neither a folder nor a commit: {packed.stderr.decode().strip()}")
+    folder.mkdir()
+    subprocess.run(["tar", "x", "-C", folder], input=packed.stdout, check=True)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+def figures_of(found):
+    """{row: (our figures, those of the best of PyTorch's own)} of a --json file of bench.py. Where a row stands for
+    several sizes, its figure is their geometric mean."""
+    if found["what"] == "without":
+        return {f"{row['strategy']}, ms": ([row["ms"], row["ms"] * row["again"]], []) for row in found["rows"]}
+    sizes, took = defaultdict(lambda: ([], [])), defaultdict(dict)
+    for row in found["rows"]:
+        if found["what"] == "strategies":
+            sizes[f"{row['strategy']}, ms"][row["who"].startswith("torch")].append(row["ms"])
+        elif found["what"] == "kernels":
+            took[row["op"], row["way"]][row["who"]] = row["ms"]
+        for key in {"us", "ours_graph_us"} & {*row}:  # of collectives; rows of their second table have neither
+            ours, peer = sizes[f"{row['op']}{', graph' * (key != 'us')}, us"]
+            ours.append(row[key])
+            peer.append(row["torch_us" if key == "us" else "torch_graph_us"])
+    for (op, way), who in took.items():  # attention's shapes apart; one row for all widths and dtypes of the others
+        ours, peer = sizes[f"{re.sub(r' causal| (?:[0-9]+ )?b?float.*', '', op)} {way}, ms"]
+        ours.append(who.pop("ours"))
+        peer.append(min(who.values()))
+    return {row: [[statistics.geometric_mean(some)] if some else [] for some in both] for row, both in sizes.items()}
+
+
+def run(command, folder, env, timeout):
+    """Run a command in a checkout. Returns ({row: (our figures, PyTorch's)}, why there are none)."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path, start = os.path.join(scratch, "rows.json"), time.perf_counter()
+        words = [sys.executable, *command, *["--json", path] * (command[0] == "bench.py")]
+        child = subprocess.Popen(words, cwd=folder, env=env, text=True, start_new_session=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            out, err = child.communicate(timeout=timeout)
+        except BaseException as stop:  # Ctrl-C, too, must leave no ranks behind; on SIGTERM the launcher ends them
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(stop, subprocess.TimeoutExpired):
+                return {}, "stopped, because --seconds were over"
+            raise
+        if child.returncode:
+            return {}, f"exit code {child.returncode}: {((err.strip() or out.strip()).splitlines() or ['-'])[-1]}"
+        if command[0] == "bench.py":
+            with open(path) as file:
+                return figures_of(json.load(file)), ""
+        losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", out)[-1:]]  # B must train as A does
+        return {"whole run, s": ([time.perf_counter() - start], []), "validation loss": (losses, [])}, ""
+
+
+def compare(a):
+    """Run the commands in turns, then print the table."""
+    words = a.rows.split(",")
+    names = [name for name, (group, *_) in COMMANDS.items() if name in words or group in words]
+    if unknown := {*words} - {*COMMANDS, *GROUPS}:
+        sys.exit(f"guard.py: --rows {','.join(unknown)}: there are {', '.join(dict.fromkeys([*GROUPS, *COMMANDS]))}")
+    end, samples, runs, took, why = time.monotonic() + a.seconds, {}, defaultdict(int), {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {side: checkout(name, pathlib.Path(scratch, side)) for side, name in (("A", a.A), ("B", a.B))}
+        for turn, name in itertools.product(range(a.rounds), names):
+            group, line, piece = COMMANDS[name]
+            command = line.split() + (["--without", piece] if piece and not a.peers else [])
+            # In pairs, because one side alone compares nothing. How long the first pair takes nobody knows.
+            if name in why or end - time.monotonic() < 2.1 * took.get(name, 5):
+                continue
+            env = dict(os.environ)
+            if group in ("one", "kernels"):
+                env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            for side in "AB" if turn % 2 == 0 else "BA":
+                begun = time.monotonic()
+                found, problem = run(command, folders[side], env, max(1, end - begun))
+                took[name] = time.monotonic() - begun  # the latest, because the first one compiles kernels
+                print(f"{name}, {side}, {took[name]:.0f} s: " + (problem or ", ".join(
+                    f"{row} {statistics.median(ours):.4g}" for row, (ours, _) in found.items() if ours)), flush=True)
+                if problem:
+                    why[name] = f"{side}: {problem}"
+                    break
+                runs[name, side] += 1
+                for row, both in found.items():
+                    for kept, some in zip(samples.setdefault((name, row, side), ([], [])), both):
+                        kept.extend(some)
+    print_table(a, names, samples, runs, why)
+
+
+def print_table(a, names, samples, runs, why):
+    print(f"\nA = {a.A}, B = {a.B}\n{'':<42}{'A':>9}{'B':>9}{'B/A':>8}{'A +- %':>8}{'peer/A':>8}{'peer/B':>8}  runs")
+    for name in names:
+        done = f"{runs[name, 'A']}+{runs[name, 'B']}"
+        for row in dict.fromkeys(row for of, row, _ in samples if of == name):
+            both = [samples.get((name, row, side), ([], [])) for side in "AB"]
+            (x, peer_x), (y, peer_y) = ([statistics.median(some or [math.nan]) for some in side] for side in both)
+            first, second = both[0][0], both[1][0]
+            apart = 50 * (max(first) - min(first)) / x if len(first) > 1 else math.nan
+            verdict = "" if min(len(first), len(second)) < 2 else (
+                "higher" if min(second) > max(first) else "lower" if max(second) < min(first) else "")
+            cells = f"{x:9.4g}{y:9.4g}{y / x:8.3f}{apart:8.1f}{peer_x / x:8.2f}{peer_y / y:8.2f}".replace("nan", "  -")
+            print(f"{name + ': ' + row:<42}{cells}  {done}  "
+                  + "incomplete " * (done != f"{a.rounds}+{a.rounds}") + verdict)
+        if name in why or not runs[name, "A"]:
+            print(f"{name}: incomplete. {why.get(name, 'There was no time for it')}")
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+def names_of(folder):
+    """({(module, name): signature} of public functions, classes and methods, {(module, name)} that modules import).
+    Read from the source, because an import could need a GPU. A class's signature is that of __init__, or its fields."""
+    found, imported = {}, set()
+
+    def walk(module, body, prefix=""):
+        for node in body:
+            if isinstance(node, (ast.If, ast.Try, ast.With)):
+                walk(module, [*node.body, *getattr(node, "orelse", ())], prefix)
+            elif isinstance(node, ast.ImportFrom) and not prefix:
+                imported.update((module, f"{node.module}.*" if x.name == "*" else x.asname or x.name)
+                                for x in node.names)
+            elif not getattr(node, "name", None) or node.name.startswith("_"):
+                continue
+            elif isinstance(node, ast.ClassDef):
+                init = [ast.unparse(x.args) for x in node.body if getattr(x, "name", "") == "__init__"]
+                fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
+                found[module, prefix + node.name] = f"({', '.join(init or fields)})"
+                walk(module, node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found[module, prefix + node.name] = f"({ast.unparse(node.args)})" + (
+                    f" -> {ast.unparse(node.returns)}" if node.returns else "")
+
+    files = [*folder.glob("*.py"), *(path for part in ("fast", "safe", "theory", "lessons", "further")
+                                     for path in (folder / part).rglob("*.py"))]
+    for path in sorted(path for path in files if not path.name.startswith("test_")):
+        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+        walk(module, ast.parse(path.read_text()).body)
+    return found, imported
+
+
+def help_of(folder):
+    """{command: the lines of its --help}, of train.py, bench.py and bench.py's subcommands."""
+    def lines(*words):
+        done = subprocess.run([sys.executable, *words, "--help"], cwd=folder, capture_output=True, text=True,
+                              env=os.environ | {"COLUMNS": "120"})
+        return done.stdout.splitlines() if not done.returncode else ["fails: " + done.stderr.strip().split("\n")[-1]]
+    every = {"train.py": lines("train.py"), "bench.py": lines("bench.py")}
+    whats = re.search(r"\w+( \| \w+)+", " ".join(" ".join(every["bench.py"]).split()))  # kernels | lessons | ...
+    return every | {f"bench.py {what}": lines("bench.py", what) for what in (whats[0].split(" | ") if whats else ())}
+
+
+def compare_names(a):
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [checkout(name, pathlib.Path(scratch, side)) for side, name in (("A", a.A), ("B", a.B))]
+        (old, _), (new, imported) = map(names_of, folders)
+        helps = [help_of(folder) for folder in folders]
+    added, moved, gone, changed = {*new} - {*old}, {}, [], []
+    for key, signature in old.items():
+        there = key if key in new else min((other for other in added if other[1] == key[1]), default=None)
+        if there is None:
+            gone.append(key)
+            continue
+        if there != key:
+            moved[key] = there[0]
+            added.discard(there)
+        if new[there] != signature:
+            before, now = signature.split(", "), new[there].split(", ")
+            if len(before) + len(now) > 20:  # a dataclass of many fields: only those that differ
+                before, now = ([x for x in some if x not in other] for some, other in ((before, now), (now, before)))
+            changed.append(f"{'.'.join(there)}: {', '.join(before)}\n      now {', '.join(now)}")
+
+    def listed(title, keys, place):  # a line for each place; methods go with their class
+        rows = defaultdict(list)
+        for key in sorted(keys):
+            names = rows[place(key)]
+            if not any(key[1].startswith(other + ".") for other in names):
+                names.append(key[1])
+        print(f"\n{title}: {len(keys)}")
+        for where, names in rows.items():
+            print(textwrap.fill(f"  {where}: {', '.join(names)}", 120, subsequent_indent="      "))
+
+    def way(key):  # `import collectives as dist` must still find what has moved
+        kept = {(key[0], key[1].split(".")[0]), (key[0], moved[key] + ".*")} & imported
+        return f"{key[0]} -> {moved[key]}{' (and still in the old one)' if kept else ''}"
+    print(f"A = {a.A}: {len(old)} public names, B = {a.B}: {len(new)}")
+    listed("moved", moved, way)
+    listed("gone", gone, lambda key: key[0])
+    listed("added", added, lambda key: key[0])
+    print(f"\nother signature: {len(changed)}", *changed, sep="\n  ")
+    every = list(dict.fromkeys([*helps[0], *helps[1]]))
+    print("\n--help that is the same:", ", ".join(what for what in every if helps[0].get(what) == helps[1].get(what)))
+    for what in every:
+        both = [some.get(what, ["there is no such command"]) for some in helps]
+        titles = [f"{side}: {what} --help" for side in "AB"]
+        short = [f"{title} {lines[0]}" for title, lines in zip(titles, both) if len(lines) == 1]
+        for line in short or difflib.unified_diff(*both, *titles, n=1, lineterm=""):
+            print(line)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("A", help="a commit, or a folder with a checkout")
+    parser.add_argument("B", help="the same")
+    parser.add_argument("--rows", default="cpu", metavar="NAME,...",
+                        help=f"groups: {', '.join(GROUPS)}; or their commands: {', '.join(COMMANDS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each command on each side (3)")
+    parser.add_argument("--seconds", type=float, default=560, help="start nothing that would end later (560)")
+    parser.add_argument("--peers", action="store_true", help="in group two, too, PyTorch's own beside ours")
+    parser.add_argument("--names", action="store_true", help="compare names and flags, in place of speed")
+    a = parser.parse_args()
+    (compare_names if a.names else compare)(a)
+
+
+if __name__ == "__main__":
+    main()
