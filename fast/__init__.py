@@ -1,0 +1,63 @@
+"""The same numbers sooner: subclasses and functions that take the place of the reference's leaves.
+
+    import fast; fast.on()      before any process group, model or optimizer is made, in every process
+
+A leaf is a class from which no other class of the reference inherits, or a function that the reference calls through
+its module. What stands here subclasses or calls the original, which it has imported by name before `on` rebinds it.
+There is no off(): the reference alone runs in a process that never calls `on`.
+"""
+
+import collectives
+import kernels
+import model
+import parallel
+import safe
+from fast import attention, blocks, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence
+from fast import zero
+from further import context as further_context
+from further import experts as further_experts
+from further import sequence as further_sequence
+from theory.clock import split_pieces
+
+SWAPS = [  # (module, name there, what takes its place)
+    (collectives, "make_link", links.fast_link),
+    (kernels, "bias_gradient", linear.fast_bias_gradient),
+    (kernels, "Linear", linear.PaddedLinear),
+    (kernels, "linear", linear.fast_linear),
+    (kernels, "grouped_linear", grouped.fast_grouped),
+    (kernels, "LayerNorm", norm.TunedLayerNorm),
+    (kernels, "tileable", attention.aligned),
+    (kernels, "attention_forward", attention.tuned_attention_forward),
+    (kernels, "attention_backward", attention.tuned_attention_backward),
+    (kernels, "flash_attention", attention.PackedAttention.apply),
+    (kernels, "attend", attention.attention_block),
+    (kernels, "attend_backward", attention.attention_block_backward),
+    (kernels, "matmul", linear.tuned_matmul),
+    (model, "Block", blocks.FusedBlock),
+    (parallel, "make_buckets", overlap.large_buckets),
+    (parallel, "make_reducer", overlap.EarlyReducer),
+    (parallel, "ShardReducer", overlap.EarlyShardReducer),
+    (parallel, "DDP", overlap.RestartableDDP),
+    (parallel, "ShardedOptimizer", zero.GuardedOptimizer),
+    (parallel, "FlatParameter", zero.FetchedParameter),
+    (parallel, "FSDP", zero.FetchingFSDP),
+    (parallel, "ColumnParallelLinear", sequence.FusableColumns),
+    (parallel, "even_pieces", split_pieces),
+    (parallel, "Pipeline", pipeline.PatientPipeline),
+    (parallel, "ParallelGPT", graphs.LeanGPT),
+    (further_sequence, "gather_tokens", sequence.gather_in_place),
+    (further_sequence, "scatter_tokens", sequence.scatter_in_place),
+    (further_context, "RingAttention", context.TunedRing),
+    (further_context, "going_round", context.going_round_ahead),
+    (further_experts, "Router", experts.FusedRouter),
+    (further_experts, "Experts", experts.FusedExperts),
+    (further_experts, "visit", experts.visit_under_own_rows),
+    (further_experts, "through_experts", experts.without_sorting),
+]
+PLAIN = [(module, name, getattr(module, name)) for module, name, _ in safe.SWAPS + SWAPS]  # what the reference has
+
+
+def on():
+    """Let this process compute the same numbers sooner, and fail in words. RuntimeError if a group exists already."""
+    safe.on()
+    safe.swap(SWAPS)

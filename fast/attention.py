@@ -1,0 +1,510 @@
+"""Flash attention tuned for Hopper: TMA, warps with one task each, packed q, k and v."""
+
+import functools
+import heapq
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+import kernels
+from fast import grouped
+from kernels import (
+    attention_backward_reference, attention_reference, DTYPES, finite_or_inf, flash_takes, HEAD_DIMS,
+    last_key, programs_at_once, TensorDescriptor, tiled, tl, triton)
+
+
+try:  # Gluon is a part of Triton whose names still change. Without it tuned_forward_kernel serves Hopper GPUs, too.
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    tma_load, tma_store = (getattr(tma, name, None) or getattr(tma, old) for name, old in (
+        ("async_load", "async_copy_global_to_shared"), ("async_store", "async_copy_shared_to_global")))  # old: 3.6
+    HAVE_GLUON = True
+except (ImportError, AttributeError):
+    gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+    HAVE_GLUON = False
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+#
+# The kernels of kernels.py spend time on exponentials in base e, and on masks where nothing is masked. Here `scale` has
+# a factor log2(e), because the hardware's exponential is 2^x; so LSE is in base 2. static_range compiles each loop over
+# blocks twice: without a mask for blocks that all rows see whole, with one for blocks on the diagonal or at an edge.
+
+@triton.jit
+def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """O and LSE of BM rows of one head."""
+    bh = tl.program_id(1)
+    # The last rows see the most keys and go first, so that short programs fill the GPU at the end.
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    rows = m0 + tl.arange(0, BM)
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            if MASK:
+                s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * scale)
+            top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key yet: -inf - -inf is NaN
+            p = tl.exp2(s * scale - top[:, None])
+            alpha = tl.exp2(m - top)                                # online softmax: l and acc used the old m
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            l = l * alpha + tl.sum(p, 1)
+            m = m_new
+    some = l > 0
+    l = tl.where(some, l, 1.0)
+    O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
+    tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
+
+
+# Forward again, for Hopper GPUs, in Gluon: Triton whose author chooses layouts (which thread holds which element),
+# shared memory and barriers. A tile is BM rows of one head, and a program computes a list of tiles. One warp only loads
+# Q, K and V. Two groups of four warps compute 64 of a tile's rows each. A group starts Q K^T of block n and P V of
+# block n - 1 together, waits for the first alone, and computes the softmax of block n while P V runs; so acc is a block
+# behind m and l. The groups start their products in turn, so that one's softmax runs during the other's products, too.
+# (Shah et al. 2024, FlashAttention-3.)
+#
+# n counts blocks of keys over all tiles of the program. Block n of K is in slot 2 (n % STAGES) of shared memory, that
+# of V in the slot after it. Each group has two slots for Q, so that the next tile's is loaded while this one's is in
+# use. Keys come from the last block to the first: under a causal mask only the last one needs a mask, and each row sees
+# a key in it, so m is finite from the start.
+#
+# A barrier counts arrivals. Its phase ends when as many came as `init` says, and all bytes that `expect` names. wait(b,
+# p) returns when the phase of parity p has ended; on a new barrier parity 1 counts as ended. Who waits for whom:
+#     q_full, full    groups for the warp that loads    q_free    it for the slot's group    free    it for both groups
+#     turn[g]         group g for the other one, which has then started its products, not finished them
+#
+# A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, measured alternately with the kernel above and cuDNN:
+#     D = 128    here 487, 635, 664    above 360, 419, 453    cuDNN 448, 511, 535    (without `turn` 1 to 6 % less)
+#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434    (without `turn` 2 to 3 % less)
+
+@gluon.jit
+def _tile_at(tiles, i, blocks):
+    """(head, block of rows) of tile i. tiles: this program's row of `attention_schedule`."""
+    tile = gl.load(tiles + 1 + i)
+    return tile // blocks, tile % blocks
+
+
+@gluon.jit
+def _key_blocks(block, Tq, Tk, CAUSAL: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """How many blocks of keys a block of rows sees."""
+    return gl.minimum((block + 1) * BM + Tk - Tq, Tk) // BN if CAUSAL else Tk // BN
+
+
+@gluon.jit
+def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+                BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    n = 2 * STAGES  # as in `_attend`
+    for i in range(gl.load(tiles)):
+        bh, block = _tile_at(tiles, i, blocks)
+        b, h, key_blocks = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN)
+        for group in gl.static_range(2):
+            slot = i % 2 * 2 + group
+            mbarrier.wait(q_free.index(slot), 1 - i // 2 % 2)
+            mbarrier.expect(q_full.index(slot), Q.block_type.nbytes)
+            tma_load(Q, [b, h, block * BM + group * (BM // 2), 0], q_full.index(slot), q_slots.index(slot))
+        for j in range(key_blocks):
+            for values in gl.static_range(2):
+                slot = n % STAGES * 2 + values
+                mbarrier.wait(free.index(slot), 1 - n // STAGES % 2)
+                mbarrier.expect(full.index(slot), K.block_type.nbytes)
+                tma_load(V if values else K, [b, h, (key_blocks - 1 - j) * BN, 0], full.index(slot), slots.index(slot))
+            n += 1
+
+
+@gluon.jit
+def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP: gl.constexpr, BM: gl.constexpr,
+                    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Start Q K^T of block n and acc + P V of block n - 1, and wait for the first one. ahead, behind: whether block n,
+    and block n - 1, exist. If one does not, its barriers are left out, and its product means nothing."""
+    k, v = n % STAGES * 2, (n - 1) % STAGES * 2 + 1
+    mbarrier.wait(full.index(k), n // STAGES % 2, pred=ahead)
+    mbarrier.wait(turn.index(GROUP), n % 2, pred=ahead)
+    s = gl.zeros([BM // 2, BN], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, slots.index(k).reshape([BN, D]).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(v), (n - 1) // STAGES % 2, pred=behind)
+    acc = warpgroup_mma(p, slots.index(v).reshape([BN, D]), acc, is_async=True)
+    mbarrier.arrive(turn.index(1 - GROUP), pred=ahead)
+    s = warpgroup_mma_wait(1, (s,))
+    mbarrier.arrive(free.index(k), pred=ahead)
+    return s, acc
+
+
+@gluon.jit
+def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq,
+            Tk, H, blocks, CAUSAL: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+            STAGES: gl.constexpr):
+    """One group's rows of all tiles of this program. Round i starts the first Q K^T of tile i beside the last P V of
+    tile i - 1, stores that tile, and computes the rest of tile i. One more round stores the last tile."""
+    ROWS: gl.constexpr = BM // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    rows, columns = gl.arange(0, ROWS, ROW_LAYOUT), gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+    count, n = gl.load(tiles), 2 * STAGES  # so phases begin with parity 0, and a block n - 1 has a slot
+    m = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    l = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+    p = gl.zeros([ROWS, BN], q_slots.dtype, P_LAYOUT)
+    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+    for i in range(count + 1):
+        bh, block = _tile_at(tiles, i, blocks)
+        key_blocks = gl.where(i < count, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN), 1)
+        q_slot = i % 2 * 2 + GROUP
+        q = q_slots.index(q_slot).reshape([ROWS, D])
+        mbarrier.wait(q_full.index(q_slot), i // 2 % 2, pred=i < count)
+        s, acc = _start_products(q, p, acc, n, i < count, i > 0, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
+                                 S_LAYOUT)
+        if CAUSAL:
+            last_seen = rows + (block * BM + GROUP * ROWS + Tk - Tq)
+            s = gl.where((columns + (key_blocks - 1) * BN)[None, :] <= last_seen[:, None], s, -float("inf"))
+        top = gl.max(s, 1) * scale
+        e = gl.exp2(s * scale - top[:, None])
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(free.index((n - 1) % STAGES * 2 + 1), pred=i > 0)
+        if i > 0:  # m and l are still tile i - 1's; top and e are tile i's
+            bh, block = _tile_at(tiles, i - 1, blocks)
+            m0 = block * BM + GROUP * ROWS
+            o = acc * gl.convert_layout(1 / l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            tma.store_wait(0)  # TMA has read what lay in the slot
+            o_slots.index(GROUP).reshape([ROWS, D]).store(o.to(O.dtype))
+            fence_async_shared()  # TMA sees what was written
+            tma_store(O, [bh // H, bh % H, m0, 0], o_slots.index(GROUP))
+            gl.store(LSE + (bh.to(gl.int64) * Tq + m0) + rows, m + gl.log2(l))
+        m = top
+        l = gl.sum(e, 1)
+        p = gl.convert_layout(e.to(q_slots.dtype), P_LAYOUT)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+        n += 1
+        for _ in range(1, key_blocks):
+            s, acc = _start_products(q, p, acc, n, True, True, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
+                                     S_LAYOUT)
+            top = gl.maximum(m, gl.max(s, 1) * scale)
+            e = gl.exp2(s * scale - top[:, None])
+            alpha = gl.exp2(m - top)
+            l = l * alpha + gl.sum(e, 1)
+            m = top
+            acc = warpgroup_mma_wait(0, (acc,))
+            mbarrier.arrive(free.index((n - 1) % STAGES * 2 + 1))
+            p = gl.convert_layout(e.to(q_slots.dtype), P_LAYOUT)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]  # blocks up to n - 1, to m
+            n += 1
+        mbarrier.arrive(q_free.index(q_slot), pred=i < count)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+                               D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    """O and LSE (base 2) of all tiles of BM rows, as `tiles` hands them out. Tq, Tk: multiples of BM, BN."""
+    tiles += gl.program_id(0) * stride
+    q_slots = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, BM // 2, D], Q.layout)
+    slots = gl.allocate_shared_memory(K.dtype, [2 * STAGES, 1, 1, BN, D], K.layout)
+    o_slots = gl.allocate_shared_memory(O.dtype, [2, 1, 1, BM // 2, D], O.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(4):
+        mbarrier.init(q_full.index(slot), 1)
+        mbarrier.init(q_free.index(slot), 1)
+    for slot in gl.static_range(2 * STAGES):
+        mbarrier.init(full.index(slot), 1)
+        mbarrier.init(free.index(slot), 2)  # an arrival from each group
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), 1)
+    fence_async_shared()
+    mbarrier.arrive(turn.index(0))  # group 0 has the first turn
+    gl.warp_specialize([
+        (_attend, (0, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
+                   blocks, CAUSAL, D, BM, BN, STAGES)),
+        (_attend, (1, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
+                   blocks, CAUSAL, D, BM, BN, STAGES)),
+        (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL, BM, BN,
+                       STAGES)),
+    ], [4, 1], [240, 24])  # warps, and registers a thread, of the last two parts. The first has num_warps, and what is
+    # left of 3 x 168 registers: a part has at least four warps' registers.
+
+
+def attention_schedule(costs, heads, together, programs, device):
+    """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number,
+    and its last entry is 0, which is read in `_attend`'s last round. Row block i of head h is h * len(costs) + i, and
+    takes time in proportion to costs[i].
+
+    Heads are handed out `together` at a time, so that their keys and values stay in L2; of these the longest tiles
+    first, each to the program that has least to do.
+    """
+    loads, rows = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
+    for first in range(0, heads, together):
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            for head in range(first, min(heads, first + together)):
+                load, program = heapq.heappop(loads)
+                rows[program].append(head * len(costs) + i)
+                heapq.heappush(loads, (load + costs[i], program))
+    most = max(map(len, rows))
+    rows = [[len(row)] + row + [0] * (most + 1 - len(row)) for row in rows]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+@functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
+def specialized_tiles(Tq, Tk, BM, BN, is_causal, heads, together, programs, device):
+    """The `attention_schedule` of these sizes. Costs: blocks of keys, and one more for loading Q and storing O."""
+    costs = [(min((i + 1) * BM + Tk - Tq, Tk) if is_causal else Tk) // BN + 1 for i in range(Tq // BM)]
+    return attention_schedule(costs, heads, together, programs, device)
+
+
+SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGES. BM = BN: one block has the diagonal.
+# At head dim 128 shared memory has 64 KiB of Q, 128 of K and V, 32 of O, of 227.
+
+
+def specialized_takes(q, k, is_causal):
+    """Whether this is a Hopper GPU, with Gluon, 16-bit numbers, whole tiles, and a key that each row sees."""
+    (_, _, Tq, D), Tk = q.shape, k.shape[2]
+    able = HAVE_GLUON and not kernels.INTERPRETED and q.is_cuda and kernels._generation(q.device) == 9
+    return (able and q.itemsize == 2 and D in SPECIALIZED and (Tk >= Tq or not is_causal) and min(Tq, Tk) > 0
+            and Tq % SPECIALIZED[D][0] == Tk % SPECIALIZED[D][1] == 0)
+
+
+def specialized_attention_forward(q, k, v, is_causal, o, lse):
+    """Write o (B, H, Tq, D) and lse (B*H, Tq)."""
+    (B, H, Tq, D), Tk = q.shape, k.shape[2]
+    BM, BN, STAGES = SPECIALIZED[D]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+    def tiles_of(x, rows):
+        like = tiled(x, rows)
+        return GluonDescriptor(x, like.shape, like.strides, like.block_shape, layout)
+
+    together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))  # of L2's 50 MiB
+    programs = min(programs_at_once(q.device) - grouped.SPARED, B * H * (Tq // BM))
+    tiles = specialized_tiles(Tq, Tk, BM, BN, is_causal, B * H, together, programs, q.device)
+    specialized_forward_kernel[(programs,)](
+        tiles_of(q, BM // 2), tiles_of(k, BN), tiles_of(v, BN), tiles_of(o, BM // 2), lse, tiles, tiles.shape[1],
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, H, Tq // BM, CAUSAL=is_causal, D=D, BM=BM, BN=BN, STAGES=STAGES,
+        num_warps=4, maxnreg=168)
+
+
+@triton.jit
+def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr,
+                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
+    bh = tl.program_id(1)
+    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    rows = m0 + tl.arange(0, BM)
+    last = last_key(rows, Tq, Tk, CAUSAL)
+    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
+    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
+    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    do = DO.load([b, h, m0, 0]).reshape(BM, D)
+    o = O.load([b, h, m0, 0]).reshape(BM, D)
+    lse = tl.load(LSE + bh.to(tl.int64) * T_pad + rows)                           # (BM,)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(DELTA + bh.to(tl.int64) * T_pad + rows, delta)
+    dq = tl.zeros([BM, D], tl.float32)
+    for MASK in tl.static_range(2):
+        for n0 in range(full if MASK else 0, end if MASK else full, BN):
+            k = K.load([b, h, n0, 0]).reshape(BN, D)
+            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            p = tl.exp2(s * scale2 - lse[:, None])
+            if MASK:
+                p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
+
+
+@triton.jit
+def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+                             D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
+    bh, n0 = tl.program_id(1), tl.program_id(0) * BN
+    b, h = bh // H, bh % H
+    cols = n0 + tl.arange(0, BN)
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # no row before this sees these keys
+    full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # each row from here on sees them all
+    full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # (no row, if some keys are past Tk)
+    k = K.load([b, h, n0, 0]).reshape(BN, D)
+    v = V.load([b, h, n0, 0]).reshape(BN, D)
+    dk = tl.zeros([BN, D], tl.float32)
+    dv = tl.zeros([BN, D], tl.float32)
+    for FREE in tl.static_range(2):
+        for m0 in range(full if FREE else start, Tq if FREE else full, BM):
+            q = Q.load([b, h, m0, 0]).reshape(BM, D)
+            do = DO.load([b, h, m0, 0]).reshape(BM, D)
+            lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
+            delta = DELTA.load([bh, m0]).reshape(BM)
+            s = tl.dot(k, q.T, input_precision=PRECISION)                         # (BN, BM)
+            p = tl.exp2(s * scale2 - lse[None, :])
+            if not FREE:
+                last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
+                p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
+            dp = tl.dot(v, do.T, input_precision=PRECISION)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
+    DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
+
+
+# (BM, BN, warps, stages) by head dim; head dims up to 64 share an entry. Beside each stand its TFLOP/s, causal / not
+# causal, then those of other choices: on an H200, bf16, T = 4096, C = 2048, counting only matmuls that are computed,
+# in short runs (a warm GPU reaches 10 to 15 % less).
+# Two or three small programs on a multiprocessor often beat a large one: a program's softmax waits for S, and meanwhile
+# another program can use the tensor cores.
+ATTENTION_TILES = {
+    "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
+                128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
+                256: (64, 64, 4, 2)},    # works, but is not tuned
+    "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
+           128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
+           256: (64, 32, 4, 2)},
+    "dkv": {64: (64, 64, 4, 3),          # 533 / 582   (64, 64, 4, 2) 496 / 484   (64, 128, 8, 2) 362 / 381
+            128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
+            256: (32, 64, 8, 2)},
+}
+# For float32 inputs each product is three TF32 products. This is as exact as PyTorch's float32 attention, and at head
+# dim 64 three times as fast as plain float32. At head dim 256 the error is twice PyTorch's, so plain float32 is used.
+ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
+
+
+def descriptor(x, rows):
+    """The TMA descriptor of x (B, H, T, D), for tiles (1, 1, rows, D), or of x (B*H, T), for tiles (1, rows)."""
+    if x.dim() == 4:
+        return tiled(x, rows)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0) if len(x) > 1 else 16, 1], [1, rows])
+
+
+def attention_settings(name, q, is_causal):
+    """(BM, BN, the other constexprs and the options of a launch) of a kernel of ATTENTION_TILES."""
+    D, wide = q.shape[3], q.dtype == torch.float32
+    BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
+    precision = "tf32" if not wide else "tf32x3" if D <= 128 else "ieee"
+    return BM, BN, {"CAUSAL": is_causal, "D": D, "BM": BM, "BN": BN, "PRECISION": precision, "num_warps": warps,
+                    "num_stages": stages}
+
+
+def tuned_attention_forward(q, k, v, is_causal):
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
+    check_attention(q, k, v)
+    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
+    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
+    if specialized_takes(q, k, is_causal):
+        specialized_attention_forward(q, k, v, is_causal, o, lse)
+        return o, lse
+    BM, BN, settings = attention_settings("forward", q, is_causal)
+    tuned_forward_kernel[T_pad // BM, B * H](
+        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), lse,
+        math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
+    return o, lse
+
+
+def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
+    """Write the gradients into dq, dk, dv, whose strides TMA must be able to address, as `aligned` says."""
+    do, delta = aligned(do), torch.empty_like(lse)
+    tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq)
+    tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv)
+
+
+def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
+    """Write dq, and delta, which `tuned_backward_kv` reads. delta has lse's strides."""
+    (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
+    BM, BN, settings = attention_settings("dq", q, is_causal)
+    tuned_backward_q_kernel[lse.shape[1] // BM, B * H](
+        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), descriptor(do, BM), lse, delta,
+        descriptor(dq, BM), scale * math.log2(math.e), scale, Tq, Tk, lse.stride(0), H, **settings)
+
+
+def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
+    (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
+    BM, BN, settings = attention_settings("dkv", q, is_causal)
+    tuned_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
+        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(do, BM), descriptor(lse, BM),
+        descriptor(delta, BM), descriptor(dk, BN), descriptor(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H,
+        **settings)
+
+
+def aligned(x):
+    """x if TMA can address it, else a contiguous copy. TMA needs gapless rows that start at multiples of 16 bytes."""
+    strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
+    return x if ok else x.contiguous()
+
+
+def check_attention(q, k, v):
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
+    if q.shape[3] not in HEAD_DIMS:
+        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is 2^i wide")
+    if not q.numel() or not k.numel():
+        raise ValueError(f"attention over nothing: {shapes}")
+    if q.shape[0] * q.shape[1] > 65535:
+        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes 65535: split the batch")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): "
+                         f"all three must be bfloat16, float16 or float32, on one device")
+
+
+def heads(qkv):
+    """q, k, v (B, H, T, D) of qkv (B, T, 3, H, D)."""
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
+    return qkv.permute(2, 0, 3, 1, 4)
+
+
+class PackedAttention(torch.autograd.Function):
+    """FlashAttention of qkv (B, T, 3, H, D). The kernels write its gradient as one tensor, too."""
+
+    @staticmethod
+    def forward(ctx, qkv, is_causal):
+        qkv, ctx.is_causal = aligned(qkv), is_causal
+        o, lse = tuned_attention_forward(*heads(qkv), is_causal)
+        ctx.save_for_backward(qkv, o, lse)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        qkv, o, lse = ctx.saved_tensors
+        grad = torch.empty_like(qkv)
+        tuned_attention_backward(*heads(qkv), o, lse, do, ctx.is_causal, *heads(grad))
+        return grad, None
+
+
+# What ring attention calls in place of the two references. O has q's dtype here. The tuned kernels' LSE is in base 2,
+# +inf where a row sees no key, and padded to a multiple of 128 rows, so it is converted from and to L.
+
+def attention_block(q, k, v, is_causal):
+    if not flash_takes(q):
+        return attention_reference(q, k, v, is_causal)
+    o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal)
+    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * math.log(2)
+    return o, lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def attention_block_backward(q, k, v, o, lse, do, is_causal):
+    if not flash_takes(q):
+        return attention_backward_reference(q, k, v, o, lse, do, is_causal)
+    q, k, v, o, do = map(aligned, (q, k, v, o, do))
+    lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float() / math.log(2)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    tuned_attention_backward(q, k, v, o, F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf), do, is_causal, *grads)
+    return grads

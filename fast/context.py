@@ -1,0 +1,163 @@
+"""Ring attention on tuned kernels, with messages under computation."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import collectives as dist
+import kernels
+from fast import grouped
+from fast.attention import aligned, tuned_attention_forward, tuned_backward_kv, tuned_backward_q
+from fast.nccl import Direct
+from further.context import RingAttention, seen
+from kernels import tl, triton
+
+
+@triton.jit
+def _merge_parts(O, LSE, PART, PART_LSE, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, part_lse_bh, H, T,
+                 D: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows of one head: O <- O 2^(LSE - new) + PART 2^(PART_LSE - new), LSE <- new = log2(2^LSE + 2^PART_LSE)."""
+    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b, h, column, inside = bh // H, bh % H, tl.arange(0, D), rows < T
+    before = tl.load(LSE + bh * lse_bh + rows, inside, 0)
+    part_lse = tl.load(PART_LSE + bh * part_lse_bh + rows, inside, 0)
+    top = tl.maximum(before, part_lse)
+    total = top + tl.log2(tl.exp2(before - top) + tl.exp2(part_lse - top))
+    at = O + b * o_b + h * o_h + rows.to(tl.int64)[:, None] * o_t + column[None, :]
+    part = tl.load(PART + b * part_b + h * part_h + rows.to(tl.int64)[:, None] * part_t + column[None, :],
+                   inside[:, None], 0).to(tl.float32)
+    o = tl.load(at, inside[:, None], 0).to(tl.float32)
+    tl.store(at, o * tl.exp2(before - total)[:, None] + part * tl.exp2(part_lse - total)[:, None], inside[:, None])
+    tl.store(LSE + bh * lse_bh + rows, total, inside)
+
+
+def merge_parts(o, lse, part, part_lse):
+    """Merge (part, part_lse), attention to some of the keys, into (o, lse), attention to others: in place.
+
+    o and part (B, H, T, D), lse and part_lse (B*H, T) in base 2, as tuned_attention_forward returns them. Every row
+    must see a key in each of the two. Computes in float32.
+    """
+    B, H, T, D = o.shape
+    _merge_parts[triton.cdiv(T, 64), B * H](o, lse, part, part_lse, *o.stride()[:3], lse.stride(0), *part.stride()[:3],
+                                            part_lse.stride(0), H, T, D, 64)
+
+
+@triton.jit
+def _add_rows(total, part, total_b, total_t, part_b, part_t, T, width, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    b, t = tl.program_id(0).to(tl.int64) // T, tl.program_id(0).to(tl.int64) % T
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = total + b * total_b + t * total_t + column, column < width
+    more = tl.load(part + b * part_b + t * part_t + column, inside, 0).to(tl.float32)
+    tl.store(at, more if FIRST else tl.load(at, inside, 0).to(tl.float32) + more, inside)
+
+
+def add_rows(total, part, first=False):
+    """total += part; with `first`, total = part. Both (B, T, ...), of any two dtypes, contiguous but for gaps between
+    rows. With two dtypes or with gaps, PyTorch's own kernel reaches only a third of the bandwidth."""
+    total, part = total.flatten(2), part.flatten(2)  # views, both
+    B, T, width = total.shape
+    _add_rows[B * T, triton.cdiv(width, 2048)](total, part, *total.stride()[:2], *part.stride()[:2], T, width, first,
+                                               2048)
+
+
+# -------------------------------------------------------------------------------------- context parallel: tuned kernels
+
+def start_shift(tensor, group):
+    """Start a `shift` without waiting for it: (handles, the tensor that will be received). Strides may be any."""
+    link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
+    if isinstance(link, Direct):  # copies between GPUs of one node
+        grouped.SPARED = 2  # multiprocessors for their barriers, which attention would else hold up until it ends
+        return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
+                         {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+
+
+def going_round_ahead(tensor, group):
+    """As `going_round`, but a tensor is sent on before it is yielded, so that it travels while the caller computes."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    for s in range(n):
+        handles, incoming = start_shift(tensor, group) if s < n - 1 else ([], None)
+        yield (rank - s) % n, tensor
+        wait(handles)
+        tensor = incoming
+
+
+class TunedRing(RingAttention):
+    """RingAttention on Triton's kernels. Merging takes few further passes over memory. Messages overlap computation.
+
+    The first K and V travel while a rank computes with its own keys: O in forward, dQ in backward. It computes dK and
+    dV of its own keys last, because meanwhile those of other ranks' keys travel home. Over more than two ranks, sums
+    are float32. Over two ranks a sum has two terms, and the first stays in the 16 bits in which its kernel wrote it.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, group):
+        rank, half = dist.get_rank(group), qkv.shape[1] // 2
+        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # both chunks must be whole tiles
+        if not ctx.tuned:
+            return RingAttention.forward(ctx, qkv, group)
+        qkv = qkv.contiguous()
+        q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
+        for other, kv in going_round_ahead(qkv[:, :, 1:], group):                             # (B, T/N, 2, H, D)
+            (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
+            part, part_lse = tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            if other == rank:
+                o, lse = part.to(sum_dtype(part, group)), part_lse
+            else:
+                merge_parts(o[:, :, rows], lse[:, rows], part, part_lse)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(qkv, o, lse)
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        if not ctx.tuned:
+            return RingAttention.backward(ctx, do)
+        (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
+        (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), aligned(do.transpose(1, 2)), torch.empty_like(lse)
+        grads, dkv, handles = torch.empty_like(qkv), None, []  # dkv: dK and dV received with the keys
+        dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
+        for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
+            if other == rank:
+                tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
+                total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
+                continue
+            rows, keys, _ = seen(rank, other, half)
+            dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
+                                                  kv[:, keys])
+            add_rows(total[:, rows], dq_part)
+            wait(handles)
+            first = dkv is None
+            if first:
+                dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                dkv[:, dkv_part.shape[1]:] = 0
+            add_rows(dkv[:, keys], dkv_part, first)
+            handles, dkv = start_shift(dkv, ctx.group)
+        tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
+        wait(handles)
+        add_rows(grads[:, :, 1:], dkv)
+        if dist.get_world_size(ctx.group) > 2:
+            grads[:, :, 0] = total
+        return grads, None
+
+
+def sum_dtype(part, group):
+    """The dtype in which tensors like `part` are added up over the ranks."""
+    return part.dtype if dist.get_world_size(group) == 2 else torch.float32
+
+
+def wait(handles):
+    for handle in handles:
+        handle.wait()
+
+
+def gradients_of_part(q, o, do, lse, delta, kv):
+    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of attention to another rank's keys; all queries see all keys."""
+    dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
+    k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
+    tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
+    tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
+    return dq, dkv

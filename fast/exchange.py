@@ -1,0 +1,362 @@
+"""Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather."""
+
+import torch
+
+from kernels import DTYPES, tl, triton
+
+
+# -------------------------------------------------------------------------------------------------------- sum of rows
+#
+# A reduce-scatter or all-reduce between GPUs ends by adding one row of every rank, which may lie in other GPUs' memory,
+# and by storing the sum or mean in one place or several. Adding the rows one by one would read and write the sum again
+# for each. This kernel reads every row once and writes every result once.
+
+@triton.jit
+def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64 if rows[0].dtype.element_ty == tl.float64 else tl.float32)
+    for r in tl.static_range(len(rows)):
+        total += tl.load(rows[r] + at, at < n).to(total.dtype)
+    for r in tl.static_range(len(outs)):
+        tl.store(outs[r] + at, total / len(rows) if DIVIDE else total, at < n)
+
+
+def sum_rows(rows, outs, divide):
+    """Write the sum of rows, N tensors (n), into each of outs (n); with `divide`, the mean. A row may be one of outs.
+
+    All must be contiguous and of one dtype: bfloat16, float16, float32 (these are summed in float32) or float64. Else
+    ValueError. Rows are added in their order.
+    """
+    n, dtype = len(rows[0]), rows[0].dtype
+    alike = all(t.shape == (n,) and t.dtype == dtype and t.is_contiguous() for t in (*rows, *outs))
+    if dtype not in (*DTYPES, torch.float64) or not alike:
+        raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one "
+                         f"floating dtype")
+    block = 4096 // rows[0].element_size()  # 4 KiB a program, as in launch_map
+    _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
+
+
+# --------------------------------------------------------------------------------------------------------- all-to-all
+#
+# Each GPU of a node has a block of bytes for each other GPU, and only the two know its size. One kernel a GPU exchanges
+# all blocks, without a barrier or the CPU, so a CUDA graph can hold it. It costs each GPU a window of 32 MiB, memory
+# that the other GPUs can write to. Each program sends a share of a block, piece by piece, to the program of the same
+# number on the receiving GPU. After each piece that it sends, it takes one that it receives:
+#
+#     send   wait until a slot in the receiver's window is free, write a piece there, add 1 to the receiver's `arrived`
+#     take   wait until a piece has arrived in my window, copy it out, add 1 to the sender's `taken`
+#
+# In step s rank r sends to rank r+1+s and receives from r-1-s; the N-1 steps run at the same time. Counters are never
+# reset, so launches need no barrier between them. Programs cannot deadlock, even if a GPU has room for only one at a
+# time: each waits only for programs of its own number, and a send waits only for the piece SLOTS before it to be taken.
+# A block crosses NVLink once. The receiver then copies it out of its window, from L2, while the next pieces arrive.
+
+SHARES, SLOTS, SLOT_BYTES = 128, 4, 1 << 16  # programs, slots for each, bytes of a slot: windows of 32 MiB
+LEAST_BYTES = 1 << 12                        # least bytes of a share, so that small blocks need few programs
+
+
+def all_to_all_bytes(ranks):
+    """Bytes of a window: the slots of every program of every step, then four counters of each."""
+    return (ranks - 1) * _shares(ranks) * (SLOTS * SLOT_BYTES + 16)
+
+
+def _shares(ranks):
+    """Programs that share a block."""
+    return max(1, SHARES // max(1, ranks - 1))
+
+
+@triton.jit
+def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
+    """(start, bytes) of one of SHARES shares of a block of n bytes; n is encoded as `AllToAll.__call__` says."""
+    n = (n << 2) >> 3
+    width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
+    start = tl.minimum(share * width, n)
+    return start, tl.minimum(width, n - start)
+
+
+@triton.jit
+def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy n bytes from address `source` to address `to`; all three are multiples of UNIT."""
+    to = tl.multiple_of(to.to(tl.pointer_type(WORD)), UNIT)
+    source = tl.multiple_of(source.to(tl.pointer_type(WORD)), UNIT)
+    width: tl.constexpr = WORD.primitive_bitwidth // 8
+    words = tl.multiple_of(n // width, UNIT // width)
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        # ".cg" reads past L1, which may still hold the old contents of a slot.
+        tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)
+
+
+@triton.jit
+def _wait(counter, least):
+    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # correct even past 2^31
+        pass
+
+
+@triton.jit
+def _count(counter):
+    tl.debug_barrier()  # until all threads of this program have finished the copy that is counted
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
+                LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    N: tl.constexpr = len(blocks) // 4
+    share, step = tl.program_id(0), tl.program_id(1)
+    outgoing, sends, incoming, receives = blocks[0], blocks[1], blocks[2], blocks[3]
+    for s in tl.static_range(1, N):
+        outgoing, sends = tl.where(step == s, blocks[4 * s], outgoing), tl.where(step == s, blocks[4 * s + 1], sends)
+        incoming = tl.where(step == s, blocks[4 * s + 2], incoming)
+        receives = tl.where(step == s, blocks[4 * s + 3], receives)
+    start, sends = _share(sends, share, SHARES, LEAST_BYTES)
+    outgoing = ((outgoing << 2) >> 3) + start
+    start, receives = _share(receives, share, SHARES, LEAST_BYTES)
+    incoming = ((incoming << 2) >> 3) + start
+    rounds = tl.cdiv(tl.maximum(sends, receives), SLOT_BYTES).to(tl.int32)
+    if step == N - 1:  # my own block
+        _copy_bytes(incoming, outgoing, sends, WORD, UNIT, BLOCK)
+    elif rounds > 0:
+        mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
+        number, programs = step * SHARES + share, (N - 1) * SHARES
+        slots, counters = number * SLOTS * SLOT_BYTES, programs * SLOTS * SLOT_BYTES + 4 * number
+        arrived_here = (mine + counters).to(tl.pointer_type(tl.int32))
+        arrived_there = (theirs + counters).to(tl.pointer_type(tl.int32))
+        taken_there = (mine + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        taken_here = (givers + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # no other program's
+        sent, taken = tl.load(sent_before), tl.load(taken_before)
+        for t in range(0, rounds + 1):
+            at, before = t * SLOT_BYTES, (t - 1) * SLOT_BYTES
+            if at < sends:
+                _wait(taken_there, sent + 1 - SLOTS)
+                slot = theirs + slots + (sent & (SLOTS - 1)) * SLOT_BYTES
+                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _count(arrived_there)
+                sent += 1
+            if (t > 0) & (before < receives):
+                _wait(arrived_here, taken + 1)
+                slot = mine + slots + (taken & (SLOTS - 1)) * SLOT_BYTES
+                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _count(taken_here)
+                taken += 1
+        tl.store(sent_before, sent)
+        tl.store(taken_before, taken)
+
+
+class AllToAll:
+    """All-to-alls of N ranks, one kernel a call. rank: this rank's number.
+
+    windows: the addresses of N windows, one on each rank, of `all_to_all_bytes` bytes, zero at first and used by no
+    other object. All ranks must make the same calls in the same order, each rank on one stream. If a peer dies, the
+    kernel waits for it forever: there is no timeout.
+    """
+
+    def __init__(self, windows, rank, device):
+        n = len(windows)
+        self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is for my own block
+        self.windows = torch.tensor([[windows[peer] for peer in line] for line in zip(*self.peers)], device=device)
+        self.words = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+        self.shapes, self.compiled = (_shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES), {}
+
+    def __call__(self, outgoing, incoming):
+        """Send outgoing[r] to every rank r, and receive from it into incoming[r]. Both are lists of (address, bytes); 0
+        bytes are not sent. ValueError if this rank's block to itself has two sizes."""
+        blocks, bits = [], 16
+        for to, source in self.peers:
+            (there, sends), (here, receives) = outgoing[to], incoming[source]
+            blocks += there, sends, here, receives
+            bits |= there | sends | here | receives
+        largest, unit = max(blocks[1::2]), bits & -bits
+        if blocks[-3] != blocks[-1]:
+            raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
+        if not largest:
+            return
+        # Triton compiles a kernel anew for 32- or 64-bit integers, and for multiples of 16. So n is passed as 2n + 1 +
+        # 2^62, which always has 64 bits and is odd. In the kernel, (number << 2) >> 3 gives n back.
+        blocks = tuple([2 * number + (1 << 62 | 1) for number in blocks])
+        grid = min(self.shapes[0], -(-largest // LEAST_BYTES)), len(self.peers), 1
+        arguments = blocks, self.windows, *self.shapes, self.words[unit], unit, 4096
+        if unit in self.compiled:  # Triton's own lookup would cost the CPU 27 us, twice as much
+            self.compiled[unit][grid](*arguments)
+            return
+        compiled = _all_to_all[grid](*arguments, num_warps=16, num_stages=1)
+        if compiled:  # None in the interpreter
+            self.compiled[unit] = compiled
+
+
+# ---------------------------------------------------------------------------- all-reduce, reduce-scatter, all-gather
+#
+# The same for an all-reduce: one kernel a GPU, no barrier. Rank r sums chunk r. A program does all of it for its slice
+# of every chunk, piece by piece, with the programs of its number on the other GPUs. So nobody waits for a whole GPU,
+# and one piece travels while another is summed or copied. Round t of a program:
+#
+#     send    write piece t of every other rank's chunk into that rank's window
+#     sum     wait for the others' pieces t-1 of my chunk, add mine; write the sum to the result and into their windows
+#     fetch   wait for the others' sums t-2, copy them out of my window
+#
+# A slot is written to again four pieces later, and nobody need say so. Before I send piece t, I have all ranks' sums
+# t-3, so they have read my pieces t-3. Before a rank writes its sum t-1 into my window, it has my piece t-1, so I have
+# fetched its sum t-4. (Three slots would do, if an all-gather had a barrier between a fetch and its next count.)
+# A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums"
+# are its own chunk. They still count what they do not write.
+
+SUM_PROGRAMS, SUM_SLOTS = 128, 4
+
+
+def sum_slot_bytes(ranks):
+    """32 KiB for 2 ranks, 16 for 3 and 4, 8 for 5 to 8: windows of 32 to 56 MiB."""
+    return (1 << 16) >> (ranks - 1).bit_length()
+
+
+def all_reduce_bytes(ranks):
+    """Bytes of a window: a program's slots and counters for pieces and sums of each other rank, and its own counter."""
+    return SUM_PROGRAMS * (2 * (ranks - 1) * (SUM_SLOTS * sum_slot_bytes(ranks) + 4) + 16)
+
+
+@triton.jit
+def _chunk(flat, r, first, row, least, more, end, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
+    """(the address of chunk r, to which the caller adds an index from `first` on; where a program's slice of it ends).
+    Chunks have `least` elements, the first `more` of them one longer. They lie side by side or, if ROWS, in rows: row
+    after row, each in N parts of `row` elements, one of every chunk."""
+    if ROWS:  # (N - 1), because `first` itself skips one part in each row
+        start = flat + (r + (first // row).to(tl.int64) * (N - 1)) * row
+    else:
+        start = flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more))
+    return start, tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32)))
+
+
+@triton.jit
+def _slot(window, line, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl.constexpr):
+    return tl.multiple_of((window + (line * SLOTS + slot) * BYTES).to(tl.pointer_type(kind)), 16)
+
+
+@triton.jit
+def _count_for_all(windows, rank, counters: tl.constexpr, first, N: tl.constexpr):
+    """Add 1 to this rank's counter on each other rank: the one for line `first` + s - 1 on rank+s."""
+    for s in tl.static_range(1, N):
+        there = tl.load(windows + (rank + s) % N) + counters + 4 * (first + s - 1)
+        tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+                SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr,
+                SLOTS: tl.constexpr, SLOT: tl.constexpr):
+    """windows: N addresses, and this rank's number. own: a reduce-scatter's result, or what an all-gather sends. SEND:
+    send pieces and sum them. GATHER: send sums and fetch them. EVEN: all chunks have `least` elements. TOTAL: the sum's
+    dtype. A program does `width` elements of every chunk, SLOT at a time; all ranks do as many rounds, even where their
+    chunks are shorter."""
+    kind: tl.constexpr = flat.dtype.element_ty
+    BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
+    counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots
+    program, rank = tl.program_id(0), tl.load(windows + N).to(tl.int32)
+    here = tl.load(windows + rank)
+    # The first of N-1 lines of slots, each; rank-s fills line s-1 of them.
+    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)
+    # How many pieces this program has handled in all launches; `before`: in those before.
+    done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
+    before, lane = tl.load(done), tl.arange(0, SLOT)
+    start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
+    rounds = tl.cdiv(end - start, SLOT)
+    for t in range(0, rounds + 2):
+        if t < rounds:
+            first, slot = start + t * SLOT, (before + t) & (SLOTS - 1)
+            if SEND:
+                for s in tl.static_range(1, N):
+                    chunk, until = _chunk(flat, (rank + s) % N, first, row, least, more, end, N, EVEN, ROWS)
+                    there = _slot(tl.load(windows + (rank + s) % N), pieces + s - 1, slot, SLOTS, BYTES, kind)
+                    inside = first + lane < until
+                    tl.store(there + lane, tl.load(chunk + first + lane, inside), inside)
+                tl.debug_barrier()  # until all threads have written
+            _count_for_all(windows, rank, counters, pieces, N)
+        if (t > 0) & (t <= rounds):
+            first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
+            for s in tl.static_range(1, N):
+                _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
+            chunk, until = _chunk(flat, rank, first, row, least, more, end, N, EVEN, ROWS)
+            inside = first + lane < until
+            mine = tl.load((chunk if SEND else own) + first + lane, inside)
+            total = mine
+            if SEND:
+                total = tl.full((SLOT,), float("-inf") if OP == "max" else 0, TOTAL)
+                for r in tl.static_range(N):  # in the ranks' order
+                    x = mine
+                    if r != rank:
+                        line = _slot(here, pieces + (rank - r + N) % N - 1, slot, SLOTS, BYTES, kind)
+                        x = tl.load(line + lane, inside, cache_modifier=".cg")  # past L1, as in _copy_bytes
+                    x = x.to(TOTAL)
+                    total = tl.maximum(total, x, tl.PropagateNan.ALL) if OP == "max" else total + x
+                total = (total / N if OP == "avg" else total).to(kind)
+            tl.store((chunk if GATHER else own) + first + lane, total, inside)
+            if GATHER:
+                for s in tl.static_range(1, N):
+                    there = _slot(tl.load(windows + (rank + s) % N), sums + s - 1, slot, SLOTS, BYTES, kind)
+                    tl.store(there + lane, total, inside)
+            tl.debug_barrier()
+            _count_for_all(windows, rank, counters, sums, N)
+        if t > 1:
+            first, slot = start + (t - 2) * SLOT, (before + t - 2) & (SLOTS - 1)
+            for s in tl.static_range(1, N):
+                _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
+                if GATHER:
+                    chunk, until = _chunk(flat, (rank - s + N) % N, first, row, least, more, end, N, EVEN, ROWS)
+                    line, inside = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind), first + lane < until
+                    tl.store(chunk + first + lane, tl.load(line + lane, inside, cache_modifier=".cg"), inside)
+    if rounds > 0:
+        tl.debug_barrier()  # until all threads have read the counter
+        tl.store(done, before + rounds)
+
+
+class AllReduce:
+    """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
+    of `all_reduce_bytes` bytes. Tensors are contiguous. op: "sum", "avg" or "max", of dtypes that it `combines`.
+
+    One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
+    Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
+    whole slots (`takes_rows`).
+    """
+
+    def __init__(self, windows, rank, device):
+        self.ranks, self.windows = len(windows), torch.tensor([*windows, rank], device=device)
+
+    @staticmethod
+    def combines(dtype, op):
+        return dtype in (*DTYPES, torch.float64) and op in ("sum", "avg", "max") or (dtype, op) == (torch.int64, "sum")
+
+    def takes_rows(self, nbytes):
+        """Whether a row's parts may have so many bytes: no slot may lie across two of them."""
+        return nbytes % sum_slot_bytes(self.ranks) == 0
+
+    def all_reduce(self, flat, op):
+        """Combine `flat` (n) of all ranks, in place."""
+        most = len(flat) - len(flat) % (16 * self.ranks)
+        for part in flat[:most], flat[most:]:  # apart, because only chunks of 16 k elements are read in vectors
+            self._launch(part, part, SEND=True, GATHER=True, OP=op)
+
+    def reduce_scatter(self, flat, result, op, row=0):
+        """Combine `flat` (N n) of all ranks, and write this rank's Nth to `result` (n)."""
+        self._launch(flat, result, row, SEND=True, GATHER=False, OP=op)
+
+    def all_gather(self, flat, own, row=0):
+        """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""
+        row, (flat, own) = row * flat.itemsize, (t.as_strided(t.shape, (1,)).view(torch.uint8) for t in (flat, own))
+        if (flat.data_ptr() | own.data_ptr() | len(own)) % 4 == 0:
+            row, flat, own = row // 4, flat.view(torch.int32), own.view(torch.int32)
+        self._launch(flat, own, row, SEND=False, GATHER=True, OP="")
+
+    def _launch(self, flat, own, row=0, **what):
+        if not len(flat):
+            return
+        (least, more), slot = divmod(len(flat), self.ranks), sum_slot_bytes(self.ranks) // flat.itemsize
+        unit, longest = slot if row else LEAST_BYTES // flat.itemsize, least + (more > 0)
+        width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
+        _all_reduce[(triton.cdiv(longest, width),)](
+            flat, own, self.windows, least, more, width, row, self.ranks, not more, row > 0, **what,
+            TOTAL={torch.float64: tl.float64, torch.int64: tl.int64}.get(flat.dtype, tl.float32),
+            PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot, num_warps=16)
+
+
+def window_bytes(ranks):
+    """Bytes of a window for an `AllToAll` and, behind it, an `AllReduce`."""
+    return all_to_all_bytes(ranks) + all_reduce_bytes(ranks)

@@ -1,0 +1,264 @@
+"""Processes on CPUs: mailboxes in shared memory, and a thread for asynchronous operations."""
+
+import contextlib
+import functools
+import itertools
+import mmap
+import os
+import queue
+import select
+import sys
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import irecv, ReduceOp
+
+import collectives as dist
+from collectives import TAG, Handle, Link, recursive_doubling, Traffic
+from fast.rings import Pending, PiecewiseLink
+from safe.launch import waits
+
+
+# `Mailboxes` passes messages between processes of one machine through slots of this size. There are several, so that
+# the sender fills one while the receiver empties another. To fill one costs a system call, which may wake the receiver.
+SLOT_BYTES, SLOTS = 1 << 20, 4
+
+
+# ----------------------------------------------------------------------------------------------------------------- gloo
+
+class PartialMessage(Handle):
+    """The handle of a message through Mailboxes. rest: its bytes that are not copied yet."""
+
+    def __init__(self, mailboxes, flat):
+        self.mailboxes, self.rest = mailboxes, flat.view(torch.uint8)
+
+    def is_completed(self):
+        return not len(self.rest)
+
+    def wait(self):
+        self.mailboxes.finish(self)
+
+    def cut(self):
+        """Take the bytes for the next slot off the front of `rest`."""
+        part, self.rest = self.rest[:SLOT_BYTES], self.rest[SLOT_BYTES:]
+        return part
+
+
+class Mailboxes:
+    """Messages between processes of one machine through shared memory, which spares them gloo's threads and TCP. A
+    message costs a copy into the shared memory and one out of it.
+
+    From each rank to each other there are SLOTS slots in the sender's memory, and a pipe. The sender copies a message,
+    or as much of it as a slot holds, into a slot and writes FULL into the pipe. The receiver copies it out and writes
+    EMPTY into the pipe back to the sender. It does so with its next FULL, or when half of the slots are empty, because
+    every write may wake the sender for nothing. A rank with nothing to copy sleeps until it can read from a pipe. When
+    a process dies, the system closes its pipes, so no rank waits for it.
+    """
+    FULL, EMPTY = b"F", b"E"
+
+    def __init__(self, link):
+        """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them."""
+        self.rank, self.size, self.others = link.rank, link.size, [r for r in range(link.size) if r != link.rank]
+        fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
+        self.own_ends = [os.fdopen(fd, "r+b", 0)]
+        os.ftruncate(fd, self.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
+        self.memory, self.read_ends, ends = [self.slots_in(fd)], {}, [0] * self.size
+        for r in self.others:
+            self.read_ends[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
+            self.own_ends.append(end)
+            ends[r] = end.fileno()
+        secret = int.from_bytes(os.urandom(7), "little")
+        self.secret_of(self.memory[0], self.rank).fill_(secret)
+        self.offer = [os.getpid(), fd, secret, *ends]
+
+    def slots_in(self, fd):
+        """The slots (N, SLOTS, SLOT_BYTES) of a rank, in row r those to rank r."""
+        memory = mmap.mmap(fd, self.size * SLOTS * SLOT_BYTES)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self.size, SLOTS, SLOT_BYTES)
+
+    def secret_of(self, slots, r):
+        """A number of rank r, in its slots to itself, which nobody uses."""
+        return slots[r, 0, :8].view(torch.int64)
+
+    def open(self, offers):
+        """Open every other rank's memory and pipe. OSError or ValueError: one cannot be opened."""
+        self.write_ends, self.to, self.source = {}, {}, {}
+        for r in self.others:
+            pid, fd, secret, *ends = offers[r]
+            with open(f"/proc/{pid}/fd/{fd}", "r+b", 0) as file:
+                self.memory.append(theirs := self.slots_in(file.fileno()))
+            if int(self.secret_of(theirs, r)) != secret:
+                raise OSError("a process of another container has this number here")
+            self.write_ends[r] = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
+            self.to[r], self.source[r] = itertools.cycle(self.memory[0][r]), itertools.cycle(theirs[self.rank])
+        self.sends, self.receives = ({r: deque() for r in self.others} for _ in range(2))
+        self.empty = dict.fromkeys(self.others, SLOTS)  # how many slots to rank r are empty
+        # How many slots from rank r are full, and how many are empty but not yet reported to it.
+        self.full, self.emptied = dict.fromkeys(self.others, 0), dict.fromkeys(self.others, 0)
+
+    def send(self, flat, peer):
+        self.sends[peer].append(message := PartialMessage(self, flat))
+        self._copy(peer)
+        return message
+
+    def receive(self, flat, peer):
+        self.receives[peer].append(message := PartialMessage(self, flat))
+        return message
+
+    def finish(self, message):
+        """Copy and sleep until this message is through. Other messages are copied, too: if each of two ranks served one
+        message alone, both could wait for ever for the other to empty a slot."""
+        while True:
+            for r in self.others:
+                self._copy(r)
+            if message.is_completed():
+                return
+            self._sleep()
+
+    def _copy(self, r):
+        """Fill the empty slots to rank r and empty the full ones from it."""
+        while self.sends[r] and self.empty[r]:
+            part = self.sends[r][0].cut()
+            next(self.to[r])[:len(part)].copy_(part)
+            self.empty[r] -= 1
+            if self.sends[r][0].is_completed():
+                self.sends[r].popleft()
+            self._write(r, self.FULL)
+        while self.receives[r] and self.full[r]:
+            part = self.receives[r][0].cut()
+            part.copy_(next(self.source[r])[:len(part)])
+            self.full[r] -= 1
+            self.emptied[r] += 1
+            if self.receives[r][0].is_completed():
+                self.receives[r].popleft()
+            if self.emptied[r] >= SLOTS // 2:
+                self._write(r, b"")
+
+    def _write(self, r, what):
+        what, self.emptied[r] = what + self.EMPTY * self.emptied[r], 0
+        with contextlib.suppress(BrokenPipeError):  # rank r is gone; `_sleep` says so to those who wait for it
+            self.write_ends[r].write(what)
+
+    def _sleep(self):
+        """Sleep until a rank with which a message is under way writes into its pipe, and count the slots it reports."""
+        poll, of = select.poll(), {}
+        for r in self.others:
+            if self.sends[r] or self.receives[r]:
+                of[self.read_ends[r].fileno()] = r
+                poll.register(self.read_ends[r], select.POLLIN)
+        heard = poll.poll(min(1000 * waits["timeout"], 2 ** 31 - 1))
+        if not heard:
+            raise RuntimeError(f"nothing arrived for {waits['timeout']} s")
+        for fd, _ in heard:
+            said = os.read(fd, 4096)
+            if not said:
+                raise RuntimeError(f"Connection closed by rank {of[fd]} of the group")
+            self.full[of[fd]] += said.count(self.FULL)
+            self.empty[of[fd]] += said.count(self.EMPTY)
+
+    def close(self):
+        for file in *self.read_ends.values(), *self.write_ends.values(), *self.own_ends:
+            file.close()
+
+
+def make_mailboxes(link):
+    """Mailboxes for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
+    if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":
+        return None
+    boxes, row = None, [0] * (3 + link.size)
+    with contextlib.suppress(OSError, AttributeError):  # some builds of Python have no memfd_create
+        boxes = Mailboxes(link)
+        row = boxes.offer
+    # The link's own messages, which are not counted: they keep their order among its operations, whatever thread runs
+    # them, and the library's collectives would not.
+    link.log, offers = Traffic(), [torch.tensor(row, device="cpu") for _ in range(link.size)]
+    Link.all_gather(link, offers)
+    opened = torch.zeros(1, dtype=torch.int32, device="cpu")
+    if boxes:
+        with contextlib.suppress(OSError, ValueError):
+            boxes.open([offer.tolist() for offer in offers])
+            opened += 1
+    recursive_doubling(link, opened, ReduceOp.MIN)
+    if not opened:
+        return None
+    for file in boxes.own_ends:  # else a pipe would stay open here, by this copy of its end, after its sender dies
+        file.close()
+    return boxes
+
+
+class GlooLink(PiecewiseLink):
+    """Processes on CPUs. Operations with async_op run in a thread beside the caller, first in, first out."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # named, because the default device may be a GPU
+        self.mailboxes = self._jobs = self._last = None
+
+    def scratch(self, like, count):
+        """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
+        if self.room.numel() < count * like.element_size():
+            self.room = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
+        return self.room[:count * like.element_size()].view(like.dtype)
+
+    def post(self, sends=(), receives=()):
+        def send_by_gloo(t, peer):
+            return torch_dist.isend(t.view(torch.uint8), None, self.group, TAG, peer)
+
+        def receive_by_gloo(t, peer):
+            return irecv(t.view(torch.uint8), None, self.group, TAG, peer)
+
+        boxes = self.mailboxes
+        send, receive = (boxes.send, boxes.receive) if boxes else (send_by_gloo, receive_by_gloo)
+        with self.naming():
+            handles = [receive(t, peer) for t, peer in receives if t.numel()]
+            for t, peer in sends:
+                if t.numel():
+                    self.count(t, peer)
+                    handles.append(send(t, peer))
+        return handles
+
+    def run(self, name, operation, arguments, async_op):
+        if not async_op and (self._last is None or self._last.is_completed()):
+            return super().run(name, operation, arguments, False)
+        # Queue behind the operations under way, because every rank must run them in the same order.
+        self._last = self._enqueue(functools.partial(super().run, name, operation, arguments, False))
+        return self._last if async_op else self._last.wait()
+
+    def prepare(self):
+        if self.mailboxes is None:
+            self.mailboxes = make_mailboxes(self) or False
+
+    def close(self):
+        if self._jobs:
+            self._jobs.put(None)
+            self._worker.join(2)  # a daemon thread that is inside C++ when Python exits would abort the process
+        if self.mailboxes:
+            self.mailboxes.close()
+        super().close()
+
+    def _enqueue(self, body):
+        # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            self._worker = threading.Thread(target=self._work, daemon=True)
+            self._worker.start()
+        future = Future()
+        self._jobs.put((future, body))
+        return Pending(future.result, future.done)
+
+    def _work(self):
+        for future, body in iter(self._jobs.get, None):
+            try:
+                future.set_result(body())
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
+                future.set_exception(error)
+            future = body = None  # else they would keep this operation's tensors until the next one
+
+
+def scratches():
+    """The buffers that gloo groups keep for messages: for receives, and Mailboxes's slots."""
+    links = [link for links in dist._links.values() for link in links.values() if isinstance(link, GlooLink)]
+    return [t for link in links for t in (link.room, *(link.mailboxes.memory if link.mailboxes else ()))]

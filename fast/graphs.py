@@ -1,0 +1,354 @@
+"""A pipeline's micro-batches, replayed from CUDA graphs."""
+
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+import collectives as dist
+from fast.adamw import AdamW
+from fast.overlap import stepped
+from fast.pipeline import PatientPipeline
+from fast import recorded
+from fast.zero import GuardedOptimizer
+from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage, sums
+from theory.clock import most_held
+
+
+class LeanGPT(ParallelGPT):
+    """A ParallelGPT that makes each list of actions once, and adds gradients up in few messages. With fast.adamw's
+    AdamW, clipping only computes a factor, because the kernel scales the gradients as it reads them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lists = {}  # (schedule, micro-batches) -> this rank's actions
+
+    def make_optimizer(self, *args, **kwargs):
+        optimizer = super().make_optimizer(*args, **kwargs)
+        if isinstance(optimizer, GuardedOptimizer) and isinstance(self.pipeline, GraphPipeline):
+            optimizer.wait_in(*self.stages.values())
+        return optimizer
+
+    def actions(self, schedule, m):
+        if (schedule, m) not in self.lists:
+            self.lists[schedule, m] = super().actions(schedule, m)
+        return self.lists[schedule, m]
+
+    @torch.no_grad()
+    def add_up_gradients(self):
+        """As in ParallelGPT, with one message for all gradients of a group and dtype. The cost: copies in and out."""
+        over = defaultdict(list)
+        for param in self.params:
+            for group in sums(param):
+                over[group, param.grad.dtype].append(param.grad)
+        for (group, _), grads in over.items():
+            flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(flat, group=group)
+            if len(grads) > 1:
+                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+                    grad.copy_(part.view_as(grad))
+
+    def clip_grad_norm_(self, max_norm, scale=1.0):
+        inner = getattr(self.optimizer, "inner", self.optimizer)
+        if not isinstance(inner, AdamW):
+            return super().clip_grad_norm_(max_norm, scale)
+        norm = clip_grad_norm_(self.params, 0, [None]) / scale
+        inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
+        return norm
+
+
+# ------------------------------------------------------------------------------------------------ pipeline: CUDA graphs
+#
+# A block launches some 45 kernels a micro-batch. Small kernels end before the CPU has launched the next one, so the GPU
+# idles. Replaying a recorded CUDA graph costs the CPU one launch. The price: a graph uses fixed addresses, so it keeps
+# its memory, inputs are copied in and outputs out, and gradients are added to the buckets' flat vectors, which must not
+# move. A replay runs no autograd hooks. ZeRO-2 and 3 gather units and reduce-scatter gradients in hooks, so for them
+# the hooks run during the recording, and what they launch becomes part of the graph.
+
+class Totals:
+    """A reducer's flat vectors, to which recordings add gradients. They keep their addresses from step to step."""
+
+    def __init__(self, reducer):
+        self.reducer, self.of = reducer, {}  # parameter -> its part of a flat vector
+        self.flats = {bucket: torch.empty(bucket.numel, dtype=reducer.total_dtype(bucket), device=bucket.device)
+                      for bucket in reducer.buckets}
+        for bucket, flat in self.flats.items():
+            self.of.update(zip(bucket.params, bucket.views(flat)))
+
+    def begin(self, overwrite):
+        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
+        for bucket, flat in self.flats.items():
+            flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
+            bucket.total = flat
+
+    def add(self, param, a, b=None, overwrite=False, computed=True):
+        """Add a gradient a, or a product a b, to param's total. Adding a bf16 product to float32 takes one pass."""
+        total, beta = self.of[param], 0 if overwrite else 1
+        if b is None:
+            (total.copy_ if overwrite else total.add_)(a)
+        elif total.dtype == a.dtype:
+            total.addmm_(a, b, beta=beta)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
+        if computed:  # what autograd's hook would do
+            self.reducer.computed(param)
+
+    def forget(self):
+        """Drop the .grads that recording has set: they are views of the totals, which would be added to themselves."""
+        for bucket in self.flats:
+            for param in stepped(bucket):
+                param.grad = None
+
+    def close(self, unused):
+        """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
+        for param in unused:
+            self.of[param].zero_()
+        self.reducer.finish()
+        return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
+
+    def replayed(self, averages):
+        """A graph has sent and received all buckets, so put the reducer into the state in which all have left."""
+        for bucket, grads in zip(self.flats, averages):
+            for p, grad in zip(stepped(bucket), grads):
+                p.grad = grad
+            bucket.total = None
+        self.reducer.next = len(self.flats)
+
+
+class ShardTotals:
+    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: an FSDP or a ShardedOptimizer.
+
+    The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
+    their addresses from step to step. If a step has one micro-batch, both lie in its graph's memory.
+    """
+
+    def __init__(self, sync):
+        self.sync, self.flats = sync, {}
+        self.reducers, self.units = (sync.reducers, sync.buckets) if isinstance(sync, FSDP) else ([sync.reducer], [])
+        self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
+
+    def begin(self, overwrite):
+        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch."""
+        if overwrite:
+            self.flats.clear()
+            return
+        for bucket, reducer in self.buckets:
+            if bucket not in self.flats:
+                self.flats[bucket] = torch.empty_like(bucket.shard)
+            flat = self.flats[bucket].zero_()
+            if reducer.stage == 2:
+                bucket.shard.grad = flat
+            else:
+                bucket.shard.grad, bucket.total = None, flat
+
+    def settle(self, kind):
+        """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
+        for reducer in self.reducers:
+            while reducer.under_way:
+                reducer.receive()
+        for flat in self.units:
+            flat.wait() if kind == "F" else flat.free()
+
+    def forget(self):
+        """Drop the .grads that a recording has set, which hold no numbers. Free units that evaluation left whole."""
+        self.settle("B")
+        for reducer in self.reducers:
+            reducer.forget()
+        for bucket, _ in self.buckets:
+            bucket.shard.grad = None
+
+    def close(self, unused):
+        self.sync.finish_grad_sync()
+        return [bucket.shard.grad for bucket, _ in self.buckets]
+
+    def replayed(self, averages):
+        """Put the reducers into the state in which all buckets have left."""
+        for (bucket, reducer), average in zip(self.buckets, averages):
+            bucket.shard.grad, bucket.total = average, None
+            if reducer.stage < 2:
+                reducer.next = len(reducer.buckets)
+
+
+class Recording(Passage):
+    """A Passage recorded as CUDA graphs, one for each action in `kinds` ("FB" or "FIW").
+
+    A Recording keeps memory for one micro-batch's activations, so each micro-batch in flight needs its own. Recordings
+    that are never in flight together share the memory of one `pool`. closes: this is the step's last micro-batch, and
+    its graph also sends the gradients. overwrite: it is the only one, so its gradients replace those of the last step.
+    """
+
+    def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
+                 overwrite=False):
+        super().__init__(module, loss, weight_gradients)
+        self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
+        self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.input, self.target, weight_gradients.add = x.detach().clone(), target.clone(), self.add
+        recorded.make_room()
+        self.graphs = {kind: recorded.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
+        self.edge, self.put_off = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
+
+    def record(self, kind):
+        if kind == "F":
+            self.output = super().forward(self.input, self.target)
+            self.dy = torch.empty_like(self.output)
+        elif kind == "W":
+            super().backward("W")
+        else:
+            self.dx = super().backward(kind, self.dy)
+        if self.closes and kind == self.kinds[-1]:
+            self.averages = self.totals.close(set(self.params) - self.touched if self.overwrite else ())
+
+    def add(self, param, a, b=None):
+        self.touched.add(param)
+        self.totals.add(param, a, b, self.overwrite, self.closes)
+
+    def gradients(self, dy):
+        wanted = [self.x] * self.x.requires_grad + self.params
+        grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))
+        dx = grads.pop(0) if self.x.requires_grad else None
+        for param, grad in zip(self.params, grads):
+            if grad is not None:
+                self.add(param, grad)
+        return dx
+
+    def replay(self, kind):
+        self.graphs[kind].replay()
+        if self.closes and kind == self.kinds[-1]:
+            self.totals.replayed(self.averages)
+
+    def forward(self, x, target=None):
+        self.input.detach().copy_(x)
+        if self.loss:
+            self.target.copy_(target)
+        self.replay("F")
+        return self.output.clone()
+
+    def backward(self, kind, dy=None):
+        if kind != "W":
+            self.dy.copy_(dy)
+        self.replay(kind)
+        return self.dx.clone() if kind != "W" and self.dx is not None else None
+
+
+class HookedRecording(Recording):
+    """A Recording that includes what autograd's hooks launch: ZeRO-2 and 3 gather and free units, and send gradients.
+
+    Units are gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
+    """
+    gradients = Passage.gradients
+
+    def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
+        totals.forget()  # frees all units, because the graph would not gather one that is whole now
+        totals.begin(overwrite)
+        super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
+        del weight_gradients.add  # hooks add gradients up; this reference would keep the memory
+
+    def record(self, kind):
+        super().record(kind)
+        self.totals.settle(kind)
+
+
+def no_graphs():
+    """An empty store for the recordings of a GraphPipeline."""
+    return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
+                           closing={},      # {stage: Recording of the last micro-batch, if it sends the gradients, too}
+                           recorded_for=None)  # (shape of its micro-batches, actions)
+
+
+class GraphPipeline(PatientPipeline):
+    """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
+
+    The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
+    With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
+    there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
+    """
+    recording = Recording
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.graphs, self.totals, self.replaying = no_graphs(), {}, False
+
+    def begin(self, actions, x, y, scale, syncs):
+        super().begin(actions, x, y, scale, syncs)
+        self.replaying = syncs is not None
+        if not self.replaying:
+            return
+        self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
+        self.last_of = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
+        self.add_up(syncs)
+        kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
+        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
+        asked, graphs = (x[0].shape, tuple(actions)), self.graphs
+        overwrite = asked == graphs.recorded_for and alone and len(x) == 1
+        for totals in self.totals.values():
+            totals.begin(overwrite)
+        if asked != graphs.recorded_for:
+            graphs.recordings, graphs.closing, graphs.recorded_for = {}, {}, asked
+        elif not graphs.recordings:
+            for stage in self.stages:
+                self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
+            self.add_up(syncs)
+            for totals in self.totals.values():
+                totals.forget()
+                totals.begin(overwrite)
+
+    def add_up(self, syncs):
+        """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
+        self.split_backward()
+        for stage, sync in syncs.items():
+            if sync not in self.totals:
+                self.totals[sync] = Totals(sync.reducer)
+            self.weight_gradients[stage].add = self.totals[sync].add
+
+    def record(self, stage, actions, kinds, alone, overwrite, totals):
+        example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        recording = partial(self.recording, self.stages[stage], self.loss if stage == self.count - 1 else None,
+                            self.weight_gradients[stage], totals, kinds, example, self.y[0])
+        if alone:
+            self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
+            self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
+        else:
+            eager = self.last_of[stage] if self.replicated else None
+            mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
+            self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
+
+    def passage(self, action):
+        s, closes = action.stage, self.replaying and action.micro_batch == self.last_of[action.stage]
+        if closes and s in self.graphs.closing:
+            return self.graphs.closing[s]
+        if self.replaying and self.graphs.recordings.get(s) and not (closes and self.replicated):
+            return self.graphs.recordings[s].pop()
+        return super().passage(action)
+
+    def backward(self, action):
+        passage = self.passages[action.stage, action.micro_batch]
+        super().backward(action)
+        if action.kind != "I" and isinstance(passage, Recording) and not passage.closes:
+            self.graphs.recordings[action.stage].append(passage)
+
+
+class HookedGraphPipeline(GraphPipeline):
+    """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
+    recording = HookedRecording
+
+    def begin(self, actions, x, y, scale, syncs):
+        if syncs is not None and (most_held(actions) > 1 or any(action.kind == "I" for action in actions)):
+            raise ValueError("CUDA graphs of ZeRO-2 and 3 run one micro-batch, F and B, before the next one: give "
+                             "schedule 1f1b")
+        super().begin(actions, x, y, scale, syncs)
+
+    def add_up(self, syncs):
+        for sync in syncs.values():
+            self.totals.setdefault(sync, ShardTotals(sync))
+
+
+def replay_micro_batches(net):
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages,
+    because while one micro-batch waits for its backward, the graphs of others would gather and free the same units."""
+    if net.zero > 1 and net.count > 1:
+        raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
+    pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
+    net.pipeline = pipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
+                            torch.device(net.device), net.pipeline.cut, channels=net.pipeline.channels)

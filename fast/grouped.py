@@ -1,0 +1,295 @@
+"""One launch for the products of all experts."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import kernels
+from fast.linear import sum_parts
+from kernels import _tile, grouped_reference, programs_at_once, TensorDescriptor, tl, triton
+
+
+# ----------------------------------------------------------------------------------------------------- grouped product
+#
+# A product for each group would make the CPU wait for counts, and small groups would leave multiprocessors idle. Here
+# one launch serves all groups: each program reads counts and finds its own group and rows. The price is a few programs
+# without work. Each group is cut into tiles of BM rows separately, so no tile has rows of two groups. With counts
+# 5, 0, 3 and BM = 4:
+#
+#     row        0  1  2  3 | 4           | 5  6  7    |
+#     row tile   0: 4 rows  | 1: 1 row    | 2: 3 rows  | 3, 4: surplus, exit
+#
+# E groups of R rows in all have at most ceil(R / BM) + E row tiles, whatever counts holds, so this many are launched.
+# Tile t belongs to the first group e with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product
+# with W's strides swapped. For dW, a program owns a tile of one dW_e and sums over e's rows alone, so a NaN in another
+# group's rows cannot reach it. y, dx and dW take 2 R in out FLOPs each, as with a single matrix.
+
+@triton.jit
+def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """(group, first row, the row after the group's last) of a row tile. A surplus tile gets a group of E or more."""
+    group = tl.arange(0, E_PAD)
+    count = tl.load(counts + group, group < E, 0)
+    tiles = (count + BM - 1) // BM
+    e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # how many groups end before this tile
+    start = tl.sum(tl.where(group < e, count, 0), 0)
+    first = start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM
+    return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
+
+
+@triton.jit
+def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_column, E_PAD: tl.constexpr,
+                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
+    if e >= E:
+        return
+    rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    # In place of rows and columns beyond the edges, the last row and the first columns are read, and not stored.
+    x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
+    weight += e.to(tl.int64) * w_group + (columns % N)[None].to(tl.int64) * w_row
+    weight += ks[:, None] * w_column                                                            # (BK, BN)
+    tile = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        tile = tl.dot(tl.load(x, ks[None] < K - k, 0), tl.load(weight, ks[:, None] < K - k, 0), tile,
+                      input_precision="tf32x3")
+        x += BK
+        weight += BK * w_column
+    if bias is not None:
+        tile += tl.load(bias + e * N + columns, columns < N, 0).to(tl.float32)[None]
+    tl.store(y + rows[:, None] * N + columns[None], tile, (rows[:, None] < end) & (columns[None] < N))
+
+
+@triton.jit
+def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A (BN, BK) tile of dW_e. With db, the program of the tile's first columns also sums BN elements of db_e."""
+    e, group = tl.program_id(2), tl.arange(0, E_PAD)
+    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
+    end = first + tl.load(counts + e)
+    n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK + tl.arange(0, BK)
+    tile, total = tl.zeros((BN, BK), tl.float32), tl.zeros((BN,), tl.float32)
+    for row in range(first, end, BM):
+        rows = row + tl.arange(0, BM)
+        d = tl.load(dy + rows[None] * N + n[:, None], (rows[None] < end) & (n[:, None] < N), 0)     # (BN, BM)
+        v = tl.load(x + rows[:, None] * K + k[None], (rows[:, None] < end) & (k[None] < K), 0)      # (BM, BK)
+        tile = tl.dot(d, v, tile, input_precision="tf32x3")
+        total += tl.sum(d.to(tl.float32), 1)
+    n = n.to(tl.int64)
+    tl.store(dw + (e.to(tl.int64) * N + n)[:, None] * K + k[None], tile, (n[:, None] < N) & (k[None] < K))
+    if db is not None:
+        if tl.program_id(0) == 0:
+            tl.store(db + e * N + n, total, n < N)
+
+
+GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
+
+
+def launch_grouped(x, weight, bias, counts):
+    """y (R, out), with masks in place of TMA. weight (E, out, in) of any strides."""
+    x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
+    y, (BM, BN, BK) = x.new_empty(len(x), N), GROUPED_TILES
+    _grouped_product[triton.cdiv(len(x), BM) + E, triton.cdiv(N, BN)](
+        x, weight, bias, y, counts, E, N, K, *weight.stride(), triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
+    return y
+
+
+def launch_grouped_gradients(dy, x, counts, biased):
+    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
+    dw, db, (BM, BN, BK) = x.new_empty(E, N, K), x.new_empty(E, N) if biased else None, GROUPED_TILES
+    _grouped_weight_gradient[triton.cdiv(K, BK), triton.cdiv(N, BN), E](
+        dy, x, dw, db, counts, N, K, triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
+    return dw, db
+
+
+# On Hopper, TMA moves whole tiles, so that programs compute no addresses and need no masks. But TMA stops only at the
+# edges of a tensor, and a group's end is not one. So a tensor of R rows of `width` gets a descriptor with two more
+# dimensions, which make the group's end an edge: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides
+# (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
+#
+#     2^30 (2^34 - width) + end width + (2^30 - end + row) width + column  =  2^64 + row width + column
+#
+# Addresses have 64 bits, so 2^64 drops out, and this is (row, column). The third index reaches its size 2^30 at
+# row = end: from there on, TMA loads zeros and stores nothing. One descriptor, made on the CPU, serves all groups.
+#
+# TFLOP/s on an H200 in bf16, from 1536 to 6144 columns, R = 16384 rows: 4 groups of 4096 | groups of 8192, 0, 5000 and
+# 3192 | 16 groups with sizes by Zipf's law. cuBLAS: a loop, counts on the CPU. _grouped_mm: PyTorch's own function.
+#
+#                ours               cuBLAS             _grouped_mm
+#     forward    685 | 644 | 627    695 | 649 | 579    673 | 620 | 585
+#     dx         715 | 720 | 619    728 | 706 | 578    698 | 700 | 610
+#     dW         680 | 655 | 548    698 | 695 | 538    688 | 608 | 543
+#
+# Forward was slower with one tile a program (620 | 598 | 546), with y stored through pointers (483), with tiles of
+# 128 x 128 (537), and with BK = 128 in 2 stages (510). Warp specialization, some warps only loading, gains nothing
+# forward, and Triton 3.6 miscompiles dW with it.
+
+@triton.jit
+def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
+    return D.load([1 << 30, end, (1 << 30) - end + row, column]).reshape(M, N)
+
+
+@triton.jit
+def _store_group(D, row, end, column, tile, M: tl.constexpr, N: tl.constexpr):
+    D.store([1 << 30, end, (1 << 30) - end + row, column], tile.to(D.dtype).reshape(1, 1, M, N))
+
+
+@triton.jit
+def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """table (row tiles, 3): group, first row, the group's end. So no program has to find them for every tile again."""
+    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
+    table += 3 * tl.program_id(0)
+    tl.store(table, e)
+    tl.store(table + 1, first)
+    tl.store(table + 2, end)
+
+
+@triton.jit
+def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.constexpr, E_PAD: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """Persistent: one program a multiprocessor, each computes several tiles. `flatten` makes one loop of those over
+    tiles and over K, so that a tile's first loads run while the tile before is stored.
+
+    W (E, N, K), or (E, K, N) if TRANSPOSED. y is stored in two halves, which needs half the shared memory.
+    """
+    group = tl.arange(0, E_PAD)
+    tall = tl.sum((tl.load(counts + group, group < E, 0) + BM - 1) // BM, 0).to(tl.int32)
+    wide = tl.cdiv(N, BN)
+    for program in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):
+        row, column = _tile(program, tall, wide, GROUP)
+        e, first, end = tl.load(table + 3 * row), tl.load(table + 3 * row + 1), tl.load(table + 3 * row + 2)
+        n = column * BN
+        tile = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            if TRANSPOSED:
+                tile = tl.dot(X.load([first, k]), W.load([e, k, n]).reshape(BK, BN), tile)
+            else:
+                tile = tl.dot(X.load([first, k]), W.load([e, n, k]).reshape(BN, BK).T, tile)
+        if bias is not None:
+            columns = n + tl.arange(0, BN)
+            tile += tl.load(bias + e.to(tl.int64) * N + columns, columns < N, 0).to(tl.float32)[None]
+        left, right = tile.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        _store_group(Y, first, end, n, left, BM, BN // 2)
+        _store_group(Y, first, end, n + BN // 2, right, BM, BN // 2)
+
+
+@triton.jit
+def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
+                                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """One (BN, BK) tile of dW_e a program. Not persistent: unequal groups make unequal programs, so it is better that
+    the hardware starts the next program on the multiprocessor that becomes free."""
+    e = tl.program_id(1)
+    end = tl.load(ends + e).to(tl.int32)
+    first = end - tl.load(counts + e).to(tl.int32)
+    row, column = _tile(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
+    n, k = row * BN, column * BK
+    tile = tl.zeros((BN, BK), tl.float32)
+    for at in range(first, end, BM):
+        tile = tl.dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
+    DW.store([e, n, k], tile.to(DW.dtype).reshape(1, BN, BK))
+
+
+@triton.jit
+def _sum_groups(dy, counts, partial, width, E_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """partial (E, parts, width): a program sums N columns of one group, over every parts-th block of M rows."""
+    e, part, parts, group = tl.program_id(1), tl.program_id(2), tl.num_programs(2), tl.arange(0, E_PAD)
+    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
+    end = first + tl.load(counts + e)
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    total = tl.zeros((M, N), tl.float32)
+    for start in tl.range(first + part * M, end, parts * M, num_stages=3):
+        row = start + tl.arange(0, M)[:, None]
+        total += tl.load(dy + row * width + column, (row < end) & (column < width), 0).to(tl.float32)
+    tl.store(partial + (e * parts + part).to(tl.int64) * width + column, tl.sum(total, 0, keep_dims=True),
+             column < width)
+
+
+def grouped_descriptor(x, rows, columns):
+    width = x.shape[1]
+    return TensorDescriptor(x, [2**31 - 2**16] * 2 + [2**30, width], [2**34 - width, width, width, 1],
+                            [1, 1, rows, columns])
+
+
+def tma_takes(*tensors):
+    """Whether TMA can address these 16-bit tensors (rows at multiples of 16 bytes), on Hopper, which the tiles fit."""
+    return all(t.numel() and t.dtype.itemsize == 2 and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0
+               and (kernels.INTERPRETED or kernels._generation(t.device) == 9) for t in tensors)
+
+
+SPARED = 0  # multiprocessors left free for the one-program kernels that signal other GPUs, which else would wait
+
+
+def tuned_grouped(x, weight, bias, counts):
+    check_grouped(x, weight, bias, counts)
+    x, (E, N, K), transposed = x.contiguous(), weight.shape, weight.stride(2) != 1
+    stored = (weight.mT if transposed else weight).contiguous()
+    if not tma_takes(x, stored) or N % 8:
+        return launch_grouped(x, weight, bias, counts)
+    y, (BM, BN, BK, GROUP, stages) = x.new_empty(len(x), N), GROUPED_TILES_TUNED["product"]
+    tall, padded = triton.cdiv(len(x), BM) + E, triton.next_power_of_2(E)
+    table = torch.empty(tall, 3, dtype=torch.int32, device=x.device)
+    _list_row_tiles[(tall,)](counts, table, E, padded, BM, num_warps=1)
+    tuned_grouped_kernel[(min(programs_at_once(x.device) - SPARED, tall * triton.cdiv(N, BN)),)](
+        TensorDescriptor(x, list(x.shape), [K, 1], [BM, BK]),
+        TensorDescriptor(stored, list(stored.shape), list(stored.stride()), [1, BK, BN] if transposed else [1, BN, BK]),
+        grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, table, E, N, K,
+        transposed, padded, BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
+    return y
+
+
+def tuned_grouped_gradients(dy, x, counts, biased):
+    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
+    if not tma_takes(dy, x):
+        return launch_grouped_gradients(dy, x, counts, biased)
+    (BM, BN, BK, GROUP, stages), dw, ends = GROUPED_TILES_TUNED["gradient"], x.new_empty(E, N, K), counts.cumsum(0)
+    tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
+        grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
+        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, ends, N, K, BM, BN, BK, GROUP,
+        num_warps=8, num_stages=stages)
+    return dw, grouped_sums(dy, counts) if biased else None
+
+
+def grouped_sums(dy, counts):
+    """(E, width): sums over the rows of each group. For dy (16384, 6144) it takes 55 us; reading dy takes 48."""
+    E, width = len(counts), dy.shape[1]
+    partial = torch.empty(E, 16, width, dtype=torch.float32, device=dy.device)
+    _sum_groups[triton.cdiv(width, 64), E, 16](dy, counts, partial, width, triton.next_power_of_2(E), 32, 64,
+                                               num_warps=2)
+    return sum_parts(partial, dy.dtype)
+
+
+def check_grouped(x, weight, bias, counts):
+    if (x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or counts.shape != weight.shape[:1]
+            or bias is not None and bias.shape != weight.shape[:2]):
+        raise ValueError(f"grouped product of x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
+                         f"{None if bias is None else tuple(bias.shape)} and counts {tuple(counts.shape)}: needs "
+                         f"(R, in), (E, out, in), (E, out) or None, (E)")
+    if x.dtype != weight.dtype or counts.dtype != torch.int64 or not x.device == weight.device == counts.device:
+        raise ValueError(f"grouped product of x {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, "
+                         f"counts {counts.dtype} on {counts.device}: x and weight must be of one dtype, counts int64, "
+                         f"all on one device")
+
+
+# BM, BN, BK, GROUP, stages
+GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 3)}
+
+
+class GroupedLinear(torch.autograd.Function):
+    """Keeps x, W and counts."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, counts):
+        ctx.save_for_backward(x, weight, counts)
+        return tuned_grouped(x, weight, bias, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, counts = ctx.saved_tensors
+        dx = tuned_grouped(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
+        _, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
+        return dx, dw, db, None
+
+
+def fast_grouped(x, weight, bias, counts):
+    if not kernels.on_triton(x):
+        return grouped_reference(x, weight, bias, counts)
+    return GroupedLinear.apply(x, weight, bias, counts.contiguous())

@@ -1,0 +1,185 @@
+"""Linear layers: biases summed by kernels, outputs padded, activations that add the bias, the tuned product."""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+import kernels
+from kernels import (
+    _elu, _elu_slope, _gelu, _gelu_slope, bias_gradient, elu, gelu, Linear, matmul, programs_at_once,
+    tl, triton, weight_gradients)
+
+
+# ------------------------------------------------------------------------------------------------ activations, linear
+#
+# Adding a bias before the activation would cost a pass over memory, and summing dx for the bias's gradient another one.
+# So the activation's kernel adds the bias as it reads x, and its backward sums dx while dx is in registers. The price
+# is a small second kernel, `sum_parts`, because each program sums only some of the rows.
+#
+# `column_sums` without x is that sum alone. For (32768, 768) it takes 25 us, PyTorch's 46, reading the tensor once 12.
+
+@triton.jit
+def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    wide = tl.cdiv(width, N)
+    row = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)[:, None]
+    column = tl.program_id(0) % wide * N + tl.arange(0, N)[None]
+    at, inside = row * width + column, (row < rows) & (column < width)
+    v = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + column, column < width).to(tl.float32)
+    tl.store(y + at, FUNCTION(v), inside)
+
+
+@triton.jit
+def _bias_backward(x, bias, dy, dx, partial, rows, width,
+                   SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
+    """dx, and the sums of its columns. A program reads N columns, M rows at a time, and keeps their sums in registers.
+
+    Programs of the same columns take every n-th M rows; each writes its sums to its own row of partial (programs,
+    width). SLOPE None: sum the columns of dy instead, and write no dx.
+    """
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    total = tl.zeros((M, N), tl.float32)
+    b = tl.load(bias + column, column < width, 0).to(tl.float32) if SLOPE is not None else 0.0
+    for start in tl.range(tl.program_id(1) * M, rows, tl.num_programs(1) * M, num_stages=STAGES):
+        row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
+        at, inside = row * width + column, (row < rows) & (column < width)
+        d = tl.load(dy + at, inside, 0).to(tl.float32)
+        if SLOPE is not None:
+            d *= SLOPE(tl.load(x + at, inside, 0).to(tl.float32) + b)
+            tl.store(dx + at, d, inside)
+        total += d
+    tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+
+
+@triton.jit
+def _sum_parts(partial, out, parts, width, M: tl.constexpr, N: tl.constexpr):
+    column = tl.program_id(0) * N + tl.arange(0, N)[None]
+    partial += tl.program_id(1).to(tl.int64) * parts * width
+    total = tl.zeros((M, N), tl.float32)
+    for start in tl.range(0, parts, M):
+        row = start + tl.arange(0, M)[:, None]
+        total += tl.load(partial + row * width + column, (row < parts) & (column < width), 0)
+    tl.store(out + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+
+
+def sum_parts(partial, dtype):
+    """(k, parts, width) float32 -> (k, width) of dtype: add up the programs' sums, in the same order in every run."""
+    k, parts, width = partial.shape
+    out = torch.empty(k, width, dtype=dtype, device=partial.device)
+    _sum_parts[(triton.cdiv(width, 32), k)](partial, out, parts, width, 128, 32, num_warps=4)
+    return out
+
+
+class BiasMap(torch.autograd.Function):
+    """function(x + bias); bias (width), along the last dimension. Keeps x and bias, not their sum."""
+
+    @staticmethod
+    def forward(ctx, x, bias, function, slope):
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of "
+                             f"{tuple(x.shape[-1:])}")
+        x, bias, ctx.slope = x.contiguous(), bias.contiguous(), slope
+        ctx.save_for_backward(x, bias)
+        y, width = torch.empty_like(x), x.shape[-1]
+        rows = x.numel() // width
+        _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias, y, rows, width, function, 8, 256,
+                                                                     num_warps=4)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, bias = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        return dx, column_sums(dy.contiguous(), x, bias, dx, ctx.slope), None, None
+
+
+WITH_BIAS = {elu: (_elu, _elu_slope), gelu: (_gelu, _gelu_slope)}  # activation: what `BiasMap` takes for it
+
+
+def add_bias(activation, x, bias):
+    """activation(x + bias), in one pass over x for those of WITH_BIAS."""
+    if activation in WITH_BIAS and kernels.on_triton(x):
+        return BiasMap.apply(x, bias, *WITH_BIAS[activation])
+    return activation(x + bias)
+
+
+def column_sums(dy, x=None, bias=None, dx=None, slope=None):
+    """A bias's gradient (width): the sum over the rows of dy (..., width). With x, dx = dy slope(x + bias) is computed,
+    written and summed instead."""
+    width = dy.shape[-1]
+    rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
+    partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
+    # The fastest at 32768 x 768 to 3072 and 8192 x 1600 to 6400. GELU's backward at 32768 x 3072 takes 168 us; with 3
+    # stages it would take 237, with 1 stage 179.
+    n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
+    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages,
+                                                   num_warps=warps)
+    return sum_parts(partial, dy.dtype)[0]
+
+
+class PaddedLinear(Linear):
+    """Without a bias, `pad_outputs` pads the outputs if 8 does not divide their number."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, take=None):
+        padded = pad_outputs(x, weight) if bias is None else weight
+        ctx.padded, ctx.take = padded is not weight, take
+        if not ctx.padded:
+            return Linear.forward(ctx, x, weight, bias, take)
+        y = F.linear(x, padded)                                                               # (..., padded)
+        # Backward needs y, because cross-entropy writes its gradient over the logits in y. Saved as y.data, because
+        # autograd raises an error if a saved tensor is overwritten, but does not check .data.
+        ctx.save_for_backward(x, padded, y.data)
+        return y[..., :len(weight)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if not ctx.padded:
+            return Linear.backward(ctx, dy)
+        x, padded, y = ctx.saved_tensors
+        rows = pad_columns(dy, y)
+        dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
+
+
+def fast_linear(x, weight, bias=None, take=None):
+    ours = kernels.on_triton(x) and (bias is not None or len(weight) % 8)  # else F.linear is as fast
+    return PaddedLinear.apply(x, weight, bias, take) if ours or take else F.linear(x, weight, bias)
+
+
+def pad_outputs(x, weight):
+    """The weight (out, in), with rows of zeros added if x is 16-bit and 8 does not divide `out` (50257 in GPT-2).
+
+    cuBLAS's fast kernels need rows that begin at multiples of 16 bytes. The three products (forward, dx, dW) of
+    8192 x 1600 with 50257 columns take 35 ms on an H200, with 50304 columns 6. The price is a copy of the weight.
+    """
+    if len(weight) % 8 and x.dtype.itemsize == 2 and kernels.on_triton(x):
+        return F.pad(weight, (0, 0, 0, -len(weight) % 64))
+    return weight
+
+
+def pad_columns(dy, y):
+    """dy (..., out), the gradient of y[..., :out], as (rows, y.shape[-1]) with zeros in the padding columns.
+
+    If cross-entropy wrote dy over the logits in y, y's padding columns already hold zeros, and this returns a view.
+    Any other dy is copied.
+    """
+    width, rows = y.shape[-1], dy.reshape(-1, dy.shape[-1])
+    if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
+        return rows.as_strided((len(rows), width), rows.stride())
+    return F.pad(rows, (0, width - rows.shape[1]))
+
+
+def fast_bias_gradient(dy):
+    return column_sums(dy) if kernels.on_triton(dy) else bias_gradient(dy)
+
+
+# ----------------------------------------------------------------------------------------------------- matrix product
+
+TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
+
+
+def tuned_matmul(a, b, function=None, tiles=None):
+    """matmul in the fastest tiles. In float32 a tile has twice the bytes, and a product takes three of TF32."""
+    return matmul(a, b, function, tiles or ((64, 64, 32, 8) if a.dtype == torch.float32 else TILES))

@@ -1,0 +1,37 @@
+"""Which link serves a group: `fast_link` takes the place of collectives.make_link."""
+
+import torch.distributed as torch_dist
+
+import collectives as dist
+from collectives import node_of
+from fast.gloo import GlooLink
+from fast.nccl import NcclLink, NodeLink
+from safe.messages import watched_link, WatchedLevels
+
+
+class TwoLevelGlooLink(WatchedLevels, GlooLink):
+    """Processes on the CPUs of several nodes."""
+
+
+class TwoLevelNcclLink(WatchedLevels, NcclLink):
+    """GPUs of several nodes: copies and windows inside, rings between."""
+
+    def levels(self):
+        self.inside.replays = self.between.replays = self.replays  # one recording holds the work of all three links
+        return super().levels()
+
+
+def gloo_link(group):
+    return TwoLevelGlooLink(group) if group in dist._levels else GlooLink(group)
+
+
+def nccl_link(group):
+    nodes = {node_of(rank) for rank in torch_dist.get_process_group_ranks(group)}
+    return NodeLink(group) if len(nodes) == 1 else TwoLevelNcclLink(group) if group in dist._levels else NcclLink(group)
+
+
+def fast_link(group, comm):
+    """As collectives.make_link: "ours" is answered here, the others are safe/'s."""
+    if comm != "ours":
+        return watched_link(group, comm)
+    return nccl_link(group) if torch_dist.get_backend(group) == "nccl" else gloo_link(group)

@@ -1,0 +1,280 @@
+"""GPUs: NCCL's messages replayed from graphs, and direct ways between the GPUs of one node."""
+
+import functools
+
+import torch
+
+import collectives as dist
+import kernels
+from collectives import _blocks, link_of
+from fast import recorded, rings, windows
+from fast.exchange import AllReduce, window_bytes
+from fast.recorded import Replays
+from fast.rings import Pending, PiecewiseLink
+from fast.windows import KERNEL_OPS, _in_step, _sum_rows, make_window
+from safe.messages import progress, tensors_of
+
+
+# If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s,
+# an all-reduce, us, by the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB
+# 8 | 23 | 11, 1 MiB 12 | 22 | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
+SUM_FROM = 1 << 12
+
+
+# ----------------------------------------------------------------------------------------------------------------- NCCL
+
+# Operations that are replayed. All-to-alls are not, because experts send other numbers of tokens in each step.
+REPLAYED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "reduce", "gather", "scatter")
+
+
+class NcclLink(PiecewiseLink):
+    """GPUs of several nodes. With async_op operations run on a side stream; REPLAYED ones are recorded."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.replays, self._stream = Replays(), None
+
+    def run(self, name, operation, arguments, async_op):
+        self.aside, tensors = async_op, [t for _, t in tensors_of(arguments)]
+        if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= recorded.REPLAY_BYTES:
+            memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+            how = [value for value in arguments.values() if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
+            key, body = (name, self.aside, *how, *memory), functools.partial(operation, self)
+            operation = lambda link: link.replays.run(key, body)  # noqa: E731
+        if not async_op:
+            return super().run(name, operation, arguments, False)
+        # A side stream waits for the work that the caller has queued so far, and for none that it queues later. Its
+        # priority is high, because its barriers would else wait for the end of a kernel that fills the GPU.
+        self._stream = self._stream or torch.cuda.Stream(priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            super().run(name, operation, arguments, False)
+            done = self._stream.record_event()
+        if torch.cuda.is_current_stream_capturing():
+            # The handle keeps the tensors, because a recording could not reuse their memory after record_stream.
+            return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done), done.query)
+        for t in tensors:
+            t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done
+        return Pending(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+
+    def close(self):
+        self.replays = Replays()
+        super().close()
+
+
+class Direct:
+    """Algorithms for ranks of which a switch joins every two at full speed, so that no rank need pass chunks on.
+
+    Rank r sends chunk c straight to rank c, for all c at once, and sums the chunks that it receives. This sends the
+    ring's bytes in one round instead of N-1 steps, and sums N rows at once, in float32 if they have 16 bits. It costs
+    room for N chunks. Between nodes the ring is better, because there one rank of a node sends out of it, not all.
+    Large chunks go through windows: they are summed where others wrote them, and gathered from their owners' windows.
+    If the caller waits, one kernel does all-reduces, all-to-alls, and the two operations of NTHS.
+    """
+
+    @property
+    def doubling_bytes(self):
+        return rings.DOUBLING_BYTES["switched"]
+
+    def window(self, nbytes):
+        """None, because this class shares no memory; `NodeLink` does."""
+        return None
+
+    def sums_from(self):
+        """From so many bytes on, a kernel does all-reduces that the caller waits for. Call on all ranks."""
+        self.aside = False
+        return SUM_FROM if self.kernel_window() else 1 << 62
+
+    def kernel_window(self):
+        """The window of the kernels, or None if the caller does not wait, or kernels or windows cannot be had."""
+        # The kernels take other dtypes, too, but on_triton knows those of layers.
+        able = not self.aside and kernels.on_triton(torch.empty(0, dtype=torch.float32, device=self.device))
+        return self.window(window_bytes(self.size)) if able else None
+
+    def kernel_for(self, flat, op=None):
+        """The exchange.AllReduce to combine `flat` by op, or without one to gather it. None if there is none."""
+        able = op is None or AllReduce.combines(flat.dtype, KERNEL_OPS.get(op))
+        able = able and SUM_FROM <= flat.nbytes < 1 << 31  # the kernel counts elements, or bytes, in 32 bits
+        window = self.kernel_window() if able else None
+        return window and window.sums
+
+    def all_reduce(self, flat, op):
+        chunks = flat.tensor_split(self.size)
+        if kernel := self.kernel_for(flat, op):
+            kernel.all_reduce(flat, KERNEL_OPS[op])
+            self._note_sent(flat, chunks, [chunks[self.rank]] * self.size)
+        elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
+            self.reduce_scatter([flat] * self.size, flat, op)
+        elif windows.WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= windows.WINDOW_BYTES and (
+                window := self.window(windows.WINDOW_BYTES)):
+            window.all_reduce(chunks, op)
+        else:  # two halves, (N-1)/N K sent in each
+            self.reduce_scatter(chunks, chunks[self.rank], op)
+            self.all_gather(chunks)
+
+    def _note_sent(self, written, *outgoing):
+        """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
+        torch.autograd.graph.increment_version(written)
+        for tensors in outgoing:
+            for r in range(self.size):
+                if r != self.rank:
+                    self.log.count(tensors[r])
+
+    def window_for_copies(self, chunks):
+        """The window through which copies do an operation on N chunks, or None if messages are faster."""
+        large = sum(chunk.nbytes for chunk in chunks) >= windows.WINDOW_FROM
+        return self.window(windows.WINDOW_BYTES) if large else None
+
+    def reduce_scatter(self, chunks, result, op):
+        if window := self.window_for_copies(chunks):
+            for *parts, into in _in_step([*chunks, result], windows.WINDOW_BYTES // self.size // 16 * 16):
+                _sum_rows(window.scatter(parts), [into], op)
+            return
+        own = chunks[self.rank]
+        rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
+        rows[self.rank] = own
+        self._swap(chunks, rows)
+        _sum_rows(rows, [result], op)
+
+    def all_gather(self, chunks):
+        if window := self.window_for_copies(chunks):
+            for parts in _in_step(chunks, windows.WINDOW_BYTES):
+                window.gather(parts)
+        else:
+            self._swap([chunks[self.rank]] * self.size, chunks)
+
+    def exchange_nths(self, operation, whole, own, op):
+        """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter `whole` into `own`, without
+        copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
+        gaps, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
+        row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
+        alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
+            whole.numel() == self.size * own.numel())
+        kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
+        if kernel and (not row or kernel.takes_rows(row * itemsize)):
+            if op is None:
+                kernel.all_gather(flat, own.view(-1), row)
+                self._note_sent(whole, [own] * self.size)
+            else:
+                kernel.reduce_scatter(flat, own.view(-1), KERNEL_OPS[op], row)
+                self._note_sent(own, [own] * self.size)
+        elif alike and ROW_BYTES <= row * itemsize <= windows.WINDOW_BYTES // self.size and row and (
+                window := self.window(windows.WINDOW_BYTES)):
+            rows = windows.WINDOW_BYTES // (self.size * row * itemsize)
+            for many, few in zip(whole.split(rows, 1), own.split(rows)):
+                window.gather_rows(many, few) if op is None else window.reduce_scatter_rows(many, few, op)
+        else:
+            operation(self)
+
+    def shift(self, outgoing, incoming):
+        """Send a flat tensor to the right rank and receive the left rank's. Between GPUs copy engines do it, because
+        they take no multiprocessor from the computation beside them."""
+        if window := self.window(windows.WINDOW_BYTES):
+            for out, into in _in_step([outgoing, incoming], windows.WINDOW_BYTES):
+                window.shift(out, into)
+        else:
+            self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
+
+    def all_to_all(self, outgoing, incoming):
+        if self.aside and windows.WINDOW_BYTES and (window := self.window(windows.WINDOW_BYTES)):
+            incoming[self.rank].copy_(outgoing[self.rank])
+            window.all_to_all_by_copies(outgoing, incoming)
+            return
+        if not self._by_one_kernel(outgoing, incoming, own=True):
+            incoming[self.rank].copy_(outgoing[self.rank])
+            self._swap(outgoing, incoming)
+
+    def _by_one_kernel(self, outgoing, incoming, own):
+        """Do an all-to-all by one kernel, with my own block if `own`. Returns False, and does nothing, if the caller
+        does not wait, or the kernel or a window cannot be had."""
+        window = self.kernel_window()
+        if window:
+            window.all_to_all(*([(t.data_ptr(), t.nbytes * (own or r != self.rank)) for r, t in enumerate(tensors)]
+                                for tensors in (outgoing, incoming)))
+            torch.autograd.graph.increment_version(incoming)
+        return bool(window)
+
+    def _swap(self, outgoing, incoming):
+        """An all-to-all without my own block, by one kernel or by messages that are all sent at once."""
+        if not self._by_one_kernel(outgoing, incoming, own=False):
+            others = [r for r in range(self.size) if r != self.rank]
+            self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
+
+
+# Rows with gaps between them are copied one by one if each has at least so many bytes, because a copy costs some us.
+# (2 H200s: with 32 rows of 1 MiB a step of GPT-2 medium took 137 ms, with 4 rows of 4 MiB 12 x 4096 blocks took 59 ms;
+# the same without --sp 107 and 58 ms.)
+ROW_BYTES = 1 << 22
+
+
+def takes_rows(nbytes, group, waits=True):
+    """Whether this group gathers (B, ...) into an (N, B, ...) that is not contiguous, and reduce-scatters back, in
+    place. nbytes: of one (...). waits: for a call without async_op. Call on all ranks."""
+    link = link_of(group)
+    if not isinstance(link, NodeLink):
+        return False
+    link.aside = not waits
+    window = link.kernel_window()
+    return bool(window and window.sums.takes_rows(nbytes)) or nbytes >= ROW_BYTES
+
+
+NTHS = {"all_gather_into_tensor": ("output_tensor", "input_tensor"), "reduce_scatter_tensor": ("input", "output")}
+
+
+class NodeLink(Direct, NcclLink):
+    """GPUs of one node. It assumes that a switch joins them."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self._windows, self._waited_all_to_all = {}, (window_bytes(self.size), False)
+
+    def run(self, name, operation, arguments, async_op):
+        if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
+            return None
+        if name in NTHS:
+            whole, own = (arguments[key] for key in NTHS[name])
+            operation = functools.partial(Direct.exchange_nths, operation=operation, whole=whole, own=own,
+                                          op=arguments.get("op"))
+        return super().run(name, operation, arguments, async_op)
+
+    def window_for_copies(self, chunks):
+        # It copies at least its own part.
+        self.replays.copies |= sum(chunk.nbytes for chunk in chunks) >= windows.WINDOW_FROM
+        return super().window_for_copies(chunks)
+
+    def window(self, nbytes):
+        """The Window of `nbytes` for the operation under way, or None if it must use messages. Operations beside the
+        caller have a window of their own, because two operations at a time would overwrite each other's bytes."""
+        key = nbytes, self.aside
+        if self.size == 1:
+            return None
+        if key not in self._windows and not torch.cuda.is_current_stream_capturing():
+            self._windows[key] = make_window(self, nbytes)  # all ranks make it together, which cannot be recorded
+        return self._windows.get(key)
+
+    def _all_to_all_at_once(self, output, input, output_split_sizes, input_split_sizes):
+        """Without `run`, do an all-to-all that the caller waits for, by the addresses of blocks in contiguous tensors.
+        `run`, which makes a view of each block, costs the CPU 80 us a call instead of 19. That is more than the kernel
+        takes up to 16 MiB, and experts call it five times a block. Returns False if `run` must do it."""
+        window = self._windows.get(self._waited_all_to_all)
+        if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
+                and input.dtype == output.dtype and kernels.on_triton(window.floats)):
+            return False
+        progress("all_to_all_single")
+        self.log = dist._traffic["all_to_all_single"]
+        self.log.calls += 1
+        places = []
+        for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
+            at, width = tensor.data_ptr(), tensor.itemsize
+            places.append(blocks := [])
+            for elements in _blocks(tensor, sizes, self.size):
+                blocks.append((at, elements * width))
+                at += elements * width
+        window.all_to_all(*places)
+        torch.autograd.graph.increment_version(output)
+        progress("after all_to_all_single")
+        return True
+
+    def close(self):
+        self._windows.clear()
+        super().close()

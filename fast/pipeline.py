@@ -1,0 +1,95 @@
+"""Transfers of a pipeline that neither disturb products nor wait for each other, and name what failed."""
+
+from collections import defaultdict, deque
+
+import torch
+
+import collectives as dist
+from parallel import other_end, Pipeline
+from safe.messages import lost_peer_named, progress
+
+
+# ------------------------------------------------------------------------------------------- pipeline: transfers, times
+
+class NamedHandle:
+    """A handle whose wait() reports progress, and whose error names the transfer that failed."""
+
+    def __init__(self, handle, what):
+        self.handle, self.what, self.is_completed = handle, what, handle.is_completed
+
+    def wait(self):
+        progress(f"waiting for the {self.what}")
+        with lost_peer_named(f"waited for the {self.what}"):
+            self.handle.wait()
+
+
+def pipeline_channels(mesh, around):
+    """{(from, to): group of two neighbours} of this rank's pipeline; from, to: places in it.
+
+    Each direction has its own group, so that activations and gradients do not wait for each other. around: the last
+    rank sends to the first one, too.
+    """
+    p, channels = mesh.shape[0], {}
+    neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
+    pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
+    for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
+        made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
+        if dist.get_rank() in ranks:
+            channels = made
+    return channels
+
+
+class PatientPipeline(Pipeline):
+    """A Pipeline that posts receives late on CUDA, frees an output once it is sent, and names a failed transfer.
+
+    On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
+    waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
+    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
+    of both directions would wait for each other in one group, so each direction between two neighbours has its own.
+    channels: of another pipeline of this mesh. If left out, groups are made, so all ranks must make a pipeline.
+    """
+    on_forward = None  # None, or a function to call after each forward: train.py measures activations there
+
+    def __init__(self, stages, count, mesh, *args, channels=None):
+        super().__init__(stages, count, mesh, *args)
+        self.rank, *place = mesh.get_coordinate()
+        self.ranks, self.channels = mesh.mesh[:, *place].tolist(), channels or pipeline_channels(mesh, count > self.p)
+
+    def begin(self, *args):
+        super().begin(*args)
+        self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
+
+    def expect(self, receive):
+        if self.device.type == "cuda":
+            self.expected[other_end(receive).stage % self.p].append(receive)
+        else:
+            self.post(receive)
+
+    def post(self, receive):
+        source, kind = other_end(receive).stage % self.p, "activation" if receive.kind == "RF" else "gradient"
+        what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        with lost_peer_named(f"posted the {what}"):
+            handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+        self.values[receive] = NamedHandle(handle, what), buffer
+
+    def take(self, receive):
+        source = other_end(receive).stage % self.p
+        while receive not in self.values:  # post all earlier ones first, because the other rank sends in this order
+            self.post(self.expected[source].popleft())
+        return super().take(receive)
+
+    def send(self, action):
+        receive, what = other_end(action), f"send {action} of the pipeline"
+        to, (_, tensor) = receive.stage % self.p, self.values.pop(receive)
+        progress(what)
+        with lost_peer_named(what):
+            handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])
+        self.sending.append((NamedHandle(handle, what), tensor))
+
+    def do(self, action):
+        super().do(action)
+        if action.kind == "F" and self.on_forward:
+            self.on_forward()
+        while self.sending and self.sending[0][0].is_completed():
+            self.sending.popleft()[0].wait()

@@ -1,0 +1,94 @@
+"""Sequence parallelism without permutations, and with less memory."""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+import collectives as dist
+import kernels
+from fast import nccl
+from further.sequence import gather_tokens, gathered, scatter_tokens
+from parallel import ColumnParallelLinear
+
+
+# ------------------------------------------------------------------------------ sequence parallel: without permutations
+#
+# A rank's tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens copy them into one message
+# or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node a kernel,
+# or the copy engines, read and write each sequence's tokens in place where `nccl.takes_rows`, so the functions below
+# save that copy.
+
+def start_gathering(x, group, async_op=False):
+    """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
+    n = dist.get_world_size(group)
+    if nccl.takes_rows(x[0].nbytes, group, not async_op):
+        whole = x.new_empty(len(x), n, *x.shape[1:]).transpose(0, 1)
+    else:
+        whole = x.new_empty(n, *x.shape)
+    return dist.all_gather_into_tensor(whole, x.contiguous(), group, async_op), whole.transpose(0, 1)
+
+
+def start_scattering(x, group, async_op=False):
+    """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
+    mine = x.new_empty(parts.shape[1:])
+    parts = parts if nccl.takes_rows(mine[0].nbytes, group, not async_op) else parts.contiguous()
+    return dist.reduce_scatter_tensor(mine, parts, group=group, async_op=async_op), mine
+
+
+def gather_in_place(x, group):
+    if not nccl.takes_rows(x[0].nbytes, group):
+        return gather_tokens(x, group)
+    return start_gathering(x, group)[1].flatten(1, 2)
+
+
+def scatter_in_place(x, group):
+    if not nccl.takes_rows(x[0].nbytes // dist.get_world_size(group), group):
+        return scatter_tokens(x, group)
+    return start_scattering(x, group)[1]
+
+
+class RegatheredProduct(torch.autograd.Function):
+    """f, then X W^T + b. X is (B, T/N, in), and a rank keeps only these, its own tokens, until backward.
+
+    That saves memory. The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks,
+    while it computes dY^T X. So a sublayer takes 5 halves of an all-reduce in place of 4. take: as for kernels.Linear.
+    In a zero-bubble pipeline "I" gathers X, and "W" frees it.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, take=None):
+        ctx.group, ctx.take = group, take
+        ctx.save_for_backward(x, weight)
+        return F.linear(gather_in_place(x, group), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x, weight), added, dx, dy = ctx.saved_tensors, dist.Handle(), None, dy.contiguous()
+        gathered, whole = start_gathering(x, ctx.group, async_op=True)
+        if ctx.needs_input_grad[0]:
+            added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
+        gathered.wait()
+        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        added.wait()
+        return dx, *gradients, None, None
+
+
+# ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
+
+class FusableColumns(ColumnParallelLinear):
+    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway.
+
+    In sequence parallelism f is `gathered`. Then the whole product is a RegatheredProduct, which gathers X itself, so
+    self.f does nothing. A layer without a bias, which in a GPT is the head alone, keeps the gathered X for backward.
+    """
+
+    def __init__(self, layer, group, *args, **kwargs):
+        super().__init__(layer, group, *args, **kwargs)
+        if self.f is gathered and self.bias is not None:
+            self.f = lambda x, group: x
+            self.linear = lambda x, weight, bias=None, take=None: RegatheredProduct.apply(x, weight, bias, group, take)
+
+    def product(self, x):
+        return self.linear(self.f(x, self.group), self.weight)

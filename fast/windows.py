@@ -1,0 +1,239 @@
+"""Memory on each GPU of a node that all its GPUs read and write."""
+
+import contextlib
+import functools
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import get_world_size, ReduceOp
+
+import kernels
+from collectives import COMBINE, _average, processes_of_a_node
+from fast import exchange
+from fast.exchange import all_to_all_bytes, AllReduce, AllToAll
+from safe.launch import waits
+
+
+# NCCL's messages are kernels, which take multiprocessors from the computation beside them; copy engines take none. So
+# beside computation, between GPUs that reach each other's memory, operations over at least WINDOW_FROM bytes are
+# copies: a reduce-scatter copies into the receiver's window, an all-gather out of the owner's. On 4 H200s, matrix
+# products of 39 ms took 42 while copies exchanged 2.4 GiB in 11 ms, and 45 while NCCL's messages did it in 25 ms (14
+# when alone).
+WINDOW_FROM, WINDOW_BYTES = 1 << 23, 1 << 27
+
+
+# ----------------------------------------------------------------------------------------------------- GPUs of one node
+
+FREE, ARRIVED = 1, 2  # channels of the signals between two ranks; barriers use channel 0
+
+
+class Window:
+    """Memory on each GPU that all GPUs of the group read and write, so that copy engines can carry messages and take no
+    multiprocessor from the computation. It costs its size on every GPU, and barriers in most operations.
+
+    A message is a copy, or an access of a kernel. Copies and barriers are work of a stream, like kernels: bytes that
+    were copied before a barrier have arrived after it, on every rank. When an operation ends, no rank accesses another
+    rank's window any more.
+    """
+    made = 0  # windows that this process has made
+
+    def __init__(self, link, mine):
+        import torch.distributed._symmetric_memory as symmetric_memory
+        self.link, self.mine = link, mine
+        self.handle = symmetric_memory.rendezvous(mine, link.group)
+        self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
+        self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
+        self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
+        self.make_kernels(mine.device)
+
+    def make_kernels(self, device):
+        places, behind = [window.data_ptr() for window in self.of], all_to_all_bytes(self.link.size)
+        self.kernel = AllToAll(places, self.link.rank, device)
+        self.sums = AllReduce([place + behind for place in places], self.link.rank, device)
+
+    def copy(self, to, source):
+        """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
+        self.link.replays.copies = True
+        to.copy_(source)
+
+    def barrier(self):
+        # This barrier kills the process silently when it times out, so Watch must time out earlier.
+        self.handle.barrier(timeout_ms=1000 * (waits["timeout"] + 60))
+
+    def open(self, flat):
+        """Copy `flat` where all ranks can read and write it until the next barrier. Returns every rank's tensor."""
+        _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
+        self.barrier()
+        return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
+
+    def scatter(self, parts):
+        """Write parts[r] into rank r's window. Returns the N parts (n) for this rank, its own included."""
+        self.barrier()  # all ranks have finished reading their window's old contents
+        for r in self.others:
+            start = self.link.rank * parts[r].nbytes
+            self.copy(self.of[r][start:start + parts[r].nbytes], parts[r].view(torch.uint8))
+            self.link.log.count(parts[r])
+        self.barrier()
+        own = parts[self.link.rank]
+        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
+        rows[self.link.rank] = own
+        return rows
+
+    def gather(self, parts):
+        """Copy parts[r] out of rank r's window, for every other r."""
+        self.open(parts[self.link.rank])
+        for r in self.others:
+            self.copy(parts[r].view(torch.uint8), self.of[r][:parts[r].nbytes])
+            self.link.log.count(parts[self.link.rank])
+        self.barrier()
+
+    def all_reduce(self, parts, op):
+        """`scatter` the parts, sum them, and `gather` the sums. A rank writes its sum into its window, behind the N
+        parts, and the others fetch it there."""
+        def place(r):
+            return self.of[r][len(parts) * parts[r].nbytes:][:parts[r].nbytes].view(parts[r].dtype)
+
+        own = parts[self.link.rank]
+        _sum_rows(self.scatter(parts), [own, place(self.link.rank)], op)
+        self.barrier()
+        for r in self.others:
+            self.copy(parts[r], place(r))
+            self.link.log.count(own)
+        self.barrier()
+
+    def gather_rows(self, whole, own):
+        """Copy `own` (B, ...) of rank r to whole[r], for every r. `whole` (N, B, ...) may have gaps between rows."""
+        tensors = self.open(own.view(-1))
+        whole[self.link.rank].copy_(own)
+        for r in self.others:
+            for place, row in zip(whole[r], tensors[r].view(own.shape)):
+                self.copy(place, row)
+            self.link.log.count(own)
+        self.barrier()
+
+    def reduce_scatter_rows(self, whole, own, op):
+        """Back: combine whole[r] of all ranks into `own` of rank r."""
+        for parts, result in zip(zip(*self.scatter_rows(whole)), own):
+            _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
+
+    def scatter_rows(self, parts):
+        """`scatter` of parts (N, B, ...), with or without gaps between rows. Returns [(B, ...) from each rank]."""
+        def of_rank(window, r):
+            return window[r * own.nbytes:(r + 1) * own.nbytes].view(own.dtype).view(own.shape)
+
+        own = parts[self.link.rank]
+        self.barrier()
+        for r in self.others:
+            for place, row in zip(of_rank(self.of[r], self.link.rank), parts[r]):
+                self.copy(place, row)
+            self.link.log.count(own)
+        self.barrier()
+        return [own if r == self.link.rank else of_rank(self.mine, r) for r in range(len(parts))]
+
+    def shift(self, outgoing, incoming):
+        """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
+        self.copy(incoming, self.open(outgoing)[self.link.rank - 1])
+        self.link.log.count(outgoing)
+        self.barrier()
+
+    def all_to_all(self, outgoing, incoming):
+        """Send outgoing[r] to every rank r, and put what rank r sends into incoming[r]; each is (address, bytes).
+
+        One kernel does it without barriers. Every two ranks count what has arrived between them and what was taken, so
+        no rank needs the sizes of other pairs, and a message larger than the window goes through it in pieces. The
+        kernel takes multiprocessors, as copies would not, but a rank that exchanges tokens has nothing else to compute.
+        (2 H200s, us, ours | NCCL: 1 KiB to 4 MiB 19 | 23, 16 MiB 35 | 54, 64 MiB 113 | 139, 1 GiB 1605 | 1627.)
+        """
+        self.kernel(outgoing, incoming)
+        for r in self.others:
+            if outgoing[r][1]:
+                self.link.log.messages += 1
+                self.link.log.bytes += outgoing[r][1]
+
+    def all_to_all_by_copies(self, outgoing, incoming):
+        """An all-to-all of flat tensors by copy engines, without my own block. Each sender has a slot in the receiver's
+        window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
+        which the receiver signals FREE when it has copied the slot out."""
+        slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (waits["timeout"] + 60)
+        outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
+        self.barrier()  # all ranks have finished reading their window's old contents
+        for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):
+            parts, into = ([t[start:start + slot] for t in tensors] for tensors in (outgoing, incoming))
+            for r in self.others:
+                if len(parts[r]):
+                    if start:
+                        self.handle.wait_signal(r, FREE, patience)
+                    self.copy(self.of[r][self.link.rank * slot:][:len(parts[r])], parts[r])
+                    self.handle.put_signal(r, ARRIVED, patience)
+                    self.link.log.count(parts[r])
+            for r in self.others:
+                if len(into[r]):
+                    self.handle.wait_signal(r, ARRIVED, patience)
+                    self.copy(into[r], self.mine[r * slot:][:len(into[r])])
+                    if start + slot < len(incoming[r]):
+                        self.handle.put_signal(r, FREE, patience)
+
+
+def make_window(link, nbytes):
+    """A Window for this group. Call it on all ranks; all get None if any GPU cannot reach another or has no room.
+
+    They also get None if they have made different numbers of windows, as the ranks of a pipeline's first and last stage
+    have, which share one for the tied embedding. PyTorch (up to 2.13 at least) lets ranks meet under the number of
+    windows that each has made, so ranks with different numbers would wait for each other for ever.
+    """
+    def agreed(*numbers):
+        numbers = torch.tensor(numbers, dtype=torch.int64, device="cuda")
+        torch_dist.all_reduce(numbers, ReduceOp.MIN, link.group)
+        return numbers.tolist()
+
+    import torch.distributed._symmetric_memory as symmetric_memory
+    gpus = [rank % processes_of_a_node(get_world_size())
+            for rank in torch_dist.get_process_group_ranks(link.group)]
+    mine = window = None
+    with contextlib.suppress(RuntimeError):
+        if all(a == b or torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus):
+            mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device="cuda").zero_()  # counters start from 0
+    ready, fewest, most = agreed(mine is not None, Window.made, -Window.made)
+    if not ready or fewest != -most:
+        return None
+    Window.made += 1
+    with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
+        window = Window(link, mine)
+    return window if agreed(window is not None)[0] else None
+
+
+def _in_step(chunks, nbytes):
+    """For each turn, [the part of each chunk], at most `nbytes` each. All ranks take equally many turns, so that their
+    barriers match; some parts are empty."""
+    n = nbytes // chunks[0].itemsize
+    return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
+
+
+KERNEL_OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
+
+
+def _kernel_sums(tensor):
+    """Whether `sum_rows` sums tensors like this one."""
+    return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
+        kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # as float32, because sum_rows takes float64, too
+
+
+def _copy(window, to, source):
+    """Copy within a GPU's memory, by a kernel where there is one: a graph that has recorded the kernel works on any
+    memory at that address, and one that has recorded a copy engine does not."""
+    if _kernel_sums(source):
+        exchange.sum_rows([source], [to], False)
+    else:
+        window.copy(to, source)
+
+
+def _sum_rows(rows, results, op):
+    """Combine `rows`, N tensors (n), into each of `results`. 16-bit rows are summed in float32."""
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
+        exchange.sum_rows(rows, results, op == ReduceOp.AVG)
+        return
+    half = rows[0].is_floating_point() and rows[0].itemsize == 2
+    total = functools.reduce(COMBINE[op], rows[1:], rows[0].float() if half else rows[0])
+    _average(op, total, len(rows))
+    for result in results:
+        result.copy_(total)

@@ -1,0 +1,211 @@
+"""ZeRO whose weights travel under computation."""
+
+import weakref
+
+import torch
+
+import collectives as dist
+from fast.adamw import AdamW
+from parallel import FSDP, FlatParameter, fsdp_units, ShardedOptimizer
+from theory.memory import tensors_in
+
+
+class GuardedOptimizer(ShardedOptimizer):
+    """A ShardedOptimizer that saves a pass over the weights, and raises ValueError for parameters added later.
+
+    fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
+    bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
+    drops it.
+    """
+    cut = False   # whether parameters have been cut into shards
+    late = False  # whether forward waits for weights, not `step`
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Bucket -> the handle of its all-gather under way; bucket -> the event at its end, for which graphs wait.
+        self.cut, self.gathering, self.arrived = True, {}, {}
+        if isinstance(self.inner, AdamW):
+            self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
+            if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
+                bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
+                self.inner.stepped = lambda shard: gather()([bucket_of[shard]], wait=False)
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
+        if not self.late:  # else forward or the next step waits
+            self.wait_for_weights(self.buckets)  # a step that failed has started to gather them
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self):
+        self.wait_for_weights(self.buckets)
+        if not self.reducer.finished:
+            self.finish_grad_sync()
+        super().step()
+
+    def gather_weights(self, buckets, wait=True):
+        """wait: until they are there, unless forward does."""
+        for bucket in reversed(buckets) if self.stage else ():  # forward wants the first layers first
+            if bucket not in self.gathering:
+                self.gathering[bucket] = handle = dist.all_gather_into_tensor(
+                    bucket.weights, bucket.weights[bucket.own], bucket.group, async_op=True)
+                if bucket in self.arrived:
+                    with torch.cuda.stream(self.stream):  # so that the updates of later buckets need not wait
+                        handle.wait()
+                        self.arrived[bucket].record()
+        if wait and not self.late:
+            self.wait_for_weights(self.buckets)
+
+    def wait_in(self, *modules):
+        """Let each unit of the modules wait for its own weights when its forward begins. Then `step` waits for none,
+        and they travel under the forward of the layers before. Whoever reads or writes parameters elsewhere calls
+        `wait_for_weights(buckets)` first; the modules' state_dict and load_state_dict do."""
+        self.late, self.stream = True, torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        for bucket in self.buckets:
+            if self.stage and bucket.weights.is_cuda:  # graphs wait for events, the same ones in every step
+                self.arrived[bucket] = torch.cuda.Event(external=True)
+                self.arrived[bucket].record()  # no gather comes before the first forward
+        wait = weakref.WeakMethod(self.wait_for_weights)
+
+        def hook(buckets):
+            return lambda *_: (alive := wait()) and alive(buckets)
+
+        for module in modules:
+            for unit, params in fsdp_units(module):  # frozen parameters have no bucket
+                mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}
+                unit.register_forward_pre_hook(hook(mine))
+            module.register_state_dict_pre_hook(hook(self.buckets))
+            module.register_load_state_dict_pre_hook(hook(self.buckets))
+
+    def wait_for_weights(self, buckets):
+        for bucket in buckets:
+            if bucket in self.arrived and torch.cuda.is_current_stream_capturing():
+                self.arrived[bucket].wait()  # every replay does, for the gather before it
+            elif bucket in self.gathering:
+                self.gathering.pop(bucket).wait()
+
+    def cast(self):
+        if not isinstance(self.inner, AdamW):
+            super().cast()
+
+    def state_dict(self):
+        """This rank's part: torch.optim's state_dict, and the master weights if parameters have 16 bits."""
+        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.with_masters])
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
+        masters. Call it on all ranks."""
+        self.wait_for_weights(self.buckets)
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        masters = state_dict.get("masters") or [b.weights[b.own] for b in self.with_masters]
+        for bucket, master in zip(self.with_masters, masters, strict=True):
+            bucket.shard.copy_(master)
+        for bucket in self.with_masters:
+            bucket.weights[bucket.own].copy_(bucket.shard)
+        self.gather_weights(self.with_masters)
+        self.wait_for_weights(self.buckets)
+
+    def add_param_group(self, group):
+        if self.cut:
+            raise ValueError("ShardedOptimizer cuts its parameters once, when it is made: make a new one with all of "
+                             "them")
+        super().add_param_group(group)
+
+
+class FetchedParameter(FlatParameter):
+    """A FlatParameter whose all-gather can be started early, so that it overlaps computation; `gather` waits for it."""
+    handle = None
+
+    def start(self):
+        if self.version != self.shard._version:
+            self.wait()
+            super().gather()
+
+    def all_gather(self):
+        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+
+    def gather(self):
+        self.start()
+        self.wait()
+
+    def wait(self):
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
+
+    def free(self):
+        self.wait()  # a gather under way must not write into freed memory
+        super().free()
+
+
+class FetchingFSDP(FSDP):
+    """Gathers the next unit while one computes, so that layers need not wait. The cost: two units are whole at a time.
+
+        forward    all-gather unit i+1 | compute unit i      in the order in which the last forward used the units
+        backward   all-gather unit i-1 | compute unit i      in this forward's order, reversed
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.order, self.last_order = [], []
+        self.reducers[1].syncing = False  # 1-D gradients have few elements: send them in finish_grad_sync
+        for part in self.module.modules():
+            part.register_state_dict_pre_hook(self._refuse)
+            part.register_load_state_dict_pre_hook(self._refuse)
+            part._apply = self._refuse
+
+    def _refuse(self, *_, **__):
+        raise RuntimeError("FSDP's parameters have no memory between steps: read them with full_state_dict(), set them "
+                           "with load(), and copy, move or cast a module before you wrap it")
+
+    _apply = __deepcopy__ = _refuse
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
+        named = [(name, param, self.bucket_of[param]) for name, param in self.module.named_parameters()]
+        return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
+        for reducer in self.reducers:
+            reducer.forget()
+        super().zero_grad(set_to_none)
+
+    def fetch(self, unit):
+        for flat in self.units[unit]:
+            flat.start()
+
+    def forward(self, *args, **kwargs):
+        self.last_order, self.order = self.order, []
+        output = super().forward(*args, **kwargs)
+        keep = self.last if torch.is_grad_enabled() else ()
+        for flat in self.buckets:
+            if not flat.stays_whole and flat not in keep:
+                flat.free()  # gathered ahead, but this forward did not use it
+        if torch.is_grad_enabled() and self.order:
+            self.fetch(self.order[-1])  # because backward starts with it
+        return output
+
+    def before_forward(self, unit, inputs):
+        super().before_forward(unit, inputs)
+        if not self.in_backward:  # in backward a checkpoint runs the unit again, which is no part of the order
+            i = len(self.order)
+            self.order.append(unit)
+            if i + 1 < len(self.last_order) and self.last_order[i] is unit:
+                self.fetch(self.last_order[i + 1])
+
+    def after_forward(self, unit, inputs, output):
+        super().after_forward(unit, inputs, output)
+        if not self.in_backward:
+            position = len(self.order) - 1
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self.fetch_before(position))
+
+    def fetch_before(self, position):
+        if 0 < position <= len(self.order):
+            self.fetch(self.order[position - 1])

@@ -1,0 +1,141 @@
+"""Context parallelism: what if one sequence is too long for one rank?
+
+    torchrun --nproc_per_node 2 train.py --plain --cp 2                       ring attention
+    torchrun --nproc_per_node 2 train.py --plain --cp 2 --cp-kind ulysses     heads for tokens
+"""
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import collectives as dist
+import kernels
+from parallel import Trade
+
+
+# ----------------------------------------------------------------------------- context parallel: a sequence over ranks
+#
+# Each rank holds T/N tokens of every sequence, in all layers. Only attention looks at other ranks' tokens. In ring
+# attention queries stay, and keys and values go round, N-1 times to the right. In step s a rank has those of rank r-s.
+# Attention to these alone has the output O_s and for each query L_s, the log of its sum of exp scores. They are merged
+# into O and L, those of all earlier steps (at first 0 and -inf):
+#
+#     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
+#
+# Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
+# them, and each rank adds its part, until they are home. A rank sends (N-1)/N x 2BTC elements forward, as many
+# backward, and as many again of dK and dV, in float32. (With tensor parallelism, C/tp stands for C.)
+#
+# A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
+# 0, and the last rank would work in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks
+# have equal work in each step:
+#
+#     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
+#     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
+#     rank 2           2     5   keys of a later rank:      the second chunk of queries sees all keys, the first none
+#     rank 3           3     4
+#
+# Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
+# ordinary attention for its heads, and a second all-to-all trades back. q, k, v and o make it
+# (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
+# Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
+
+def own_tokens(tokens, rank, n, kind, device="cpu"):
+    """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). n must divide tokens, 2n for a ring."""
+    chunks = torch.arange(tokens, device=device).view(2 * n if kind == "ring" else n, -1)
+    return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
+
+
+def shift(tensor, group):
+    """Send a tensor to the right rank, and return the left rank's."""
+    rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
+    for handle in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]):
+        handle.wait()
+    return incoming
+
+
+def going_round(tensor, group):
+    """Yields (rank, its tensor): this rank's, then in step s that of the rank s to its left."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    yield rank, tensor
+    for s in range(1, n):
+        tensor = shift(tensor, group)
+        yield (rank - s) % n, tensor
+
+
+def seen(rank, other, half):
+    """Which queries of a rank see keys of `other`: (slice of queries, slice of keys, causal). half: tokens a chunk."""
+    if other == rank:
+        return slice(None), slice(None), True
+    return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D) -> (B, T/N, H, D)."""
+
+    @staticmethod
+    def forward(ctx, qkv, group):
+        q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
+        ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
+        o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
+        for other, (k, v) in going_round(torch.stack(kv), group):
+            rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
+            o_s, lse_s = kernels.attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            total = torch.logaddexp(lse[:, :, rows], lse_s)
+            old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
+            o[:, :, rows] = o[:, :, rows] * old + o_s * new
+            lse[:, :, rows] = total
+        o = o.to(q.dtype)
+        ctx.save_for_backward(qkv, o, lse)
+        return o.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        qkv, o, lse = ctx.saved_tensors
+        (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
+        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), 0  # dkv: as received, the sum of other ranks' parts
+        for other, (k, v) in going_round(torch.stack(kv), ctx.group):
+            rows, keys, causal = seen(rank, other, q.shape[2] // 2)
+            dq_part, *part = kernels.attend_backward(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
+            dq[:, :, rows] += dq_part
+            mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
+            mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
+            if other == rank:
+                own = mine  # the others' parts of this rank's dK and dV are received last
+            else:
+                dkv = shift(mine + dkv, ctx.group)
+        return torch.stack([dq, *(own + dkv)]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None     # as qkv
+
+
+def heads_for_tokens(x, group):
+    """(B, T/N, ..., H, D) -> (B, T, ..., H/N, D): this rank's heads of all tokens."""
+    parts = x.unflatten(-2, (dist.get_world_size(group), -1)).movedim(-3, 0).contiguous()     # (N, B, T/N, ..., H/N, D)
+    dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
+    return whole.movedim(0, 1).flatten(1, 2)
+
+
+def tokens_for_heads(x, group):
+    """(B, T, ..., H/N, D) -> (B, T/N, ..., H, D): all heads of this rank's tokens."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()       # (N, B, T/N, ..., H/N, D)
+    dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
+    return whole.movedim(0, -3).flatten(-3, -2)
+
+
+def ulysses_attention(qkv, group):
+    """As RingAttention, but rank r holds T/N neighbours, from token r T/N on."""
+    y = kernels.attention(Trade.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
+    return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
+
+
+def context_parallel(module, group, kind):
+    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: "ring", "ulysses"."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    attention = {"ring": RingAttention.apply, "ulysses": ulysses_attention}[kind]
+    module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
+    for block in module.h.values():
+        block.attn.attention = lambda qkv: attention(qkv, group)

@@ -1,0 +1,83 @@
+"""Two levels: how do groups on several nodes use all network cards, not one?
+
+collectives.py makes a `TwoLevels` for a group that `two_levels` has split, so no caller changes.
+
+    torchrun --nnodes 2 ... train.py --plain --dp 8        on each of two nodes with four processes
+"""
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ReduceOp
+
+import collectives as dist
+from collectives import _average, Link, link_of, node_of, rows_and_columns
+
+
+class TwoLevels(Link):
+    """A group on M nodes with L ranks on each; rank r is number r mod L of node r // L.
+
+    In one ring all that leaves a node goes through one rank's network card (so NCCL lays several rings). Here all L
+    ranks send an Lth each:
+
+        all-reduce       reduce-scatter inside the node | all-reduce of my Lth between the nodes | all-gather inside
+        reduce-scatter   inside, once for the chunks of each node | between
+        all-gather       between | inside, once for the chunks of each node
+
+    Elements sent by each rank in an all-reduce: 2(L-1)/L x K inside, 2(M-1)/M x K/L between. The halves send half.
+    """
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.inside, self.between = map(link_of, dist._levels[group])  # my node; the ranks of my number in all nodes
+
+    def levels(self):
+        """Both links, which count what they send under the operation that is under way."""
+        self.inside.log = self.between.log = self.log
+        return self.inside, self.between
+
+    def of_each_node(self, chunks):
+        return [chunks[first:first + self.inside.size] for first in range(0, self.size, self.inside.size)]
+
+    def all_reduce(self, flat, op):
+        (inside, between), add = self.levels(), ReduceOp.SUM if op == ReduceOp.AVG else op
+        chunks = flat.tensor_split(inside.size)
+        mine = chunks[inside.rank]
+        inside.reduce_scatter(chunks, mine, add)
+        between.all_reduce(mine, add)
+        _average(op, mine, self.size)
+        inside.all_gather(chunks)
+
+    def reduce_scatter(self, chunks, result, op):
+        (inside, between), add = self.levels(), ReduceOp.SUM if op == ReduceOp.AVG else op
+        sums = [torch.empty_like(own[inside.rank]) for own in self.of_each_node(chunks)]  # over the ranks of my node
+        for node, own in enumerate(self.of_each_node(chunks)):
+            inside.reduce_scatter(own, sums[node], add)
+        between.reduce_scatter(sums, result, add)
+        _average(op, result, self.size)
+
+    def all_gather(self, chunks):
+        inside, between = self.levels()
+        between.all_gather(chunks[inside.rank::inside.size])
+        for own in self.of_each_node(chunks):
+            inside.all_gather(own)
+
+
+def two_levels(group, groups):
+    """Let a group work in two levels, if it spans several nodes, with equally many ranks, at least 2, on each.
+
+    groups: [the ranks, ascending, of each group of a mesh's axis], of which `group` is this rank's. Call it on all
+    ranks of the world, before the group is used, because every rank must take part in making every sub-group.
+    """
+    group = group or torch_dist.group.WORLD
+    if group in dist._levels:  # a mesh of one axis takes the world's group: already done
+        return
+    for ranks in groups:
+        nodes = defaultdict(list)
+        for rank in ranks:
+            nodes[node_of(rank)].append(rank)
+        counts = {len(node) for node in nodes.values()}
+        if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
+            if mine := rows_and_columns([*nodes.values()]):
+                dist._levels[group] = mine

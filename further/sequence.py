@@ -1,0 +1,57 @@
+"""Sequence parallelism: why should every tensor-parallel rank keep the same activations between sublayers?
+
+    torchrun --nproc_per_node 2 train.py --plain --tp 2 --sp
+"""
+
+import torch
+
+import collectives as dist
+from parallel import cuts, gpt2_plan, sums, tensor_parallel, Trade
+
+
+# ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
+#
+# Between g and the next f every rank of the group keeps, norms and adds up the same (B, T, C). Cut over T, each does so
+# for its own (B, T/N, C), and the two all-reduces are taken apart:
+#
+#     ... + ─ norm ─ f ─ A ─ GeLU ─ B ─ g ─ + ─ norm ─ f ...      f: forward all-gather, backward reduce-scatter
+#      T/N tokens    │     T tokens     │    T/N tokens           g: forward reduce-scatter, backward all-gather
+#
+# That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
+# the T tokens that f has gathered, because dA = X^T dY needs them. A parameter that sees T/N tokens alone (of a norm, a
+# bias added after g, positions) has a part of its gradient: the group must add the parts up, which `param.sums` says.
+# Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
+
+def gather_tokens(x, group):
+    """(B, T/N, C) of each rank -> (B, T, C)."""
+    whole = x.new_empty(dist.get_world_size(group), *x.shape)                                 # (N, B, T/N, C)
+    dist.all_gather_into_tensor(whole, x.contiguous(), group)
+    return whole.transpose(0, 1).flatten(1, 2)
+
+
+def scatter_tokens(x, group):
+    """(B, T, C) of each rank, a term of a sum -> (B, T/N, C), this rank's tokens of the sum."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()     # (N, B, T/N, C)
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(mine, parts, group=group)
+    return mine
+
+
+def gathered(x, group):
+    """f: (B, T/N, C) -> (B, T, C). Backward adds gradients up, because each token went into every rank's columns."""
+    return Trade.apply(x, group, gather_tokens, scatter_tokens)
+
+
+def scattered(x, group):
+    """g: each rank's term of a sum, (B, T, C) -> its tokens of the sum, (B, T/N, C)."""
+    return Trade.apply(x, group, scatter_tokens, gather_tokens)
+
+
+def sequence_parallel(module, group):
+    """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
+    tensor_parallel(module, group, gpt2_plan(gathered, scattered, module.config.experts > 0))
+    for param in module.parameters():
+        if all(cut.group != group for cut in cuts(param)):
+            param.sums = sums(param) + (group,)
+    positions = module.positions  # context parallelism may have cut the sequence before
+    module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]

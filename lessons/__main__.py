@@ -1,0 +1,5 @@
+"""python -m lessons NAME"""
+
+from lessons.demos import main
+
+main()

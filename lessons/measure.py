@@ -1,0 +1,188 @@
+"""Measuring: functions timed in turns, tables of rows, JSON."""
+
+import contextlib
+import csv
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections import defaultdict
+from unittest.mock import patch
+
+import torch
+import torch.distributed as torch_dist
+
+import collectives as dist
+import fast
+from kernels import triton
+from safe.flags import BadInput
+
+
+# PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
+warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def interleaved(steps, device, repeats, calls=1):
+    """Time {name: function}. Returns {name: seconds a call}, the median over repeats of the slowest rank's time.
+
+    The functions take turns, so that a slow moment of the machine hits all alike. All ranks start a turn together,
+    behind a barrier.
+    """
+    seconds = torch.zeros(len(steps), repeats, dtype=torch.float64, device=device)
+    for i in range(-3, repeats):  # the first three warm up
+        for j, step in enumerate(steps.values()):
+            synchronize(device)
+            torch_dist.barrier()
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                step()
+            synchronize(device)
+            if i >= 0:
+                seconds[j, i] = (time.perf_counter() - start) / calls
+    torch_dist.all_reduce(seconds, torch_dist.ReduceOp.MAX)
+    return dict(zip(steps, seconds.median(1).values.tolist()))
+
+
+def mark(device):
+    """The present moment on the device's own clock. A GPU's can be read only after synchronize."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def of_all_ranks(value, group=None):
+    every = [None] * dist.get_world_size(group)
+    torch_dist.all_gather_object(every, value, group)
+    return every
+
+
+def plain_rows(module, *names):
+    """[(module, name, the reference's own)] of a module's names, or of all that fast/ has replaced there."""
+    return [row for row in fast.PLAIN if row[0] is module and row[1] in (names or row)]
+
+
+@contextlib.contextmanager
+def patched(rows):
+    """Inside, each (object, attribute, what stands in its place) holds."""
+    with contextlib.ExitStack() as stack:
+        for row in rows:
+            stack.enter_context(patch.object(*row))
+        yield
+
+
+def reference():
+    """Inside, only the reference runs, as under train.py --plain, and links are made anew."""
+    return patched([*fast.PLAIN, (dist, "_links", defaultdict(dict))])
+
+
+class Table:
+    """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
+
+    def __init__(self, title, columns):
+        self.title, self.rows, self.columns = title, [], {}
+        for key, (name, form) in ((key, text.rsplit(":", 1)) for key, text in columns.items()):
+            self.columns[key] = name, form, re.match(r"[<>]\d+", form)[0]  # last: its side and width
+
+    def row(self, **values):
+        if not self.rows:
+            say(f"\n{self.title}\n\n" + "  ".join(format(name, place) for name, _, place in self.columns.values()))
+        self.rows.append(values)
+        say("  ".join(format("-", place) if values.get(key) is None else format(values[key], form)
+                      for key, (_, form, place) in self.columns.items()))
+
+
+def say(text):
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, flush=True)
+
+
+def write_json(path, what, device, tables, **more):
+    """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
+    if not path or int(os.environ.get("RANK", "0")):
+        return
+    here, commit, cuda = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "unknown", device.type == "cuda"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
+                                         stderr=subprocess.DEVNULL).strip()
+    hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
+             "command": " ".join(sys.argv), "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
+             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more,
+             "rows": [row for table in tables for row in table.rows]}
+    with open(path, "w") as file:
+        json.dump(found, file, indent=1)
+
+
+def seconds_of(functions, device, repeats):
+    """Time {who: (function, its inputs)} in turns. Returns {who: [median seconds forward, backward]}. A write of 2 GiB
+    goes first: it empties L2, and while it runs the CPU launches what is measured."""
+    samples = {who: [] for who in functions}
+    flush = torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
+    for i in range(-2, repeats):
+        for who, (function, inputs) in functions.items():
+            flush.zero_()
+            marks = [mark(device)]
+            out = function(*inputs)
+            marks.append(mark(device))
+            outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+            if outs:
+                grads = [torch.ones_like(o) for o in outs]
+                flush.zero_()
+                marks.append(mark(device))
+                torch.autograd.backward(outs, grads)
+                marks.append(mark(device))
+            synchronize(device)
+            took = [b - a if device.type == "cpu" else a.elapsed_time(b) / 1e3 for a, b in zip(marks[::2], marks[1::2])]
+            samples[who] += [took] * (i >= 0)
+            for x in inputs:
+                x.grad = None
+    return {who: [statistics.median(column) for column in zip(*rows)] for who, rows in samples.items()}
+
+
+# The collectives of training. A pipeline's transfers are not among them, because its stages cannot run without them.
+TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
+
+
+def replaced(make, names=TRAINING):
+    """Inside, make(function) replaces every collective of training."""
+    return patch.multiple(dist, **{name: make(getattr(dist, name)) for name in names})
+
+
+def left_out(function):
+    """A collective that sends nothing. An all-to-all gives a rank its own data back, so that counts of rows stay
+    possible, and as many rows come as leave. An all-gather repeats the rank's own part, because products of unset
+    memory, mostly zeros, draw less power and are faster: GPT-2 XL's step under ZeRO-3 took 139 ms in place of 168."""
+    def call(*args, **kwargs):
+        if function.__name__ == "all_to_all_single":
+            args[0].copy_(args[1])
+        elif function.__name__ == "all_gather_into_tensor":
+            whole, own = args[:2]
+            for part in whole.view(-1, *own.shape):
+                if part.data_ptr() != own.data_ptr():
+                    part.copy_(own)
+        return dist.Handle()  # whoever waits finds it done
+    return call
+
+
+@contextlib.contextmanager
+def readable(what, advice):
+    """Inside, an error in reading what() becomes BadInput."""
+    try:
+        yield
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, csv.Error) as error:
+        raise BadInput(f"{what()}: {type(error).__name__} {error}; {advice}") from None

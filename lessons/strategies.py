@@ -1,0 +1,440 @@
+"""One step of GPT under each strategy: time, memory, traffic, what is hidden; and without a piece of fast/."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import inspect
+import math
+import statistics
+from collections import Counter, defaultdict
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+
+import collectives as dist
+import kernels
+import model
+import parallel
+import train
+from fast import linear, nccl, norm, recorded, run
+from fast.graphs import no_graphs
+from fast.nccl import Direct, NodeLink
+from fast.overlap import Early
+from fast.pipeline import PatientPipeline
+from fast.zero import FetchingFSDP
+from further import experts
+from lessons import peers
+from lessons.machine import measure_machine, sent_in
+from lessons.measure import (
+    interleaved, left_out, of_all_ranks, patched, plain_rows, replaced, say, Table, write_json)
+from lessons.peers import PEERS
+from lessons.plan import describe_parameters
+from safe.reports import BirthLog, predicted_bytes, record_times, recorded_times
+from safe.messages import watched_link
+from safe.run import WatchedTrainer
+from theory.clock import simulate, split_pieces
+from theory.speed import attention_seconds, describe_machine, mfu, mfu_note, predict, ring_hides
+from theory.traffic import messages, tokens_of, widths
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+def layouts(n, m, virtual, experts=8):
+    """{strategy: its fields of train.py's Settings} for n processes. experts: how many the strategy "experts" has."""
+    every = {"one": {"dp": n}} if n == 1 else {}
+    every |= {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
+    if n > 1:
+        every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
+                  "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
+    if n > 3 and n % 2 == 0:
+        every |= {"hsdp": {"dp": n, "zero": 3, "zero_within": n // 2},
+                  "dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
+                  "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
+                  "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
+    if n > 1:  # last, because after them ranks have made different numbers of windows, and `make_window` makes no more
+        every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
+        every["interleaved"]["virtual_stages"] = virtual
+    # Random tokens teach a router nothing, and training on them would soon send all tokens to a few experts.
+    still = {"lr": 0.0, "min_lr": 0.0}
+    return every | {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
+
+
+def configs_of(config):
+    """(the dense model, the model with experts, its dense twin) of a config. If the config has no experts, every second
+    block gets 8, of which a token uses 2. The twin has no experts, but MLPs so wide that a token uses as many
+    parameters."""
+    dense = dataclasses.replace(config, experts=0)
+    few = {"experts": 8, "top_k": 2, "expert_every": min(2, config.n_layer)}
+    routed = config if config.experts else dataclasses.replace(config, **few)
+    mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # of a token
+    return dense, routed, dataclasses.replace(dense, inner=config.inner * mlps // config.n_layer)
+
+
+def make_trainer(config, s, device):
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
+    trainer = WatchedTrainer if s.plain else run.FastTrainer
+    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, False), device)
+
+
+WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # axes on which the caller waits for all-reduces
+
+
+@contextlib.contextmanager
+def routes_of(net):
+    """Inside, record for each forward of a block with experts int64 (E): how many rows this rank's tokens send to each
+    expert. Forwards that backward runs again are not recorded."""
+    routes = []
+
+    def kept(mlps, rows, counts):
+        if torch._C._current_graph_task_id() == -1:  # no backward is running
+            routes.append(counts)
+        return mlps(rows, counts)
+
+    with contextlib.ExitStack() as stack:
+        for part in (part for stage in net.stages for part in net.module(stage).modules()):
+            if isinstance(part, experts.Experts):
+                stack.enter_context(patch.object(part, "mlps", functools.partial(kept, part.mlps)))
+        yield routes
+
+
+def predicted_traffic(trainer, routes=()):
+    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`. Call on
+    all ranks."""
+    s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
+    stages = list(enumerate(split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
+    kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
+    total, buckets, of_experts, rows = Counter(), [], [], None
+    for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
+        gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
+        (of_experts if net.ep and bucket.group == net.same_experts else buckets).append((bucket.numel, gathers))
+    if net.ep:
+        n, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+        there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
+        rows = there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, net.ep))))
+    partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
+    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
+    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
+        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
+        total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
+                                           for elements in item.elements)
+    return {op: n for op, n in total.items() if n}
+
+
+def communication_alone(trainer, device, repeats, calls=1):
+    """(alone: seconds of a step's collectives, one after the other; without: seconds of the step without them). The
+    hidden share is 1 - (whole step - without) / alone. Without collectives gradients are wrong, but the time is right.
+    """
+    log, scratch = [], {}
+
+    def recorded(function):
+        def call(*args, **kwargs):
+            bound = inspect.signature(function).bind(*args, **kwargs).arguments
+            log.append(functools.partial(function, **{
+                key: scratch.setdefault((value.shape, value.dtype, key),
+                                        torch.zeros_like(value, memory_format=torch.contiguous_format))
+                if isinstance(value, torch.Tensor) else value for key, value in bound.items() if key != "async_op"}))
+            return function(*args, **kwargs)
+        return call
+
+    trainer.net.pipeline.graphs = no_graphs()  # a recorded graph would call the real collectives
+    with replaced(recorded):
+        trainer.step(0)
+    alone = interleaved({"": lambda: [call() for call in log]}, device, repeats)[""]
+    log.clear(), scratch.clear()
+    trainer.net.pipeline.graphs = no_graphs()
+    with replaced(left_out):
+        without = interleaved({"": lambda: trainer.step(0)}, device, repeats, calls)[""]
+    trainer.net.pipeline.graphs = no_graphs()  # the graphs just recorded send nothing
+    return alone, without
+
+
+def stage_costs(gradients, trainer, repeats):
+    """(F, I, W): seconds of one micro-batch through a rank's stages in the pipeline, without waiting, on the slowest
+    rank. If the schedule does not split backward, I and W are half of it each. gradients(): runs a step's forward and
+    backward."""
+    pipe, samples = trainer.net.pipeline, []
+    for _ in range(repeats):
+        record_times(pipe)
+        gradients()
+        took = Counter()
+        for action, start, end in recorded_times(pipe):
+            took[action.kind] += (end - start) / trainer.s.micro_batches
+        samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
+    return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
+
+
+def forget():
+    """Free what the last strategy left: cycles, cached blocks, every group but the world's (sockets, buffers)."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for group in [*torch_dist.distributed_c10d._world.pg_map]:
+        if group is not torch_dist.group.WORLD:
+            dist.destroy_process_group(group)
+    torch.cuda.empty_cache()  # does nothing without CUDA
+
+
+def peak_gib(device, build):
+    """(what build() returns, GiB that it took at its peak on this rank, by the allocator; None on the CPU)."""
+    if device.type != "cuda":
+        return build(), None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = build()
+    torch.cuda.synchronize()
+    return made, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def strategies(a):
+    device = dist.initialize(a.device)
+    if a.without:
+        without(a, device)
+        return
+    comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
+    machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
+    machine = machines[comms[0]]
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
+    for reason in a.reasons:
+        say(f"left out: {reason}")
+    table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted | measured: "
+                  "GiB of tensors on rank 0\n"
+                  "(peak: the allocator's), MiB that rank 0 sends, bubble. hidden: communication under computation.", {
+        "strategy": "strategy:<11", "who": "who:<31", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
+        "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f",
+        "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
+        "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
+        "bubble_measured": "measured:>8.1f"})
+    for name, s in a.layouts.items():
+        for row in measure_strategy(name, s, a, device, machines):
+            table.row(**row)
+        forget()
+    say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
+    for row in (row for row in table.rows if "memory_by_rank" in row):
+        predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
+                               for column in zip(*row["memory_by_rank"]))
+        peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
+        say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
+    for name, s in a.layouts.items():
+        if s.cp > 1 and s.cp_kind == "ring":
+            say(describe_ring(name, s, a.configs[name], machine))
+    if "one" in a.layouts:
+        say(describe_one(next(row for row in table.rows if row["strategy"] == "one"), a.configs["one"],
+                         a.layouts["one"], machine))
+    if "experts" in a.layouts:
+        say(describe_experts(table.rows, a.configs["experts"]))
+    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
+
+
+def sends_late(computed):
+    """`Early.computed`, but buckets wait for the end of backward."""
+    def call(self, param):
+        syncing, self.syncing = self.syncing, False
+        computed(self, param)
+        self.syncing = syncing
+    return call
+
+
+def always(s):
+    return True
+
+
+def ring_for_ours(group, comm):
+    return watched_link(group, "ring" if comm == "ours" else comm)
+
+
+def add_and_norm(x, residual, weight, bias, eps=1e-5):
+    """norm.add_layer_norm without its kernel."""
+    x = x if residual is None else x + residual
+    return x, kernels.layer_norm(x, weight, bias, eps)
+
+
+# A piece of fast/: (a function that gives what stands in its place, [(object, attribute, value), ...]; which layouts
+# use the piece).
+WITHOUT = {
+    "graphs": (lambda: [(run, "replay_micro_batches", lambda net: None)], always),   # kernels launched one by one
+    "kernels": (lambda: [(kernels, "on_triton", lambda x: False)], always),          # PyTorch's operations
+    "tuning": (lambda: [*plain_rows(kernels), (linear, "WITH_BIAS", {}),             # the reference's kernels
+                        (norm, "add_layer_norm", add_and_norm)], always),
+    "fusion": (lambda: plain_rows(model) + plain_rows(experts, "Router", "Experts"), always),  # its blocks
+    "links": (lambda: [(dist, "make_link", ring_for_ours)], always),                 # rings
+    "windows": (lambda: [(NodeLink, "window", Direct.window)], always),              # NCCL's messages
+    "sums": (lambda: [(NodeLink, "kernel_for", lambda *args: None)], always),        # all-reduces by copies, messages
+    "replay": (lambda: [(recorded, "REPLAY_BYTES", 0)], always),                     # collectives launched one by one
+    "early": (lambda: [(Early, "computed", sends_late(Early.computed))], lambda s: s.dp > 1 and s.zero < 2),
+    "fetching": (lambda: [(FetchingFSDP, "fetch", lambda self, unit: None)], lambda s: s.zero == 3),  # no unit ahead
+    "rows": (lambda: [(nccl, "takes_rows", lambda *args: False)], lambda s: s.sp),   # tokens copied into one message
+    "patience": (lambda: [(PatientPipeline, "expect", PatientPipeline.post)], lambda s: s.pp > 1)}
+
+
+def without(a, device):
+    """Time each strategy's step with all of fast/, then without one piece after the other, and with all again."""
+    table = Table("A step without a piece of fast/, over a step with all (again: with all, for the noise)", {
+        "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
+
+    def seconds(name, piece=None):
+        rows, used = WITHOUT.get(piece, (list, always))
+        if not used(a.layouts[name]):
+            return None
+        with patched([*rows(), (dist, "_links", defaultdict(dict))]):
+            trainer = make_trainer(a.configs[name], a.layouts[name], device)
+            trainer.step(0, BirthLog())
+            found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
+            trainer = None
+            forget()
+            for link in {link for links in dist._links.values() for link in links.values()}:  # the world's
+                link.close()
+        return found
+
+    for name in a.layouts:
+        first = seconds(name)
+        row = {piece: seconds(name, piece) for piece in (*a.without, "again")}
+        table.row(strategy=name, ms=1e3 * first, **{piece: took and took / first for piece, took in row.items()})
+    write_json(a.json, "without", device, [table], model=a.model)
+    return table
+
+
+def describe_ring(name, s, config, machine):
+    """A text: from which T/N on attention hides a ring's traffic, by the measured speeds."""
+    ways = [f"{factor:g} F/W = {factor * machine.attention / machine.link:,.0f} tokens {way}"
+            for factor, way in zip(ring_hides(1, 1, train.DTYPES[s.dtype]), ("forward", "backward"))]
+    return (f"\n{name}: T/N is {config.seq_len // s.cp:,}. Attention hides the ring's traffic from {', '.join(ways)},\n"
+            f"by the measured F = {machine.attention / 1e9:,.1f} GFLOP/s of causal attention and W = "
+            f"{machine.link / 1e9:.1f} GB/s between ranks")
+
+
+def parts_of_a_step(config, s, machine):
+    """{kind of work: its seconds in a step on one GPU}, each at its own best rate: products and attention as measured
+    alone, all that is bound by memory at the speed of a copy, and no kernel waits for the CPU."""
+    tokens, c, blocks = s.micro_batches * tokens_of(config, s), config.n_embd, config.n_layer
+    matrices = blocks * (4 * c * c + 2 * c * config.inner) + c * config.vocab_size
+    logit = 3 * widths(s)[0]  # bytes: cross-entropy reads a logit twice, and writes its gradient
+    costs = predict(config, dataclasses.replace(s, cuda_graphs="on"), dataclasses.replace(
+        machine, elementwise=machine.hbm, loss=machine.hbm / logit, launch=0.0))
+    products = 6 * matrices * tokens / machine.matmul
+    attention = 3.5 * blocks * s.micro_batches * attention_seconds(config, s, machine)
+    return {"products": products, "attention": attention, "clipping and AdamW": costs.optimizer,
+            "all other kernels": costs.compute - products - attention}
+
+
+def describe_one(row, config, s, machine):
+    parts = parts_of_a_step(config, s, machine)
+    alone = 1e3 * sum(parts.values())
+    each = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in parts.items())
+    return (f"\none: the parts of a step, each at its best rate, in ms: {each}; together {alone:.1f}. The step takes "
+            f"{row['ms']:.1f}, {row['ms'] / alone:.2f} times as long")
+
+
+def describe_experts(rows, config):
+    """A text: tokens/s with experts over those of the dense twin, and the share of a step that all-to-alls take."""
+    ours, twins = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
+    count = sum(map(config.has_experts, range(config.n_layer)))
+    lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
+    lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
+              for row, twin in zip(ours, twins)]
+    if took := ours[0].get("all_to_all_ms"):
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %, measured beside "
+                     f"a step without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
+    return "\n" + "\n".join(lines)
+
+
+def in_a_row(a, device):
+    """How many steps are timed at a time. On GPUs several, because a step may leave traffic to the next one's forward,
+    and the CPU runs ahead, as both do in training."""
+    return 3 if device.type == "cuda" and not a.quick else 1
+
+
+def warm_up(step, s, config):
+    """Run one untimed step, because the first one takes longer. A model with experts takes 64, in which the routers'
+    biases move less and less and even out the loads, as training soon would. Then the biases stay, so that all steps
+    take equally long."""
+    for i in range(64 if config.experts else 1):
+        s.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
+        step()
+    s.balance_rate = 0.0
+
+
+def measure_strategy(name, s, a, device, machines):
+    """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
+    comms, config, tokens = list(machines), a.configs[name], a.batch_size * a.config.seq_len / a.gpus
+    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
+
+    def build():
+        trainer = make_trainer(config, s, device)
+        trainer.step(0, BirthLog())
+        warm_up(lambda: trainer.step(1), s, config)
+        return trainer
+
+    def build_peer():
+        step, title = peer(config, s, device, *batches)
+
+        def in_pytorch():  # with PyTorch's kernels, because ours know neither autocast nor DTensor
+            kernels.use("torch")
+            step()
+            kernels.use("auto")
+        in_pytorch()
+        warm_up(in_pytorch, s, config)
+        return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
+
+    def ours(comm):
+        for group in trainer.net.groups:
+            dist.use(group, comm)
+        trainer.net.pipeline.graphs = graphs[comm]  # a graph sends as it was recorded
+        trainer.step(2)
+
+    (trainer, peak), graphs = peak_gib(device, build), {comm: no_graphs() for comm in (*comms, "ours")}
+    batches = trainer.micro_batches(trainer.train_data, 0, 0)
+    memory = of_all_ranks((predicted_bytes(trainer, trainer.share), trainer.measured_bytes()))
+    peaks = of_all_ranks(peak)
+    ours("ours")
+    with routes_of(trainer.net) as routes:
+        dist.reset_traffic()
+        ours("ours")
+    counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+    formula = predicted_traffic(trainer, routes)
+
+    steps = {comm: functools.partial(ours, comm) for comm in comms}
+    if s.pp > 1:
+        steps["gradients"] = lambda: (trainer.optimizer.zero_grad(), trainer.net.forward_backward(*batches, s.schedule))
+    if peer:
+        (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
+    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline's bubble is one step's
+    seconds = interleaved(steps, device, a.repeats, calls)
+    first = {"memory_by_rank": memory, "peak_by_rank": peaks, "traffic_by_collective": formula,
+             "counted_by_collective": counted}
+    first["memory"], first["memory_measured"] = (sum(kinds.values()) / 2**30 for kinds in memory[0])
+    first["traffic"], first["traffic_counted"] = (sum(sent.values()) / 2**20 for sent in (formula, counted))
+    ours(comms[0])
+    if s.pp > 1:
+        f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
+        timeline = simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), f, i, w)
+        first |= {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in (f, i, w)],
+                      "bubble_measured": 100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"],
+                      "gradients_ms": 1e3 * seconds["gradients"]}
+    elif a.gpus > 1:
+        if s.ep > 1:
+            loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
+            both = {"with": lambda: trainer.step(0),
+                    "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
+            whole, rest = interleaved(both, device, a.repeats).values()
+            first |= {"all_to_all_ms": 1e3 * (whole - rest), **train.how_even(loads)}
+        alone, without = communication_alone(trainer, device, a.repeats, calls)
+        first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
+        if alone > 0.05 * seconds[comms[0]]:  # less would drown in the step's noise
+            first |= {"hidden": 100 * (1 - (seconds[comms[0]] - without) / alone)}
+
+    def row(who, label, peak, **more):
+        speed = tokens / seconds[who]
+        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, peak=peak,
+                    mfu=mfu(config, speed, machines[comms[0]]), settings=dataclasses.asdict(s), **more)
+
+    labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
+    for comm in comms:
+        yield row(comm, labels[comm], peak, plan=1e3 * predict(config, s, machines[comm]).step,
+                  ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
+    if peer:
+        yield row("peer", title, peer_peak)

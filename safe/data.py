@@ -1,0 +1,58 @@
+"""Text, folders of text and files of tokens, refused in one line where they cannot be trained on."""
+
+import os
+import pathlib
+
+import numpy as np
+
+from safe.flags import BadInput, reject
+from train import read_texts, split, standard_library
+
+
+def load_data(s):
+    """(training tokens, held-out tokens, whether they are bytes): arrays, uint8 or, mapped from a .bin, uint16."""
+    where = f"--data {s.data}" if s.data else "the standard library"
+    try:
+        is_bin = s.data.endswith(".bin") and os.path.isfile(s.data)
+        tokens = read_tokens(s.data, where) if is_bin else read_texts(files_of(s))
+    except OSError as error:
+        raise BadInput(f"{where}: {error.strerror}; leave the flag out for the standard library's source") from None
+    reject(not len(tokens), f"{where} is empty: give text, or leave the flag out for the standard library's source")
+    return *split(tokens), tokens.dtype == np.uint8
+
+
+def files_of(s):
+    """The text files of --data. In a folder, neither hidden files nor those that this run or that of --resume wrote."""
+    if not os.path.isdir(s.data):
+        return [pathlib.Path(s.data)] if s.data else standard_library()
+    whole = pathlib.Path(s.data).resolve()
+    folders = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/"))
+    written = [folder for folder in (pathlib.Path(f).resolve() for f in folders if f) if whole in folder.parents]
+    return [f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
+            and not any(f.resolve().is_relative_to(folder) for folder in written)]
+
+
+def check_data(s, config, train, held_out):
+    shortest = min(len(train), len(held_out) if s.eval_every else len(train))
+    reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
+           f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
+    for part in (train, held_out):
+        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # 512 MiB; `micro_batches` checks the rest
+            check_tokens(part[start:start + (1 << 24)], config.vocab_size)
+
+
+def check_tokens(tokens, vocab_size):
+    largest = int(tokens.max()) if len(tokens) else 0
+    reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
+
+
+def read_tokens(path, where):
+    """Tokens of a .bin file, uint16. llm.c's begin with 256 int32 (20240520, version, how many tokens, ...)."""
+    size = os.path.getsize(path)
+    header = np.fromfile(path, np.int32, min(256, size // 4))
+    if len(header) == 256 and header[0] == 20240520:
+        reject(header[1] != 1 or size != 1024 + 2 * int(header[2]), f"{where}: its header says version {header[1]} and "
+               f"{header[2]} tokens, it holds {(size - 1024) // 2}: give a whole file of version 1")
+        return np.memmap(path, np.uint16, "r", offset=1024)
+    reject(size % 2, f"{where}: {size} bytes are not uint16 tokens; a text must not be named .bin")
+    return np.memmap(path, np.uint16, "r") if size else np.empty(0, np.uint16)

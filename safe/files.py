@@ -1,0 +1,91 @@
+"""Files that are whole or absent, and the .safetensors format.
+
+A .safetensors file has a number n (8 bytes, little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, and
+then the tensors' bytes.
+"""
+
+import json
+import math
+import mmap
+import os
+import struct
+import zlib
+
+import torch
+
+
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+                      "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
+
+
+def read_safetensors(path):
+    """{name: tensor} of a .safetensors file, mapped into memory and read when used. ValueError if it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        start = 8 + struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:start].decode())
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            dtype, (begin, end) = SAFETENSORS_DTYPES[entry["dtype"]], entry["data_offsets"]
+            count = math.prod(entry["shape"])
+            if end - begin != count * dtype.itemsize or begin < 0 or start + end > len(data):
+                raise ValueError(f"{name} lies outside the file: it is cut short or damaged")
+            tensors[name] = (torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin) if count
+                             else torch.empty(0, dtype=dtype)).view(entry["shape"])
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error,
+            RecursionError) as error:
+        raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
+
+
+def write_file(path, text):
+    """Write a file that has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}."""
+    with open(path + ".part", "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+    return {"bytes": len(text.encode()), "crc32": zlib.crc32(text.encode())}
+
+
+def sync_folder(path):
+    """Bring a folder to the disk: it holds its files' names, which a power cut could lose otherwise."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def crc_of_file(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def write_safetensors(path, entries, get):
+    """Write tensors {name: (dtype, shape)}. get(name) returns one at a time, so that memory need not hold all.
+
+    The file has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}.
+    """
+    names, header, offset = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, {}, 0
+    for name, (dtype, shape) in entries.items():
+        size = dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    start = struct.pack("<Q", len(text)) + text
+    with open(path + ".part", "wb") as file:
+        file.write(start)
+        crc = zlib.crc32(start)
+        for name, (dtype, _) in entries.items():
+            data = get(name).detach().to("cpu", dtype).contiguous().view(-1).numpy().data
+            file.write(data)
+            crc = zlib.crc32(data, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+    return {"bytes": len(start) + offset, "crc32": crc}

@@ -1,0 +1,133 @@
+"""Links that report progress, refuse wrong arguments, and say which operation lost its peer."""
+
+import contextlib
+import gc
+import re
+
+import torch
+from torch.distributed import ReduceOp
+
+import collectives as dist
+from collectives import COMBINE, _blocks, _tree, Library, Link
+from further.nodes import TwoLevels
+
+
+_progress = [0, "starting", 0]
+
+
+def progress(what=None, step=None):
+    """[step, what this process does or did last, how often that has changed], after setting what is given."""
+    if step is not None:
+        _progress[0] = step
+    if what is not None:
+        _progress[1:] = what, _progress[2] + 1
+    return list(_progress)
+
+
+class PeerError(RuntimeError):
+    """A message cannot come, because its sender is gone or was silent for longer than the group's timeout."""
+
+
+@contextlib.contextmanager
+def lost_peer_named(what):
+    """If messages inside fail, as they start or in wait(), raise a PeerError that names `what` they were for."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(". ")[0]  # without gloo's file name and advice
+        raise PeerError(f"{what}: {text}") from None
+
+
+def tensors_of(arguments):
+    """[(argument's name, tensor)] of an operation's arguments, tensors in lists included."""
+    return [(name, t) for name, value in arguments.items() for t in (value if isinstance(value, list) else [value])
+            if isinstance(t, torch.Tensor)]
+
+
+class Watched(Link):
+    """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
+    name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
+
+    def run(self, name, operation, arguments, async_op):
+        progress(name)
+        self.check(name, arguments)
+        self.name = name
+        self.prepare()
+        result = super().run(name, operation, arguments, async_op)
+        progress(f"after {name}")
+        return result
+
+    def prepare(self):
+        """Called on all ranks before each operation, when its arguments have been checked."""
+
+    def check(self, name, arguments):
+        """ValueError for wrong arguments, before anything is sent."""
+        for argument, t in tensors_of(arguments):
+            if t.device.type != self.device:
+                raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
+                                 f"but {argument} is on {t.device}")
+        if arguments.get("op", ReduceOp.SUM) not in COMBINE:
+            raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        if name == "all_to_all_single":
+            room, own = (_blocks(arguments[t], arguments[f"{t}_split_sizes"], self.size)[self.rank]
+                         for t in ("output", "input"))
+            if room != own:  # copy_ would broadcast one element to many, without an error
+                raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
+        for argument, own in (("tensor_list", "tensor"), ("input_list", "output"),
+                              ("output_tensor_list", "input_tensor_list")):
+            if argument in arguments:
+                tensors, t = arguments[argument], arguments[own]
+                t = t[self.rank] if isinstance(t, list) and len(t) == self.size else t
+                if not (isinstance(tensors, list) and isinstance(t, torch.Tensor) and len(tensors) == self.size
+                        and tensors[self.rank].numel() == t.numel()):
+                    raise ValueError(f"{name}: {argument} must hold {self.size} tensors, one for each rank, and this "
+                                     f"rank's must be as large as {own}")
+                if len({t.dtype for _, t in tensors_of(arguments)}) > 1:
+                    raise ValueError(f"{name}: all tensors must have one dtype")
+        for argument, end in ("gather_list", "dst"), ("scatter_list", "src"):
+            if argument in arguments:
+                root = _tree(self, arguments[end], arguments[f"group_{end}"])[0] is None
+                parts, t = arguments[argument] or [], arguments["tensor"]
+                if [(part.shape, part.dtype) for part in parts] != [(t.shape, t.dtype)] * self.size * root:
+                    raise ValueError(f"{name}: {argument} must hold {self.size} tensors of {tuple(t.shape)} and "
+                                     f"{t.dtype} on the root, and none on the other ranks")
+
+    def naming(self):
+        return lost_peer_named(f"{self.name} in a group of {self.size}")
+
+    def exchange(self, sends=(), receives=()):
+        self.wait(self.post(sends, receives))
+
+    def post(self, sends=(), receives=()):
+        with self.naming():
+            return super().post(sends, receives)
+
+    def wait(self, handles):
+        """Wait for messages. On NCCL the current stream waits, not the CPU."""
+        with self.naming():
+            for handle in handles:
+                handle.wait()
+
+    def close(self):
+        if self.backend == "nccl":
+            gc.collect()  # NCCL frees a group only when all CUDA graphs of its kernels are gone
+
+
+class WatchedLibrary(Watched, Library):
+    """torch.distributed's own collectives, reporting progress."""
+
+
+def watched_link(group, comm):
+    """As collectives.make_link, of links that report and name."""
+    if comm == "torch":
+        return WatchedLibrary(group)
+    return WatchedLevels(group) if comm == "ours" and group in dist._levels else Watched(group)
+
+
+class WatchedLevels(TwoLevels, Watched):
+    """`TwoLevels` that tells both its links which operation is under way, for their error messages and windows."""
+
+    def levels(self):
+        for link in self.inside, self.between:
+            link.name, link.aside = self.name, self.aside
+        return super().levels()

@@ -1,0 +1,275 @@
+"""What a run says of itself: layout, memory, traffic, traces for Perfetto, profiles."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import time
+from collections import Counter
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import collectives as dist
+import kernels
+import parallel
+from safe.flags import gpus_here, processes_here, schedule_of
+from safe.messages import tensors_of
+from theory.clock import most_held
+from theory.memory import memory_bytes, tensors_in
+
+
+class Stopwatch:
+    """Times each action of a pipeline, from the moment its input is there: waiting for the input does not count.
+
+    Until `stop` it replaces the pipeline's `do` and `take` by methods that note times. On CUDA a time is an event in
+    the stream, so the CPU need not wait for the GPU. stop() returns [(action, start, end)], seconds of the wall clock.
+    """
+
+    def __init__(self, pipeline):
+        self.pipeline, self.cuda, self.spans = pipeline, pipeline.device.type == "cuda", []
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.origin, self.zero = time.time(), self.now()
+        do, take = pipeline.do, pipeline.take
+
+        def timed(action):
+            self.begin = self.now()
+            do(action)
+            self.spans.append((action, self.begin, self.now()))
+
+        def take_and_begin(receive):
+            value = take(receive)
+            self.begin = self.now()  # until now the rank was idle
+            return value
+        pipeline.do, pipeline.take = timed, take_and_begin
+
+    def now(self):
+        if not self.cuda:
+            return time.time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self):
+        del self.pipeline.do, self.pipeline.take
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [(a, *(self.origin + self.zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in self.spans]
+        return self.spans
+
+
+def record_times(pipeline):
+    """Time all actions from now on, until `recorded_times` is called."""
+    pipeline.stopwatch = Stopwatch(pipeline)
+
+
+def recorded_times(pipeline):
+    """[(action, start, end)] of what this rank ran since `record_times`, in seconds of the wall clock."""
+    return pipeline.stopwatch.stop()
+
+
+class BirthLog(TorchDispatchMode):
+    """Measures what activations take: counts the bytes of every tensor made inside it, except views of older ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.born = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for older, tensors in ((True, (args, kwargs)), (False, out)):
+            for t in tensors_in(tensors):
+                self.born.setdefault(StorageWeakRef(t.untyped_storage()), 0 if older else t.untyped_storage().nbytes())
+        return out
+
+    def ignore(self, tensors):
+        """Do not count these tensors."""
+        self.born.update((StorageWeakRef(t.untyped_storage()), 0) for t in tensors)
+
+    def alive(self):
+        """Bytes of the counted tensors that still exist."""
+        return sum(size for storage, size in self.born.items() if not storage.expired())
+
+
+def describe(trainer):
+    s, c, mesh, run = trainer.s, trainer.config, trainer.mesh, trainer.run
+    device, here, gpus = trainer.device.type, processes_here(), gpus_here()
+    pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
+    axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
+    experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
+    origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
+    trainer.say(
+        f"mode     {run.mode}\n"
+        f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
+        f"layout   {axes} = {mesh.size()} processes, {device} "
+        f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
+        f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
+        f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
+        f"{c.parameters():,} parameters{experts}, {s.dtype}\n"
+        f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
+        f"{len(trainer.held_out):,} held out\n"
+        f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
+        f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
+    if mesh.size() > here:
+        node = mesh.mesh // here  # (pp, dp, cp, tp): the node of each rank
+        axes = [axis for axis in mesh.mesh_dim_names if axis != "cp" or s.cp > 1]
+        crossing = [axis for i, axis in enumerate(mesh.mesh_dim_names) if (node.amax(i) > node.amin(i)).any()]
+        trainer.say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
+                    f"{' and '.join(axis for axis in axes if axis not in crossing)} inside")
+    kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
+    trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
+
+
+def load_here(net, loads):
+    """Tokens that this rank's experts got, as a multiple of 1/N of all. loads (L, E) are the whole batch's, so this
+    assumes that every group of ranks that shares out the experts got equal loads."""
+    ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+    return (loads.chunk(ranks, 1)[rank].sum() / loads.sum() * ranks).item()
+
+
+def predicted_bytes(trainer, load=1.0):
+    """`theory.memory.memory_bytes` of this rank. load: as there."""
+    s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
+    return memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
+                                 s.recompute, s.batch_size // s.dp // s.micro_batches,
+                                 parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
+                                 math.ceil(most_held(lists[rank]) / s.virtual_stages),
+                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind,
+                                 s.ep, s.dp * s.cp // s.ep, load)
+
+
+def write_trace(trainer, folder, say):
+    """Write what every rank ran in this step into one file, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    spans = recorded_times(trainer.net.pipeline)
+    every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    torch.distributed.gather_object(spans, every)
+    if every is None:
+        return
+    words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SF": "send activation",
+             "RF": "post receive of activation", "SB": "send gradient", "RB": "post receive of gradient"}
+    start = min(begin for spans in every for _, begin, _ in spans)
+    events = [{"name": f"{kind} stage {stage} micro-batch {i}", "cat": words[kind], "ph": "X", "pid": 0, "tid": rank,
+               "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin),
+               "args": {"what": words[kind], "stage": stage, "micro_batch": i}}
+              for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
+    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+               for rank in range(len(every))]
+    try:
+        os.makedirs(folder, exist_ok=True)
+        pathlib.Path(folder, "trace.json").write_text(json.dumps({"traceEvents": events}))
+    except OSError as problem:  # a full disk costs the trace, not the run
+        say(f"no trace in {folder}: {problem.strerror}")
+
+
+@contextlib.contextmanager
+def named(owner, method, name):
+    """Inside, the profile shows each call of owner.method as a range called `name`, or name(the call's arguments)."""
+    whole, own = getattr(owner, method), method in vars(owner)
+
+    def ranged(*args):
+        with torch.profiler.record_function(name if isinstance(name, str) else name(*args)):
+            return whole(*args)
+
+    setattr(owner, method, ranged)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, method, whole)
+        else:
+            delattr(owner, method)
+
+
+def collective_name(link, name, operation, arguments, async_op):
+    """From Watched.run's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest argument, tensor or list."""
+    sizes = Counter()
+    for argument, t in tensors_of(arguments):
+        sizes[argument] += t.nbytes
+    return f"{name} {max(sizes.values()):,} bytes" if sizes else name
+
+
+def action_name(action):
+    return f"{action} stage {action.stage}"
+
+
+def phases(trainer):
+    """(owner, method, name in the profile) of the methods that Trainer.step calls, in order."""
+    net, optimizer = trainer.net, trainer.optimizer
+    return [(trainer, "micro_batches", "batch"), (optimizer, "zero_grad", "zero_grad"),
+            (net, "forward_backward", "forward_backward"), (net, "clip_grad_norm_", "clip"),
+            (trainer, "all_finite", "all_finite"), (optimizer, "step", "step"), (net, "balance", "balance")]
+
+
+@contextlib.contextmanager
+def profiled(trainer):
+    """Profile the step that runs inside. Ranges name the step's phases, the pipeline's actions and finish_grad_sync in
+    forward_backward, and collectives, on whatever thread they run. `named` replaces these methods until the end."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
+    activities = torch.profiler.ProfilerActivity
+    ranges = [*phases(trainer), *trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
+              *[(sync, "finish_grad_sync", "finish_grad_sync") for sync in dict.fromkeys(trainer.net.syncs.values())]]
+    with contextlib.ExitStack() as stack, torch.profiler.profile(
+            activities=[activities.CPU] + [activities.CUDA] * (trainer.device.type == "cuda"),
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
+        for each in ranges:
+            stack.enter_context(named(*each))
+        yield
+    write_profile(trainer, profile)
+
+
+def write_profile(trainer, profile):
+    """Write a file on each rank. Rank 0 prints where the files are and how long its phases took."""
+    folder, rank, problem, problems = trainer.s.profile, dist.get_rank(), None, [None] * dist.get_world_size()
+    path = pathlib.Path(folder, f"rank-{rank}.json")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        path.write_text("")  # raises an error where the profiler would fail silently
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    except (OSError, ValueError) as error:  # ValueError: a file cut short
+        problem = getattr(error, "strerror", None) or "not written whole, the disk may be full"
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.with_name(path.name + ".tmp").unlink()  # the profiler's own unfinished file
+    torch.distributed.gather_object(problem, None if rank else problems, group=trainer.control)
+    if lost := [f"rank {r}: {why}" for r, why in enumerate(problems) if why]:
+        trainer.say(f"no profile in {folder} of {', '.join(lost)}")  # a full disk costs the profile, not the run
+    elif rank == 0:
+        files = "rank-0.json" + f" to rank-{len(problems) - 1}.json" * (len(problems) > 1)
+        rows = [f"         {name:<16} {cpu:9.2f} ms" + f", kernels {kernels:9.2f} ms" * (trainer.device.type == "cuda")
+                for name, cpu, kernels in phase_times(events, [name for _, _, name in phases(trainer)])]
+        trainer.say("\n".join([f"profile  {folder}: {files}, for ui.perfetto.dev; rank 0's step on the CPU:", *rows]))
+
+
+def phase_times(events, names):
+    """[(name, ms on the CPU, ms of the kernels and copies that any thread launched meanwhile)] of a trace's ranges with
+    these names. Kernels that overlap on two streams both count in full."""
+    launched = {e["args"]["correlation"]: e["ts"] for e in events
+                if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]}
+    ran = [(launched.get(e["args"].get("correlation"), 0), e["dur"]) for e in events
+           if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    mine = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in names]
+    return [(e["name"], e["dur"] / 1e3, sum(dur for ts, dur in ran if e["ts"] <= ts < e["ts"] + e["dur"]) / 1e3)
+            for e in sorted(mine, key=lambda e: e["ts"])]
+
+
+def describe_first_steps(trainer):
+    """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
+    log."""
+    predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
+    kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
+    if trainer.device.type == "cuda":
+        kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "
+                  f"{size(torch.cuda.max_memory_allocated())}")
+    sent = ", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items() if t.bytes)
+    sent = "not counted with --comm torch" if trainer.s.comm == "torch" else sent or "nothing"
+    trainer.say(f"memory   measured (predicted): {kinds}\ntraffic  sent by rank 0 a step: {sent}")
+    return {"predicted_bytes": predicted, "measured_bytes": measured}
+
+
+def size(n):
+    return next(f"{n / 2**k:.1f} {unit}" for k, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if n >= 2**k or k == 10)

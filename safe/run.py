@@ -1,0 +1,409 @@
+"""The training program that checks its input first, survives crashes, and explains errors."""
+
+import contextlib
+import gc
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from functools import partial
+
+import numpy as np
+import torch
+
+import collectives as dist
+import parallel
+from model import shapes
+from safe import launch
+from safe.checkpoints import (
+    check_folder, checkpoints, claim, crc_of, differences, find_checkpoint, Log, read_moments, run_of,
+    start_of)
+from safe.data import check_data, check_tokens, load_data
+from safe.files import sync_folder, write_file, write_safetensors
+from safe.flags import (
+    BadInput, check_layout, check_numbers, model_config, Parser, processes_here, refuse, reject,
+    Settings)
+from safe.huggingface import write_hf
+from safe.launch import end_after_sigterm
+from safe.messages import PeerError, progress, Watched
+from safe.reports import (
+    BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, record_times,
+    write_trace)
+from safe.watch import Watch
+from theory import speed
+from theory.memory import kept_tensors
+from theory.speed import HALF_COUNTED
+from train import ABOUT, MOMENTS, batch, parse, Run, Trainer
+
+
+# ------------------------------------------------------------------------------------------- training under observation
+
+class NotFinite(Exception):
+    pass
+
+
+class Terminated(Exception):
+    """SIGTERM has come, and the step that was running is finished and saved."""
+
+
+class WatchedTrainer(Trainer):
+    """The Trainer for long runs: it reports memory and speed, writes traces and profiles, names the rank whose numbers
+    are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent.
+
+    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun, None in a benchmark."""
+
+    def __init__(self, s, config, source, data, device, run=None):
+        self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
+        self.log = self.births = self.first = self.unread = self.gpu_flops = None
+        self.bad, self.activations, self.share, self.memory = 0, 0, 1.0, {}
+        self.terminated, self.stopping, self.saved = False, False, True
+        super().__init__(s, config, source, data[:2], device)
+
+    def make_optimizer(self, adamw):
+        return super().make_optimizer(partial(adamw, fused=True))
+
+    # the loop
+
+    def train(self, saved):
+        describe(self)
+        with contextlib.suppress(Terminated):
+            super().train(saved)
+        if self.run.saving and not self.s.steps and not self.run.checkpoint:
+            self.save(0)
+
+    def step(self, step, births=None):
+        """As in Trainer. births: a BirthLog that measures activations; the first step has one of its own."""
+        progress("starting the step", step=step + 1)
+        looked_at = (self.s.trace or self.s.profile) and self.first is not None  # a benchmark has no first step
+        third = looked_at and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
+        trace = third and self.s.trace
+        if trace:
+            record_times(self.net.pipeline)
+        self.births = births or (BirthLog() if step == self.first else None)
+        self.net.pipeline.on_forward = self.note_activations if self.births else None
+        profile = profiled(self) if third and self.s.profile else contextlib.nullcontext()
+        with self.births or contextlib.nullcontext(), profile:
+            done = super().step(step)
+        if self.births and self.net.ep and self.loads is not None:
+            self.share = load_here(self.net, self.loads)
+        self.births = self.net.pipeline.on_forward = None
+        if trace:
+            write_trace(self, self.s.trace, self.say)
+        return done
+
+    def micro_batches(self, tokens, seed, step):
+        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
+        for t in rows:
+            check_tokens(t, self.config.vocab_size)
+        if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
+            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
+        if self.births:
+            self.births.ignore(rows)
+        return [t.chunk(self.s.micro_batches) for t in rows]
+
+    def all_finite(self, loss, norm):
+        """As in Trainer. self.bad becomes 0 if all is finite, 1 if only the norm is not; else world size + 1 - r, where
+        r is the first rank whose loss is not."""
+        blame = 1 + dist.get_world_size() - dist.get_rank()
+        alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
+        late = self.device.type == "cuda" and self.s.on_nan == "stop" and not self.scaler
+        self.bad, self.stopping = self.agree(self.read(alarm, late), self.terminated)
+        finite = not self.bad
+        self.skipped += not finite
+        if self.scaler:
+            hopeless = self.scaler.scale == 1
+            self.scaler.update(finite)
+            self.bad = self.bad and hopeless  # fp16 overflows sometimes; it is an error only at the smallest scale
+        return finite
+
+    def read(self, alarm=None, late=False):
+        """`alarm`, a number on the device, as an int. late: return the alarm of the step before, which has arrived by
+        now, because waiting for this step's would leave the GPU idle. Without `alarm`: return the one still unread."""
+        before, self.unread = self.unread, None
+        if late:
+            self.unread = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
+            self.unread[0].copy_(alarm, non_blocking=True)
+            self.unread[1].record()
+        if before:
+            before[1].synchronize()
+        return int(before[0] if before else 0 if late or alarm is None else alarm)
+
+    # printing and logging
+
+    def say(self, text):
+        with contextlib.suppress(OSError):  # output to a full disk: Python prints the text when there is room
+            if dist.get_rank() == 0:
+                print(text, flush=True)
+
+    def where(self, done):
+        return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
+
+    def due(self, what, done):
+        also = what == "log" and self.s.log_every > 0 and (done == 1 or self.stopping)
+        return also or super().due(what, done)
+
+    def report(self, done, loss, norm):
+        self.raise_alarm(done)
+        if done == min(self.first + 2, self.s.steps):
+            self.memory = describe_first_steps(self)
+        if self.due("log", done) or self.due("eval", done):
+            norm.item()  # waits for the device
+            self.seconds, self.sent = time.perf_counter() - self.since, sum(t.bytes for t in dist.traffic().values())
+        super().report(done, loss, norm)
+        if self.stopping:
+            if self.s.out:
+                self.save(done)
+            kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
+            self.say(f"{self.where(done)}  SIGTERM: {kept}{'' if self.s.out else ' without --out'}")
+            raise Terminated
+
+    def raise_alarm(self, done):
+        """If a number was not finite, raise NotFinite; with --on-nan skip, say so instead. Before a checkpoint is
+        saved, also read the alarm that is still unread."""
+        bad = self.bad or (self.stopping or self.due("save", done)) and self.agree(self.read())[0]
+        if not bad:
+            return
+        what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
+        self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
+        if self.s.on_nan == "stop":
+            raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
+        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
+
+    def record(self, entry):
+        """Print and log the entry. Its speed is the mean over the steps since the last entry."""
+        s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
+        speed, scale, mfu = (done - self.logged) * tokens / self.seconds, "", ""
+        entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
+        if self.scaler:
+            entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
+            scale = f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
+        load = f"load {entry['load_max']:.2f} x mean  " if "load_max" in entry else ""
+        if self.gpu_flops:
+            entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
+            mfu = f"MFU {100 * entry['mfu']:.1f} %  "
+        if s.log_every:
+            left = int((s.steps - done) * tokens / speed)
+            self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
+                     f"lr {entry['lr']:.1e}  {scale}{load}{speed / 1e3:.1f}k tokens/s  {mfu}"
+                     f"left {left // 60}:{left % 60:02}")
+        if "val_loss" in entry:
+            self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
+                     f"{entry['val_loss'] / math.log(2):.2f} bits")
+        if s.log_every:
+            self.write_log(entry)
+        self.since, self.logged, self.memory = time.perf_counter(), done, {}
+
+    def write_log(self, entry):
+        if self.log and (problem := self.log.write(entry)):
+            self.say(f"log      step {entry['step']} waits to be written to {self.s.out}/log.jsonl: {problem.strerror}")
+
+    def show_sample(self):
+        """As in Trainer, also for data of tokens. All ranks agree before each token: if the others only waited for rank
+        0's last one, they could time out."""
+        progress("sampling")
+        whole = self.whole_model()
+        prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
+        tokens = torch.tensor([prompt or [10]], device=self.device)
+        for i in range(self.s.sample):
+            if not self.agree(self.terminated)[0] and dist.get_rank() == 0:
+                tokens = whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i)
+        tokens = tokens[0].tolist()
+        text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
+        self.say(f"--- sample, {self.s.sample} tokens ---\n{text}\n---")
+
+    # checkpoints
+
+    def save(self, done):
+        s, started = self.s, time.perf_counter()
+        if self.log:
+            with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint says so
+                os.fsync(self.log.file)
+        problem = self.write(done)
+        self.saved = problem is None
+        if problem:
+            left = checkpoints(s.out)
+            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
+            now = "going on" if done < s.steps else "ended"
+            self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; {now}, {there}")
+            self.write_log({"step": done, "not_saved": problem.strerror})
+        elif self.stopping or done == s.steps:
+            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
+            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
+        self.since += time.perf_counter() - started
+
+    def write(self, done):
+        """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time. Returns
+        the OSError if writing failed, else None; None on the other ranks."""
+        whole, problem, rest = shapes(self.config), None, self.whole_tensors()
+
+        def get(label):
+            found, tensor = next(rest)
+            assert found == label, f"{found} was gathered where the file has {label}"
+            return tensor
+
+        if dist.get_rank() == 0:
+            part, final = (os.path.join(self.s.out, name) for name in (f".step-{done:08}.part", f"step-{done:08}"))
+            try:
+                shutil.rmtree(part, ignore_errors=True)
+                dtype = parallel.master_dtype(self.net.dtype)
+                files = write_hf(part, self.config, get, dtype)
+                files["optimizer.safetensors"] = write_safetensors(
+                    os.path.join(part, "optimizer.safetensors"),
+                    {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
+                manifest = {"format": 1, "step": done, "updates": done - self.skipped, "skipped": self.skipped,
+                            "scaler": self.scaler and vars(self.scaler), "files": files, "run": self.run.identity}
+                write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
+                sync_folder(part)
+                os.rename(part, final)
+                sync_folder(self.s.out)
+                ours = [path for path in checkpoints(self.s.out) if os.path.isdir(path)]  # --plain's files stay
+                for old in ours[:-self.s.keep] if self.s.keep else []:
+                    gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
+                    os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
+                    shutil.rmtree(gone)
+            except OSError as error:
+                problem = error
+                shutil.rmtree(part, ignore_errors=True)
+        for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
+            pass
+        return problem
+
+    def load(self, saved):
+        first = saved["step"] if saved else 0
+        least, most = self.agree(-first, first)
+        reject(most != -least, f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be "
+               "folders that all nodes share")
+        if saved:
+            changes = differences(saved["run"], self.run.identity, ("flags",)) if self.s.steps else []
+            self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
+        if first < self.s.steps:
+            super().load(saved)
+        for param in [p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]]:
+            if state := self.optimizer.state.get(param):
+                state["step"] = state["step"].to(self.device)
+        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
+        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))
+        self.log = Log(os.path.join(self.s.out, "log.jsonl"), first) if self.run.lock else None
+        self.gpu_flops = speed.peak_flops(self.device)
+        if self.device.type == "cuda" and self.gpu_flops is None:
+            self.say(f"speed    unknown GPU {torch.cuda.get_device_name(self.device)}, no MFU")
+        if self.gpu_flops and self.config.long_sequences:
+            self.say(f"speed    {HALF_COUNTED}")
+        self.first, self.logged, self.since = first, first, time.perf_counter()
+        return first
+
+    def profiled_collectives(self):
+        """[(owner, method, name)] of the methods that a profile shows as collectives, as for `named`."""
+        return [(Watched, "run", collective_name)]
+
+    def note_activations(self):  # without gradients of earlier micro-batches and buffers of collectives
+        gc.collect()  # recomputation leaves reference cycles, which keep dropped activations until they are collected
+        self.births.ignore([*kept_tensors(self.net)["gradients"], *self.buffers_of_collectives()])
+        self.activations = max(self.activations, self.births.alive())
+
+    def buffers_of_collectives(self):
+        return []
+
+    def measured_bytes(self):
+        """{kind: bytes} of this rank's tensors, each storage counted once. theory.memory.memory_bytes predicts it."""
+        sizes, seen = {}, set()
+        for kind, tensors in kept_tensors(self.net).items():
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            sizes[kind] = sum(storages[place] for place in storages.keys() - seen)
+            seen |= storages.keys()
+        return dict(sizes, activations=self.activations)
+
+
+# ------------------------------------------------------------------------------------------------- a run that survives
+
+class WatchedRun(Run):
+    """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
+
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
+    the layout needs), `saving` (whether --out gets checkpoints) and `lock` (the Lock of --out, on rank 0).
+    """
+    mode = "safe; --plain runs what you read"
+    flags, trainer = Settings, WatchedTrainer
+
+    def __init__(self, arguments):
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        try:
+            self.prepare(arguments)
+        except BadInput as problem:
+            refuse("train.py", problem, self.rank)
+
+    def prepare(self, arguments):
+        s = parse(Parser(**ABOUT), self.flags, arguments)
+        checkpoint = find_checkpoint(s, self.rank == 0)
+        if checkpoint:
+            trained_with = checkpoint.manifest["run"]["flags"].items()
+            arguments = [f"--{name.replace('_', '-')}={value}" for name, value in trained_with] + arguments
+            s = parse(Parser(**ABOUT), self.flags, arguments)
+        check_numbers(s)
+        config, source = model_config(s, checkpoint)
+        self.processes = check_layout(s, config, self.world, processes_here())
+        if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
+            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only a sample is asked for
+        else:
+            data = load_data(s)
+            check_data(s, config, *data[:2])
+        reject(s.sample and data[2] and max(os.fsencode(s.prompt), default=0) >= config.vocab_size,
+               f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text")
+        identity = run_of(s, config, data)
+        if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
+            raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "
+                           f"({'; '.join(how)}): give that, or start a new run with --init-from {checkpoint.path}")
+        self.saving, self.lock = bool(s.out) and not (checkpoint and not s.steps), None
+        if self.saving:
+            asked = checkpoint
+            checkpoint, identity = start_of(s, identity, asked, self.rank == 0)
+            if checkpoint is not asked:
+                source = checkpoint.open()[1]
+        moments = read_moments(checkpoint, config) if checkpoint else None
+        self.saved = checkpoint and checkpoint.manifest | {"tensors": moments}
+        for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
+            if folder and self.rank == 0:
+                check_folder(folder, name)
+        if self.saving and self.rank == 0:
+            self.lock = claim(s.out, identity)
+        self.s, self.config, self.source, self.data = s, config, source, data
+        self.checkpoint, self.identity = checkpoint, identity
+
+    def start(self):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
+        if self.processes != self.world:
+            if self.lock:  # release it, for the rank 0 that is about to start
+                self.lock.mark_all_saved()
+                self.lock.file.close()
+            launch.start_again(self.processes, lambda: not self.lock or self.lock.all_saved())
+        self.watch = Watch("train.py", self.s.timeout)
+        try:
+            device = dist.initialize(self.s.device, self.s.timeout)
+            self.watch.start()
+            saved = self.train(device)
+        except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
+            if not isinstance(error, (BadInput, NotFinite, PeerError, torch.distributed.DistError)):
+                traceback.print_exception(error)
+            self.watch.give_up(error)
+        finally:
+            self.watch.stop()
+        dist.destroy_process_group()
+        sys.exit(0 if saved else 1)
+
+    def train(self, device):
+        """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
+        before = signal.getsignal(signal.SIGTERM)
+        trainer = self.trainer(self.s, self.config, self.source, self.data, device, self)
+        trainer.train(self.saved)
+        signal.signal(signal.SIGTERM, before)
+        if trainer.terminated:
+            end_after_sigterm()
+        if self.lock and trainer.saved:
+            self.lock.mark_all_saved()
+        dist.barrier()
+        return trainer.saved

@@ -1,0 +1,90 @@
+"""A watch that ends a run that hangs, and names the rank to blame."""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as torch_dist
+from torch.distributed import get_rank, get_world_size
+
+from safe.messages import PeerError, progress
+
+
+# ---------------------------------------------------------------------------------- a watch for hung runs, and the demo
+
+class Watch:
+    """Ends a run that hangs, and says which rank is to blame. A thread of each rank writes a sign of life into the
+    store that torchrun keeps, every 0.2 s, and ends the process after `timeout` seconds without progress.
+
+        watch = Watch("train.py", timeout); initialize(...); watch.start()
+        except Exception as error: watch.give_up(error)
+
+    A sign is `progress()`. A rank that gives up reads the last signs of the others and names those that are silent
+    (killed, stopped, cut off); if all are alive, it says what each of them is doing.
+    """
+
+    def __init__(self, name, timeout):
+        self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
+        self.store, self.beats, self.ending, self.ended, self.done = None, 0, threading.Lock(), False, False
+
+    def start(self):
+        """Call after `initialize`."""
+        if get_world_size() > 1:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # A connection of its own, because the group's may be blocked.
+            self.store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            threading.Thread(target=self._live, daemon=True).start()
+
+    def stop(self):
+        self.done = True
+
+    def _sign(self, end=None):
+        self.beats += 1
+        self.store.set(f"watch/{get_rank()}", json.dumps([self.beats, end, *progress()]))
+
+    def _live(self):
+        seen, since = None, 0.0
+        while not self.done:
+            with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
+                if not self.ended:
+                    self._sign()
+            now = progress()
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self.timeout and not self.ending.locked():
+                threading.Thread(target=self.give_up, args=(f"no progress for {self.timeout} s",), daemon=True).start()
+            time.sleep(self.pause)
+
+    def _others(self):
+        """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
+        def signs():
+            keys = [f"watch/{r}" for r in range(get_world_size())]
+            return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+        before = signs()
+        time.sleep(4 * self.pause)
+        others = [(r, old, new) for r, (old, new) in enumerate(zip(before, signs())) if r != get_rank()]
+        silent = [f"rank {r} gives no sign of life" + (f" since step {new[2]}, {new[3]}" if new else "")
+                  for r, old, new in others if new is None or new[1] is None and new[0] == old[0]]
+        failed = [f"rank {r} failed in step {new[2]}, {new[3]}: {new[1]}" for r, _, new in others if new and new[1]]
+        return "; ".join(silent or failed or [f"rank {r}: step {new[2]}, {new[3]}" for r, _, new in others][:8])
+
+    def give_up(self, error):
+        """Print this rank, its step and operation, the error, and the state of the other ranks; end the process."""
+        if not self.ending.acquire(blocking=False):
+            time.sleep(60)  # the other thread is about to end this process
+        step, what, _ = progress()
+        others = ""
+        if self.store:
+            with contextlib.suppress(torch_dist.DistError):
+                lost = isinstance(error, (str, PeerError, torch_dist.DistError))
+                others = f"; {self._others()}" if lost else ""
+                self.ended = True
+                self._sign("" if lost else f"{type(error).__name__}: {error}")
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        # In one piece, because all ranks write at once.
+        sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")
+        sys.stderr.flush()
+        os._exit(1)

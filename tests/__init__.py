@@ -1,0 +1,1 @@
+"""The proofs, by subject. test_all.py is their table of contents."""

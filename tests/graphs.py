@@ -1,0 +1,240 @@
+"""Replayed graphs equal one process."""
+
+import contextlib
+import gc
+import math
+import unittest.mock
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+
+import collectives as dist
+import fast.recorded
+import parallel
+from tests.layouts import SMALL, differences, in_layout, one_process, tokens_of
+from tests.pool import close
+from fast.graphs import replay_micro_batches, ShardTotals, Totals
+from fast.recorded import count_traffic, traffic_since
+from fast.zero import GuardedOptimizer
+from theory.memory import tensors_in
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph for the CPU: keeps what runs inside and undoes it; `replay` runs it again, on the same tensors."""
+    recording = None
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.before, self.born, self.alive = [], {}, set(), []
+
+    def writes(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.born:
+            self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, names = kwargs or {}, function._schema.arguments
+        given = dict(zip((a.name for a in names), args)) | kwargs
+        written = [t for a in names if a.alias_info and a.alias_info.is_write
+                   for t in tensors_in(given.get(a.name))]
+        for t in written:
+            self.writes(t)
+        out = function(*args, **kwargs)
+        old = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        new = set() if written else {t.untyped_storage().data_ptr() for t in tensors_in(out)} - old
+        self.born |= new
+        self.alive.append((args, kwargs, out))  # or memory would be given out again
+        if written or new:
+            def step():
+                for made, t in zip(tensors_in(out) if new else (),
+                                   tensors_in(function(*args, **kwargs))):
+                    if t.numel():  # an empty one has grown since
+                        made.copy_(t)
+            self.steps.append(step)
+        return out
+
+    def replay(self):
+        with torch.no_grad():
+            for step in self.steps:
+                step()
+
+    @contextlib.contextmanager
+    def record(self):
+        real, Tape.recording = torch.UntypedStorage.resize_, self
+
+        def resize(storage, size):
+            real(storage, size)
+            self.born.add(storage.data_ptr())
+            self.steps.append(lambda: real(storage, size))
+        with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
+            yield
+        Tape.recording = None
+        for storage, values in self.before.values():
+            storage.copy_(values)
+
+
+@contextlib.contextmanager
+def graphs_on_tape():
+    """CUDA graphs, emulated on a CPU."""
+    if torch.get_default_device().type == "cuda":
+        yield
+        return
+    start, wait = dist._call, GuardedOptimizer.wait_for_weights
+
+    def waits(optimizer, buckets):
+        wait(optimizer, buckets)
+        if Tape.recording:
+            Tape.recording.steps.append(lambda: wait(optimizer, buckets))
+
+    def taped(name, algorithm, group, async_op, **arguments):
+        if Tape.recording is None:
+            return start(name, algorithm, group, async_op, **arguments)
+
+        def again():
+            before = dist.traffic()
+            start(name, algorithm, group, False, **arguments)
+            count_traffic(traffic_since(before), -1)  # a graph's are counted by who replays it
+        for t in tensors_in(arguments):
+            Tape.recording.writes(t)
+        with _disable_current_modes():
+            start(name, algorithm, group, False, **arguments)
+        Tape.recording.steps.append(again)
+        return dist.Handle() if async_op else None
+
+    class TapedGraph(Tape):
+        def __init__(self, body, pool=None):
+            super().__init__()
+            before = dist.traffic()
+            with self.record():
+                self.result = body()
+            self.sends = traffic_since(before)
+            count_traffic(self.sends, -1)
+
+        def replay(self):
+            super().replay()
+            count_traffic(self.sends)
+
+    with (unittest.mock.patch.object(torch.cuda, "graph_pool_handle", object),
+          unittest.mock.patch.object(fast.recorded, "RecordedGraph", TapedGraph),
+          unittest.mock.patch.object(dist, "_call", taped),
+          unittest.mock.patch.object(GuardedOptimizer, "wait_for_weights", waits)):
+        yield
+
+
+def in_layout_on_tape(*args, without=None, **options):
+    """in_layout, with CUDA graphs; without: a method of ShardTotals that does nothing."""
+    with graphs_on_tape(), contextlib.ExitStack() as broken:
+        if without:
+            broken.enter_context(unittest.mock.patch.object(ShardTotals, without, lambda *_: None))
+        return in_layout(*args, cuda_graphs=True, **options)
+
+
+@pytest.mark.parametrize("layout, m, schedule, options", [
+    ({"dp": 1}, 1, "1f1b", {}), ({"dp": 2}, 1, "1f1b", {}), ({"dp": 2}, 4, "1f1b", {"zero": 1}),
+    ({"dp": 2}, 4, "1f1b", {}), ({"dp": 2}, 4, "gpipe", {}),
+    ({"dp": 2, "tp": 2}, 1, "zb-h1", {}), ({"pp": 4}, 4, "1f1b", {}), ({"pp": 4}, 4, "gpipe", {}),
+    ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}),
+    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"}),
+    *(({"dp": 2}, m, "1f1b", {"zero": zero}) for zero in (2, 3) for m in (1, 4)), ({"dp": 1}, 2, "1f1b", {"zero": 3}),
+    ({"dp": 4}, 2, "1f1b", {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, "1f1b", {"zero": 3, "zero_within": 2}),
+    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block", "sequence": True})], ids=str)
+def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
+    """The first step warms up, the second records and replays, the third replays: weights after three must be those of
+    one process."""
+    want = one_process("sgd")
+    for got in pool(math.prod(layout.values())).run(in_layout_on_tape, layout, "sgd", m, {}, schedule=schedule,
+                                                    **options):
+        assert not differences(got, want)
+
+
+def recordings_left(zero):
+    """Whether a step of another number of micro-batches finds memory of the graphs before."""
+    device = torch.get_default_device()
+    with graphs_on_tape():
+        net = parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, torch.float64, zero=zero)
+        replay_micro_batches(net)
+        optimizer, (x, y) = net.make_optimizer(torch.optim.SGD, lr=0.1), (t.to(device) for t in tokens_of(0))
+        for m in 1, 1, 1, 2:
+            closing = net.pipeline.graphs.closing
+            last = weakref.ref(closing[0]) if closing else None
+            del closing
+            optimizer.zero_grad()
+            net.forward_backward(x.chunk(m), y.chunk(m))
+            optimizer.step()
+        gc.collect()
+        return last() is not None
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_recordings_of_another_shape_go_before_its_first_step(pool, zero):
+    if pool.device_type == "cuda":
+        pytest.skip("the tape stands for graphs")
+    assert pool(1).run(recordings_left, zero) == [False]
+
+
+@pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2), ("settle", 1, 3)])
+def test_replayed_graphs_of_zero_are_wrong_without(pool, without, m, zero):
+    """The place where micro-batches add up; the wait for what one has sent; the end of what an evaluation has gathered,
+    so that a recording gathers it."""
+    if pool.device_type == "cuda":
+        pytest.skip("there some of it ends the capture with an error")
+    want = one_process("sgd")
+    for got in pool(2).run(in_layout_on_tape, {"dp": 2}, "sgd", m, {}, zero=zero, without=without):
+        assert differences(got, want)
+
+
+def replayed_steps(zero, micro_batches):
+    """Of three steps, the first eager, the second recorded, the third replayed alone: [(bytes sent by collective, bytes
+    of units that were whole when a block began, in forward or backward)]; and whether each step has left nothing."""
+    device, found, whole = torch.get_default_device(), [], []
+    with graphs_on_tape():
+        net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2), device, torch.float64, zero=zero)
+        replay_micro_batches(net)
+        optimizer, buckets = net.make_optimizer(torch.optim.SGD, lr=0.1), net.reducers[0].buckets
+
+        def look(*_):
+            whole.append(sum(b.weights.untyped_storage().size() for b in buckets))
+
+        def look_in_backward(block, inputs, y):
+            if y.requires_grad:
+                y.register_hook(look)
+
+        for block in net.module(0).h.values():  # after FSDP's own hooks
+            block.register_forward_pre_hook(look)
+            block.register_forward_hook(look_in_backward)
+        x, y = (t.to(device).split(4 // micro_batches) for t in tokens_of(0))
+        for _ in range(3):
+            want = net.forward(x[:micro_batches], y[:micro_batches])  # eager
+            whole.clear(), dist.reset_traffic(), optimizer.zero_grad()
+            assert close(net.forward_backward(x[:micro_batches], y[:micro_batches]), want)
+            optimizer.step()
+            if zero == 2:
+                optimizer.wait_for_weights(optimizer.buckets)  # a CPU counts bytes as it sends them
+            found.append(({name: t.bytes for name, t in dist.traffic().items()}, max(whole, default=0)))
+            assert all(reducer.finished for reducer in net.reducers)
+            assert zero == 2 or not any(b.handle or b.weights.untyped_storage().size() for b in buckets)
+    return found
+
+
+@pytest.mark.parametrize("zero, micro_batches", [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_replayed_graphs_send_and_keep_what_eager_steps_do(pool, zero, micro_batches):
+    for (eager, most), (recorded, same), (replayed, none) in pool(2).run(replayed_steps, zero, micro_batches):
+        assert eager == recorded == replayed and sum(eager.values()) > 0
+        assert most == same > 0 == none  # in a replay no Python runs
+
+
+def padding_after_a_nan():
+    net = nn.Linear(1, 1).to(torch.get_default_device())  # two numbers for three ranks
+    reducer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=1.0).reducer
+    totals = Totals(reducer)
+    totals.begin(overwrite=False)
+    reducer.buckets[0].total.fill_(math.nan)
+    totals.begin(overwrite=True)
+    assert reducer.buckets[0].total[2:].eq(0).all()
+
+
+def test_padding_of_recorded_gradients_is_zero_in_every_step(pool):
+    pool(3).run(padding_after_a_nan)

@@ -1,0 +1,171 @@
+"""Grouped products, routing, sorting."""
+
+import functools
+import math
+import unittest.mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import collectives as dist
+import fast.experts
+import further.experts
+import kernels
+import model
+import parallel
+from tests.further import ALL, FEW
+from tests.kernels import KERNEL_DEVICE, put_back, no_worse_than_pytorch, random
+from tests.layouts import BATCH, differences, in_layout, one_process
+from tests.pool import GPUS, close, needs_kernels
+from fast.experts import FusedExperts, FusedRouter, route, visit_under_own_rows, without_sorting
+from further.experts import expert_parallel, MixtureOfExperts
+
+
+# Groups without rows, of one row, of many; all rows in one group; no rows at all.
+GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_grouped_linear_in_float64(bias):
+    for counts in GROUPS:
+        x, w, b = torch.randn(sum(counts), 3), torch.randn(len(counts), 2, 3), torch.randn(len(counts), 2)
+        leaves = [t.double().requires_grad_() for t in (x, w, b)[:2 + bias]]
+        function = lambda x, w, b=None: kernels.grouped_linear(x, w, b, torch.tensor(counts))
+        for row, e in enumerate(e for e, count in enumerate(counts) for _ in range(count)):
+            want = F.linear(leaves[0][row], leaves[1][e], leaves[2][e] if bias else None)
+            assert close(function(*leaves)[row].detach(), want.detach(), 1e-14)
+        assert torch.autograd.gradcheck(function, leaves)
+        for grad in torch.autograd.grad(function(*leaves).sum(), leaves[1:]):
+            assert all(not g.any() for g, count in zip(grad, counts) if not count)
+
+
+def grouped_by_loop(counts, x, w, b=None):
+    return torch.cat([F.linear(rows, w[e], None if b is None else b[e]) for e, rows in enumerate(x.split(counts))])
+
+
+def grouped_linear(counts, x, w, b=None):
+    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
+
+
+@pytest.fixture(params=["fast", "plain"])
+def either_way(request, triton_kernels, monkeypatch):
+    if request.param == "plain":
+        put_back(monkeypatch, kernels)
+
+
+HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_grouped_linear(dtype, either_way):
+    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
+        x, w, b = (random(*shape, dtype=dtype) for shape in ((sum(counts), K), (len(counts), N, K), (len(counts), N)))
+        strided = [x.T.contiguous().T, w.mT.contiguous().mT]
+        for inputs in ([x, w, b], *([[x, w], strided] if counts is GROUPS[0] else [])):
+            no_worse_than_pytorch(functools.partial(grouped_linear, counts), functools.partial(grouped_by_loop, counts),
+                                  inputs)
+
+
+def mixture_of(config, dtype):
+    mixture, draw = MixtureOfExperts(config), torch.Generator("cpu").manual_seed(0)
+    sizes = {name: t.shape for name, t in [*mixture.named_parameters(), *mixture.named_buffers()]}
+    model.materialize(mixture, lambda name: 0.3 * torch.randn(sizes[name], generator=draw, device="cpu"),
+                      KERNEL_DEVICE, dtype)
+    return mixture
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_routing_and_sorting_follow_pytorch(k, dtype, triton_kernels):
+    """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
+    few choose gets none."""
+    config = model.GPTConfig(n_embd=40, n_head=2, inner=24, experts=5, top_k=k)
+    x, dy, results = random(2, 35, 40, dtype=dtype), random(2, 35, 40, dtype=dtype), []
+    for choice in ("torch", "triton"):
+        kernels.use(choice)
+        mixture, leaf = mixture_of(config, dtype), x.clone().requires_grad_()
+        mixture.router.bias[3] = -2
+        y = mixture(leaf)
+        y.backward(dy)
+        results.append([mixture.router.load, y, leaf.grad, *(p.grad for p in mixture.parameters())])
+        assert isinstance(mixture.router, FusedRouter) and isinstance(mixture.experts, FusedExperts)
+    (load, *want), (its, *got) = results
+    assert torch.equal(load, its) and (load[3] == 0) == (k < 5)
+    tolerance = 1e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    assert all(close(a, b, tolerance) for a, b in zip(got, want, strict=True))
+
+
+def test_a_fused_router_takes_the_lower_number_and_a_nan_stays_in_its_token(triton_kernels):
+    x, weight, bias = random(3, 16), torch.zeros(5, 16, device=KERNEL_DEVICE), torch.tensor([0.0, 1, 0, 1, 1])
+    chosen, gates, counts = route(x, weight, bias.to(x.device), 2)
+    assert chosen.tolist() == 3 * [[1, 3]] and gates.eq(0.5).all() and counts.tolist() == [0, 3, 0, 3, 0]
+    x[1] = math.nan
+    chosen, gates, counts = route(x, random(5, 16), bias.to(x.device), 2)
+    assert chosen.ge(0).all() and chosen.le(4).all() and gates.isnan().tolist() == [[i == 1] * 2 for i in range(3)]
+
+
+def results_of_shared_experts(choice):
+    """Outputs, gradients and loads on this rank of two, which share out four experts."""
+    kernels.use(choice)
+    rank, device = dist.get_rank(), torch.get_default_device()
+    mixture = mixture_of(model.GPTConfig(n_embd=16, n_head=1, inner=16, experts=4), torch.float32).to(device)
+    expert_parallel(mixture, None, None)
+    assert mixture.experts.mlps.func is visit_under_own_rows
+    assert further.experts.through_experts is without_sorting
+    mixture.router.bias[1] = -2  # no tokens for the first rank's second expert
+    x, dy = torch.randn(2, 1, 6 + rank, 16, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device)
+    x.requires_grad_()
+    y = mixture(x)
+    y.backward(dy)
+    kernels.use("auto")
+    return [t.detach().cpu().numpy() for t in (y, x.grad, *(p.grad for p in mixture.parameters()), mixture.router.load)]
+
+
+def traveling(run, *args, **options):
+    """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
+    with unittest.mock.patch.dict(fast.experts.HIDE_EXCHANGES, link=dist.Link, bytes=0), unittest.mock.patch.object(
+            fast.experts, "start_exchange", wraps=fast.experts.start_exchange) as started:
+        result = run(*args, **options)
+    assert started.call_count
+    return result
+
+
+@pytest.mark.parametrize("layout,micro_batches,schedule,options,experts", [
+    ({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3, "recompute": "block"}, {"bias": FEW}),
+    ({"dp": 2}, 1, "1f1b", {"ep": 2}, {"bias": ALL, "top_k": 1}),
+    ({"dp": 4}, 2, "1f1b", {"ep": 4, "zero": 1}, {}), ({"dp": 3}, 1, "1f1b", {"ep": 3}, {"experts": 6}),
+    ({"dp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"ep": 2, "sequence": True}, {})], ids=str)
+def test_experts_equal_one_process_where_rows_travel_under_own_rows(pool, layout, micro_batches, schedule, options,
+                                                                    experts):
+    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
+    change |= {"experts": 4, **experts}
+    bias, batch = change.pop("bias", None), BATCH // 3 * 3 if layout["dp"] == 3 else BATCH
+    want = one_process(optimizer, tokens=8, bias=bias, batch=batch, **change)
+    for got in pool(math.prod(layout.values())).run(traveling, in_layout, layout, optimizer, micro_batches, change,
+                                                    tokens=8, schedule=schedule, bias=bias, batch=batch, **options):
+        assert not differences(got, want), change
+
+
+def test_visits_without_sorting_give_the_same(pool):
+    needs_kernels(pool)
+    for got, want in zip(*(pool(2).run(results_of_shared_experts, choice) for choice in ("triton", "torch"))):
+        assert all(close(a, b, 1e-5) for a, b in zip(got, want, strict=True)) and got[-1][1] == 0
+
+
+def test_groups_do_not_touch_each_other(either_way):
+    """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
+    x, w, b, dy = (random(*shape, dtype=HALF) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72)))
+    results = []
+    for poison in (0.5, math.nan):
+        for t in x[5:75], dy[5:75], w[1:3], b[1:3]:
+            t.fill_(poison)
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        y = grouped_linear([5, 70, 0, 67], *leaves)
+        y.backward(dy)
+        results.append([torch.cat([t[:5], t[75:]]) for t in (y.detach(), leaves[0].grad)]
+                       + [t.grad[[0, 2, 3]] for t in leaves[1:]])
+        assert y[5:75].isnan().all() == leaves[1].grad[1].isnan().all() == math.isnan(poison)
+        assert not leaves[1].grad[2].any() and not leaves[2].grad[2].any()
+    for clean, beside in zip(*results):
+        assert torch.equal(clean, beside)

@@ -1,0 +1,278 @@
+"""Processes for the tests: pools that serve one test after the other, and a second pytest process beside the first."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+import warnings
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+if not GPUS:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when `kernels` is imported; what runs them asks for them by name
+
+import collectives as dist
+import fast
+import kernels
+import safe.launch
+
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Beside:
+    """The second process. In the first one, the plugin that reports what the second has run.
+
+    Whoever makes a test's folder runs the test. The second process writes there which hooks pytest has called."""
+
+    def __init__(self, session):
+        self.session, self.items, self.config = session, session.items, session.config
+        self.second, self.calls = False, []
+        self.folder = self.config._tmp_path_factory.mktemp("beside")  # so both have one folder for all that they write
+        self.places = {item: self.folder / str(number) for number, item in enumerate(self.items)}
+        self.config.pluginmanager.register(self)
+        self.process = multiprocessing.get_context("fork").Process(target=self.run)
+        self.process.start()
+
+    def takes(self, item):
+        with contextlib.suppress(FileExistsError):
+            self.places[item].mkdir()
+            return True
+
+    def run(self):
+        """All tests that the first process has not taken, the last one first."""
+        try:
+            self.run_tests()
+            self.session._setupstate.teardown_exact(None)  # the session's fixtures
+        finally:  # Python would wait for processes that are left, and they may not end on SIGTERM
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    def run_tests(self):
+        self.second, capture = True, self.config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()  # into files that are the first process's too
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        for item, following in zip(self.items[::-1], [*self.items[-2::-1], None]):
+            if self.takes(item):
+                self.calls, unfinished = [], self.places[item] / "unfinished"
+                self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                unfinished.write_bytes(pickle.dumps(self.calls))
+                unfinished.rename(self.places[item] / "calls")
+
+    def pytest_runtest_logreport(self, report):
+        self.calls += [("pytest_runtest_logreport", {"report": report})] * self.second
+
+    def pytest_warning_recorded(self, warning_message, when, nodeid, location):
+        w = warning_message
+        message = warnings.WarningMessage(w.message, w.category, w.filename, w.lineno)  # its source may be anything
+        self.calls += [("pytest_warning_recorded", {"warning_message": message, "when": when, "nodeid": nodeid,
+                                                    "location": location})] * self.second
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        if self.second or self.takes(item):
+            return None  # pytest runs it here
+        while self.process.is_alive() and not (self.places[item] / "calls").exists():
+            time.sleep(0.01)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        try:
+            calls = pickle.loads((self.places[item] / "calls").read_bytes())
+        except FileNotFoundError:
+            lost = f"the second process ended in this test, with exit code {self.process.exitcode}"
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call")
+            calls = [("pytest_runtest_logreport", {"report": report})]
+        for name, arguments in calls:
+            hook = getattr(item.ihook, name)
+            hook.call_historic(kwargs=arguments) if hook.is_historic() else hook(**arguments)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    fast.on()  # in this process; workers of a pool call it themselves, or do not
+    option = session.config.option
+    alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1
+    if alone or len(session.items) < 50 or not safe.launch.may_fork():  # a few tests are not worth pools of their own
+        return (yield)
+    torch.set_num_threads(1)
+    beside = Beside(session)
+    try:
+        return (yield)
+    except BaseException:  # such as Ctrl-C, or a failure under -x
+        if beside.process.is_alive():
+            os.kill(beside.process.pid, signal.SIGINT)
+        raise
+    finally:
+        beside.process.join()
+
+
+def pytest_runtest_setup(item):
+    torch.manual_seed(0)  # whatever ran before in this process
+
+
+# ---------------------------------------------------------------------------------------------------- pool of processes
+
+def _worker(rank, size, device_type, port, pipe, plain):
+    gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    if not plain:
+        fast.on()
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    torch_dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size,
+                                  store=torch_dist.TCPStore("127.0.0.1", port, is_master=False),
+                                  device_id=device if device_type == "cuda" else None)
+    # The CPU is the default anyway, and to say so costs every call of torch a few microseconds.
+    if device_type == "cuda":
+        torch.set_default_device(device)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            os._exit(0)
+        function, args, options = job
+        try:
+            result = True, function(*args, **options)
+        except BaseException:  # noqa: BLE001  the test's own process raises it
+            result = False, traceback.format_exc()
+        # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group.
+        for group in list(torch_dist.distributed_c10d._world.pg_map):
+            if group is not torch_dist.group.WORLD:
+                dist.destroy_process_group(group)
+                del group
+        if len(os.listdir("/proc/self/task")) > 100:
+            gc.collect()
+        dist.use(None, "ours")  # whoever asked for it, the next test did not
+        pipe.send(result)
+
+
+def forkserver():
+    """Starts processes at once: from one that has imported what is slow, and has left CUDA alone, which cannot be
+    forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"] + ["test_all"] * (not GPUS))
+    return context
+
+
+class Pool:
+    """`size` processes that have joined one group; run(function, *args) calls a module's function on all of them.
+
+    plain: they run the reference alone."""
+
+    def __init__(self, size, device_type, plain=False):
+        context, self.processes, self.pipes, self.device_type, self.plain = forkserver(), [], [], device_type, plain
+        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            self.pipes.append(ours)
+            self.processes.append(context.Process(target=_worker, daemon=True,
+                                                  args=(rank, size, device_type, self.store.port, theirs, plain)))
+            self.processes[-1].start()
+
+    def run(self, function, *args, timeout=300 if GPUS else 60, again=True, **options):  # there, kernels compile first
+        """Results in rank order. A rank's exception fails the test; silence breaks the pool, which starts anew.
+
+        again: where gloo could not connect its processes, which on loaded machines happens once in many thousand
+        groups before any code of ours runs, new processes try once more."""
+        if not self.processes:
+            self.__init__(len(self.pipes), self.device_type, self.plain)
+        for pipe in self.pipes:
+            pipe.send((function, args, options))
+        results, deadline = [], time.time() + timeout
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(max(0.0, deadline - time.time())):
+                self.stop()
+                pytest.fail(f"rank {rank} was silent for {timeout} s")
+            ok, value = pipe.recv()
+            if not ok:
+                self.stop()
+                if again and "Gloo connectFullMesh failed" in value:
+                    return self.run(function, *args, timeout=timeout, again=False, **options)
+                pytest.fail(f"rank {rank}:\n{value}")
+            results.append(value)
+        return results
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+        self.processes = []
+
+
+def test_a_pool_starts_anew_once_where_gloo_could_not_connect(tmp_path):
+    with pools("cpu") as get:
+        assert get(2).run(connects_the_second_time, tmp_path / "tried", once=True) == [0, 1]
+        with pytest.raises(pytest.fail.Exception, match="connectFullMesh"):
+            get(2).run(connects_the_second_time, tmp_path / "again", once=False)
+
+
+def connects_the_second_time(path, once):
+    rank = torch_dist.get_rank()
+    if rank == 1 and not (once and path.exists()):
+        path.touch()
+        raise RuntimeError("Gloo connectFullMesh failed")
+    return rank
+
+
+DEVICES = ["cpu"] + (["cuda"] if GPUS > 1 else [])
+
+
+@contextlib.contextmanager
+def pools(device_type, plain=False):
+    """get(size): the Pool of that world."""
+    started = {}
+
+    def get(size):
+        if device_type == "cuda" and size > GPUS:
+            pytest.skip(f"{size} ranks need {size} GPUs, this machine has {GPUS}")
+        if size not in started or not started[size].processes:
+            started[size] = Pool(size, device_type, plain)
+        return started[size]
+
+    get.device_type = device_type
+    yield get
+    for p in started.values():
+        p.stop()
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def pool(request):
+    """pool(size): the processes of that world."""
+    with pools(request.param) as get:
+        yield get
+
+
+@pytest.fixture(scope="session")
+def plain_pool():
+    """As `pool`, with processes that run the reference alone."""
+    with pools("cpu", plain=True) as get:
+        yield get
+
+
+def is_plain():
+    """Whether this process runs the reference alone."""
+    return dist.make_link is not fast.links.fast_link
+
+
+def needs_kernels(pool):
+    if not (kernels.HAVE_TRITON and (kernels.INTERPRETED or pool.device_type == "cuda")):
+        pytest.skip("no Triton for this device")
+
+
+def close(a, b, tolerance=1e-10):
+    """Relative to the largest value; NaN is never close."""
+    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    return (a.shape == b.shape and float((a - b).abs().max() if a.numel() else 0)
+            <= tolerance * max(1e-3, float(b.abs().max()) if b.numel() else 1))

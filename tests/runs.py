@@ -1,0 +1,244 @@
+"""Runs of the programs in processes of their own, and what the README names."""
+
+import contextlib
+import functools
+import gc
+import importlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+import collectives as dist
+import fast.run
+import safe.checkpoints
+import safe.flags
+import train
+from tests.pool import HERE, forkserver
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "8", "--log-every", "1"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    # Bytes of each tensor peer's.
+    path.write_text("".join(f"line {i} of {i * i}: the quick brown föx\n" for i in range(2000)), "utf-8")
+    return str(path)
+
+
+def parse(arguments):
+    """What the whole program makes of a command line."""
+    return train.parse(safe.flags.Parser(**train.ABOUT), safe.flags.Settings, arguments)
+
+
+def run_training(flags):
+    """train.py's own run, in this pool's processes and on their device, which `--device auto` need not find."""
+    device = torch.get_default_device()
+    with torch.device("cpu"):  # as when it is started
+        run = fast.run.FastRun(["--device", device.type, *flags])
+        saved = run.train(device)
+    if run.lock:
+        run.lock.file.close()
+    return saved
+
+
+def log_of(folder):
+    return [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
+
+
+# -------------------------------------------------------------------------------------------------- starting and ending
+
+def command(*words, **more):
+    env = ({k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+           | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def processes_with(mark, parent=None, proc="/proc"):
+    """Pids whose command line holds the mark; parent: those alone that this process has started."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir(proc)):
+        try:
+            cmdline, stat = (pathlib.Path(proc, pid, name).read_text() for name in ("cmdline", "stat"))
+            state, ppid = stat.rpartition(")")[2].split()[:2]  # before them a name, which may hold anything
+            if mark in cmdline and state != "Z" and parent in (None, int(ppid)):
+                found.append(int(pid))
+        except OSError:
+            pass
+    return found
+
+
+# Whatever this machine's name resolves to.
+TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints, faults
+#
+# Here processes die, so they are not the pool's: `Ranks` runs train.py's `main` in new ones, started as torchrun would
+# but in a tenth of its time.
+
+slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
+
+
+def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder):
+    gc.freeze()
+    torch.set_num_threads(1)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if deaths:  # SIGKILL just before, or just after, the nth time that something becomes durable, gets its name or goes
+        count, (nth, after) = itertools.count(1), deaths
+
+        def deadly(call, *arguments, **more):
+            last = next(count) == nth
+            last and not after and os.kill(os.getpid(), signal.SIGKILL)
+            call(*arguments, **more)
+            last and os.kill(os.getpid(), signal.SIGKILL)
+
+        for name in ("fsync", "replace", "rename", "unlink"):
+            setattr(os, name, functools.partial(deadly, getattr(os, name)))
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    sys.argv = [program + ".py", *flags]
+    if folder:
+        import_from(folder)
+        runpy.run_path(os.path.join(folder, program + ".py"), run_name="__main__")
+        return  # the whole program exits
+    module_of(program).main()
+
+
+def import_from(folder):
+    """From now on modules come from this folder, none from this file's."""
+    sys.path[:] = [folder, *(path for path in sys.path if path and os.path.abspath(path) not in (HERE, folder))]
+    for name in [*sys.modules]:
+        file = getattr(sys.modules[name], "__file__", None)
+        if name != "__main__" and file and os.path.abspath(file).startswith(HERE + os.sep):
+            del sys.modules[name]
+
+
+class Ranks:
+    """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
+
+    folder: one with the reference's files alone, whose program runs in place of the whole one."""
+
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", folder=None):
+        # Theirs; it survives them.
+        self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        open(log, "a").close()
+        self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
+        settings = self.store.port, flags, self.log, file_bytes, deaths, program, folder
+        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=True)
+                          for r in range(size)]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, rank, sig=signal.SIGKILL):
+        os.kill(self.processes[rank].pid, sig)
+
+    def printed(self):
+        with open(self.log) as file:
+            file.seek(self.since)
+            return file.read()
+
+    def wait_for(self, text, timeout=60):
+        deadline = time.time() + timeout
+        while text not in self.printed():
+            assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
+            time.sleep(0.02)
+
+    def end(self, timeout=150, ranks=None):
+        """Their exit codes, which must come within `timeout` seconds."""
+        some = [p for r, p in enumerate(self.processes) if ranks is None or r in ranks]
+        deadline = time.time() + timeout
+        for p in some:
+            p.join(max(0, deadline - time.time()))
+        codes = [p.exitcode for p in some]
+        if None in codes or ranks:
+            for p in self.processes:
+                p.kill()
+        assert None not in codes, f"{codes}\n{self.printed()}"
+        return codes
+
+
+TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
+
+
+def end_of(run):
+    """(step of the newest checkpoint, losses in the order of the log, checksums of its files, loss scale) of a run's
+    folder."""
+    newest = safe.checkpoints.open_checkpoint(safe.checkpoints.checkpoints(run)[-1], True).manifest
+    losses = [(entry["step"], entry["loss"]) for entry in log_of(run) if "loss" in entry]
+    return newest["step"], losses, newest["files"], newest["updates"], newest["scaler"]
+
+
+# --------------------------------------------------------------------------------------------------------------- README
+
+README = pathlib.Path(HERE, "README.md").read_text()
+LECTURE = "model", "kernels", "collectives", "parallel", "train"
+FURTHER, WHOLE = ("further",), ("theory", "safe", "fast", "lessons", "bench", "test_all", "tests")
+
+
+def files_in(names):
+    """Files of these names, and in rooms of these names, without ".py": ["train", "fast/__init__", "fast/adamw"]"""
+    paths = [path for name in names
+             for path in (pathlib.Path(HERE, name + ".py"), *pathlib.Path(HERE, name).glob("*.py"))]
+    return sorted(str(path.relative_to(HERE).with_suffix("")) for path in paths
+                  if path.is_file() and path.name != "__main__.py")  # which would run
+
+
+FILES = files_in([*LECTURE, *FURTHER, *WHOLE])
+
+
+def module_of(file):
+    """The module of one of FILES. A room's own, "fast/__init__", is the package."""
+    return importlib.import_module(file.removesuffix("/__init__").replace("/", "."))
+
+
+def readme_commands():
+    """Every command in README: lines of its fenced blocks, and what stands in backticks and starts like one."""
+    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL) if not language]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
+    lines = [part.split("   ")[0].strip() for line in lines for part in line.split(" && ")]
+    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--",
+                                                              line)]
+
+
+def readme_levels():
+    """The reading path's levels, of the lecture's files, of further/ beside them, of the other rooms: each one's rows
+    (read, run, look for)."""
+    levels = README.split("\n## Reading path\n")[1].split("\n## ")[0].split("\n### ")[1:]
+    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:]
+             for table in re.findall(r"(?m)(?:^\|.*\n)+", level) for line in table.splitlines()[2:]]
+            for level in levels]
+
+
+def named(token, where=None):
+    """Whether `token` is a class, function, method or constant of these files, or of one of them. Before its name may
+    stand its module's: fast.adamw.AdamW."""
+    for file in [where] if where else FILES:
+        module, *parts = module_of(file), *token.split(".")
+        path = module.__name__.split(".")
+        if parts[:len(path)] == path:
+            parts = parts[len(path):]
+        with contextlib.suppress(AttributeError):
+            functools.reduce(getattr, parts, module)
+            return True
+    return False

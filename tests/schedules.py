@@ -1,0 +1,153 @@
+"""f and g, cuts, the mesh, pipeline schedules."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+
+import collectives as dist
+import parallel
+from tests.pool import close
+from further.schedules import interleaved, zero_bubble_h1
+from theory.clock import simulate
+
+
+def f_and_g():
+    """What autograd has saved, or will hand to others, is not summed up in place."""
+    x, dy = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True), torch.ones(3, dtype=torch.float64)
+    parallel.CopyToGroup.apply(x, None).backward(dy)
+    assert dy.eq(1).all() and x.grad.eq(2).all()
+    x.grad, y = None, x.tanh()  # which keeps its output
+    parallel.ReduceFromGroup.apply(y, None).backward(dy)
+    assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2)
+
+
+def test_f_and_g_change_nothing_in_place(pool):
+    pool(2).run(f_and_g)
+
+
+def vocab_parallel_loss(vocab):
+    """Loss and gradient against F.cross_entropy, with large logits, and no collective of the size of the logits."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.get_default_device()
+    rng = np.random.default_rng(1)
+    z = torch.from_numpy(rng.normal(size=(2, 9, vocab)) * 300).to(device).requires_grad_()
+    y = torch.from_numpy(rng.integers(0, vocab, (2, 9))).to(device)
+    mine = z.detach().tensor_split(size, -1)[rank].contiguous().requires_grad_()
+    dist.reset_traffic()
+    got = parallel.cross_entropy(mine, y, vocab, None)
+    got.backward(torch.tensor(3.0, dtype=torch.float64))
+    sent = sum(t.bytes for t in dist.traffic().values())
+    want = F.cross_entropy(z.flatten(0, 1), y.flatten())
+    (3 * want).backward()
+    assert (close(got.detach().cpu(), want.detach().cpu())
+            and close(mine.grad.cpu(), z.grad.tensor_split(size, -1)[rank].cpu()))
+    assert sent <= 3 * y.numel() * 8 * size.bit_length()
+
+
+@pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
+def test_vocabulary_parallel_cross_entropy(pool, size, vocab):
+    pool(size).run(vocab_parallel_loss, vocab)
+
+
+def shards_round_trip():
+    whole = torch.arange(6 * 9 * 4.0).view(54, 4)
+    for cut in (parallel.Cut(None, 0), parallel.Cut(None, 0, parts=3), parallel.Cut(None, 1)):
+        assert cut.gather(cut.part(whole), whole.shape).equal(whole)
+
+
+def test_shards_gather_to_the_whole(pool):
+    for size in (2, 3, 4, 5):
+        pool(size).run(shards_round_trip)
+
+
+def test_mesh_puts_tensor_peers_side_by_side(pool):
+    assert (pool(8).run(mesh_of_eight)
+            == [([r - r % 2, r - r % 2 + 1], [i for i in range(8) if i % 2 == r % 2 and i // 4 == r // 4])
+                for r in range(8)])
+
+
+def mesh_of_eight():
+    mesh = parallel.make_mesh(torch.get_default_device().type, pp=2, dp=2, tp=2)
+    with pytest.raises(ValueError, match="needs 9 processes, there are 8"):
+        parallel.make_mesh("cpu", dp=9)
+    return tuple(torch_dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("tp", "dp"))
+
+
+# --------------------------------------------------------------------------------------------------- pipeline schedules
+
+def all_schedules(p, m, most_stages=4):
+    yield "gpipe", parallel.gpipe(p, m)
+    yield "1f1b", parallel.one_f_one_b(p, m)
+    yield "zb-h1", zero_bubble_h1(p, m)
+    for v in range(1, most_stages + 1):
+        if m % p == 0:
+            yield f"interleaved {v}", interleaved(p, m, v)
+
+
+def test_every_schedule_can_run():
+    for p in range(1, 9):
+        for m in (*range(1, 2 * p + 2), 3 * p + 1, 4 * p):  # beyond two fillings of the pipe the same turns come again
+            for name, lists in all_schedules(p, m):
+                parallel.check(parallel.lower(lists))
+
+
+def test_schedules_idle_and_hold_what_the_lecture_says():
+    """F = I = W = 1, p = 4, m = 8; and the laws for all sizes."""
+    idle, peak = {}, {}
+    for name, lists in all_schedules(4, 8):
+        timeline = simulate(lists)
+        idle[name], peak[name] = {round(t, 9) for t in timeline.idle}, timeline.peak
+    assert idle == {"gpipe": {9}, "1f1b": {9}, "zb-h1": {3}, "interleaved 1": {9}, "interleaved 2": {4.5},
+                    "interleaved 3": {3}, "interleaved 4": {2.25}}
+    assert peak["gpipe"] == [8] * 4 and peak["1f1b"] == [4, 3, 2, 1] and peak["zb-h1"] == [4] * 4
+    for p in range(1, 9):
+        for m in (p, 2 * p, 4 * p):
+            for v in (1, 2, 3):
+                assert close(max(simulate(interleaved(p, m, v)).idle), 3 * (p - 1) / v)
+            assert max(simulate(zero_bubble_h1(p, m)).idle) == p - 1
+            assert simulate(parallel.one_f_one_b(p, m)).peak == [p - r for r in range(p)]
+            assert max(simulate(parallel.one_f_one_b(p, m), 2, 3, 1).idle) == 6 * (p - 1)  # uneven costs
+    with pytest.raises(ValueError, match="multiples of 4, not 6"):
+        interleaved(4, 6, 2)
+
+
+def test_transfers_take_time_in_the_simulation():
+    assert simulate(parallel.gpipe(2, 1), transfer=0.5).length == 6 + 2 * 0.5
+    assert simulate(interleaved(1, 2, 2), transfer=9).length == 6  # nothing to send on one rank
+
+
+@pytest.mark.parametrize("how,says", [
+    ("swapped pair", "deadlock"), ("missing receive", "deadlock"), ("missing send", "deadlock"),
+    ("W before its I", "deadlock"),
+    ("missing B", "must each be there"), ("twice", "is there twice"), ("wrong rank", "does not live on rank"),
+    ("crossed sends", "deadlock")])
+def test_broken_schedules_are_rejected(how, says):
+    lists = parallel.lower(zero_bubble_h1(3, 4) if how.startswith("W") else parallel.one_f_one_b(3, 4))
+    actions = lists[1]
+
+    def at(kind, i=0):
+        return actions.index(next(a for a in actions if a.kind == kind and a.micro_batch == i))
+
+    def swap(i, j):
+        actions[i], actions[j] = actions[j], actions[i]
+
+    if how == "swapped pair":
+        swap(at("F"), at("RF"))
+    elif how == "missing receive":
+        actions.pop(at("RB", 2))
+    elif how == "missing send":
+        actions.pop(at("SF", 1))
+    elif how == "W before its I":
+        swap(at("I"), at("W"))
+    elif how == "missing B":
+        actions.pop(at("B", 3))
+    elif how == "twice":
+        actions.append(actions[at("B", 3)])
+    elif how == "wrong rank":
+        actions.append(parallel.Action("F", 2, 9))
+    elif how == "crossed sends":
+        swap(at("RF", 1), at("RF", 0))
+    with pytest.raises(parallel.ScheduleError, match=says) as error:
+        parallel.check(lists)
+    assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))

@@ -1,0 +1,1 @@
+"""What the lecture predicts: memory, traffic, time, a schedule on a clock, which layout."""

@@ -1,0 +1,100 @@
+"""A pipeline's schedule on a clock: pieces cut by their cost, a Timeline of any lists of actions, and its drawing."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from parallel import in_order, needs, stages_of
+
+
+# ---------------------------------------------------------------------------- pipeline: stages that take equally long
+
+@functools.cache
+def split_pieces(config, stages):
+    """Cut the L+2 pieces of a GPT into `stages` runs, so that the slowest run takes as little time as possible:
+    [range, ...], cached, so callers must not change it.
+
+    Costs are multiply-adds a token: of a block its attention and matrices (of experts, k), of the head C V. The
+    embedding costs nothing, because it is a look-up.
+    """
+    c, n = config.n_embd, config.n_layer + 2
+    mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
+    cost = [0] + [4 * c * c + 2 * c * config.inner * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
+
+    @functools.cache
+    def best(end, k):
+        """Cut the pieces before `end` into k stages: (the slowest one's cost, the first piece of each, last first)."""
+        if k == 1:
+            return sum(cost[:end]), (0,)
+        return min((max(rest, sum(cost[start:end])), (start, *starts))
+                   for start in range(k - 1, end) for rest, starts in [best(start, k - 1)])
+
+    starts = best(n, stages)[1][::-1]
+    return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
+
+
+# ------------------------------------------------------------------------------------------------- schedules on a clock
+
+class Timeline(NamedTuple):
+    """Times in the unit of `simulate`'s costs."""
+    spans: list         # for each rank: [(action, start, end)]
+    length: float
+    idle: list          # for each rank: time in which it computes nothing
+    peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+
+
+def most_held(actions):
+    """The most activations that a list holds at once: each from its F to its B or W."""
+    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
+
+
+def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
+    """Give each action of lists without transfers a start and an end: a Timeline.
+
+    A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. transfer: the
+    time of a message. An activation is held from the end of its F to the end of its B or W.
+    """
+    p, stages, listed = len(lists), stages_of(lists), set().union(*lists)
+    v = stages // p
+    cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v}
+    cost["B"] = cost["I"] + cost["W"]
+    end, spans, clock = {}, [[] for _ in lists], [0.0] * p
+    for r, action in in_order(lists):
+        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages, listed)])
+        end[action] = clock[r] = start + cost[action.kind]
+        spans[r].append((action, start, clock[r]))
+    idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
+    return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
+
+
+def draw(timeline, unit=1.0):
+    """The timeline as text: a row a rank, a column a unit of time. F2 is F of micro-batch 2; dots are idle time."""
+    columns = round(timeline.length / unit)
+    width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
+    lines = []
+    for r, row in enumerate(timeline.spans):
+        cells = ["." * (width - 1)] * columns
+        for action, start, end in row:
+            for c in range(round(start / unit), round(end / unit)):
+                cells[c] = str(action).ljust(width - 1) if c == round(start / unit) else "-" * (width - 1)
+        lines.append(f"rank {r}  " + " ".join(cells))
+    return "\n".join(lines)
+
+
+def draw_svg(timeline, path):
+    """Write the timeline as SVG: F is blue, B and I are orange, W is green. It fits light and dark pages."""
+    colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
+    scale, height = 960 / timeline.length, 26
+    box = f'viewBox="0 0 1040 {height * len(timeline.spans) + 8}"'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="11">']
+    for r, row in enumerate(timeline.spans):
+        out.append(f'<text x="4" y="{r * height + 19}" fill="#888">rank {r}</text>')
+        for action, start, end in row:
+            x, w = 60 + start * scale, (end - start) * scale
+            opacity = 1 - 0.35 * (action.stage // len(timeline.spans) % 2)
+            out.append(f'<rect x="{x:.1f}" y="{r * height + 4}" width="{w:.1f}" height="{height - 4}" '
+                       f'fill="{colours[action.kind]}" fill-opacity="{opacity}" stroke="#fff" stroke-width="0.5"/>'
+                       f'<text x="{x + w / 2:.1f}" y="{r * height + 19}" fill="#fff" text-anchor="middle">'
+                       f'{action.micro_batch}</text>')
+    with open(path, "w") as file:
+        file.write("\n".join(out + ["</svg>\n"]))

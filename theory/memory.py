@@ -1,0 +1,171 @@
+"""What each rank keeps: predicted bytes of parameters, gradients, optimizer states and activations; and the tensors
+of a running model by kind, which the predictions are held against.
+"""
+
+import functools
+import math
+from collections import Counter
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import parallel
+import train
+from model import GPT
+from parallel import (
+    CopyToGroup, gpt2_plan, is_matrix, master_dtype, planned, ReduceFromGroup, RowParallelLinear)
+from theory.clock import most_held, split_pieces
+
+
+def tensors_in(value):
+    """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# ----------------------------------------------------------------------------------------- memory: predicted and in use
+
+def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
+                 held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
+    """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
+
+    dtype: what layers compute in. optimizer: AdamW's two moments, and float32 master weights if dtype is bf16 or fp16.
+    activations: those of `held` micro-batches of `micro_batch` sequences, by activation_bytes. pieces: a pipeline
+    rank's runs of pieces, from `split_pieces`; None means all. fused: our cross-entropy kernel computes the loss.
+    sequence, context: as for parallelize. Ranks: dp share out the shards, cp share a sequence, ep share out the
+    experts, `copies` keep the same experts (None: dp / ep). load: tokens of a rank's experts over an equal share.
+    """
+    tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
+    pieces = [range(config.n_layer + 2)] if pieces is None else pieces
+    wide, narrow, whole, vector, mine = master_dtype(dtype).itemsize, dtype.itemsize, 0, 0, 0
+    for some, shared, ranks in zip(local_elements(config, tp, tuple(pieces)), (1, ep), (dp, copies or dp // ep)):
+        m, v = some[True] / shared, some[False] / shared  # of matrices, of vectors, on this rank
+        whole, vector = whole + m + v, vector + v
+        mine += m / ranks + v if zero == 3 else (m + v) / (ranks if zero else 1)  # what this rank's optimizer steps
+    masters = wide * mine if wide != narrow else 0
+    return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
+                "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
+                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
+                                                       tokens_cut, twice, ep, load) // cp}
+
+
+@functools.cache
+def local_elements(config, tp, pieces):
+    """Elements of these pieces on one of tp ranks: (those outside of experts, those of experts), each {is it a matrix:
+    elements}."""
+    count = Counter(), Counter()
+    for run in pieces:
+        for i in run:
+            for total, some in zip(count, elements_of(config, tp, i)):
+                total.update(some)
+        if config.tied and {0, config.n_layer + 1} <= set(run):  # one weight, not two
+            count[0][True] -= config.vocab_size * config.n_embd / tp
+    return count
+
+
+@functools.cache
+def elements_of(config, tp, i):
+    """local_elements of piece i alone."""
+    count = Counter(), Counter()
+    for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        how = planned(layer, gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply, config.experts > 0))
+        whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
+        count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
+    return count
+
+
+def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False, ep=1,
+                     load=1.0):
+    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. Of a block, in elements
+    a token:
+
+        whole on every rank: x, LN(x), x + attention, LN of that                  4C / tokens_cut
+        cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
+                     attention's output once more, if `twice`                     C
+
+    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept.
+    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
+    exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
+    a ring keeps it head by head for itself, and token by token for the projection. Experts have `routed_bytes` in place
+    of 2 inner. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a mask, 9 bytes a
+    token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
+    logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
+    over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
+    ZB-H1 keeps more than this: the output gradients that its W actions need.
+    """
+    tokens, c = micro_batch * config.seq_len, config.n_embd
+    blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
+    first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
+    attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
+    rest = (4 * c * width + 16) / tokens_cut
+    mlps = sum(routed_bytes(config, tp, width, tokens_cut, ep, load, fused) if routed else 2 * config.inner * width / tp
+               for routed in blocks)
+    every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute] * len(blocks)
+    every += mlps if recompute != "block" else 0
+    logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
+    ids, targets = 8 / micro_batch + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
+    last = (c * width + 8) / tokens_cut + c * width + logits + targets
+    return int(tokens * (every + first * ids + head * last))
+
+
+def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
+    """Bytes a token that a router and k experts keep for backward:
+
+                                                                         PyTorch's kernels: elements   `fused`: bytes
+        router    each expert's score, and its place (int64) in order    E float32, E int64            nothing
+                  the input in float32                                   C, if layers have 16 bits     nothing
+                  k chosen scores, their sum, and the k weights          2k + 1                        4k + 4
+                  the numbers of the k experts                           among the places              8k
+        sorting   where each row comes from, and where it goes           3k int64                      4k
+                  the same where rows are received from other ranks      2k int64, times `load`        4k, times `load`
+        experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
+                  outputs that come back to be weighed                   k C
+
+    A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
+    """
+    c, k, wide = config.n_embd, config.top_k, max(width, 4)
+    rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
+    if fused:
+        return rows + (12 * k + 4) / tokens_cut + 4 * k * ((tokens_cut > 1) + 1 + load * (ep > 1))
+    router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
+    return rows + router / tokens_cut + k * (24 + 16 * load * (ep > 1) + width * (wide > width))
+
+
+def kept_tensors(net):
+    """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
+    models, buckets = net.stages.values(), [bucket for reducer in net.reducers for bucket in reducer.buckets]
+    shards = [b.shard for b in buckets if b.shard is not None]
+    module = [p for m in models for p in getattr(m, "module", m).parameters()]
+    mixed = net.dtype != master_dtype(net.dtype)
+    kinds = {
+        "parameters": module + ([] if mixed else shards),
+        "gradients": [p.grad for p in module + shards] + [b.total for b in buckets] + [
+            t for reducer in net.reducers for t in tensors_in(list(getattr(reducer, "under_way", ())))],
+        "optimizer": (shards if mixed else []) + [t for p in net.optimizer.state.values() for t in p.values()]}
+    return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries, gaps and NCCL's buffers take the rest
+
+
+@functools.cache
+def held(schedule, p, m, v):
+    """Micro-batches whose activations each pipeline rank holds at once."""
+    return [most_held(actions) / v for actions in parallel.SCHEDULES[schedule](p, m, v)]
+
+
+def needed_bytes(config, s, fused):
+    """Bytes that the fullest pipeline rank needs, with what a block recomputes. fused: as in `memory_bytes`."""
+    cuts, dtype = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
+    each, i = s.batch_size // s.dp // s.micro_batches, min(config.expert_every, config.n_layer)  # a block with experts
+    again, kept = (activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(i, i + 1)],
+                                             tokens_cut=s.tp if s.sp else 1, ep=s.ep) // s.cp
+                   for recompute in ("none", s.recompute))
+    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
+    return again - kept + max(
+        sum(memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
+                                  cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind, s.ep,
+                                  s.dp * s.cp // s.ep).values())
+        for rank in range(s.pp))

@@ -1,0 +1,363 @@
+"""How long a step takes, from FLOPs, bytes and a machine's rates: computation, traffic that is hidden or not, bubble.
+
+Read with: Ultra-Scale Playbook, "finding the best training configuration" and its formulas.
+"""
+
+import contextlib
+import functools
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+import parallel
+from theory.clock import split_pieces
+from theory.memory import local_elements
+from theory.traffic import HALVES, contents, in_two_levels, messages, sent, tokens_of, widths
+
+
+def replayable(s, config):
+    """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
+    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
+
+
+# -------------------------------------------------------------------------------------------------------------- reports
+
+PEAK_TFLOPS = {  # dense 16-bit, by the maker's datasheet
+    "H[18]00 PCIe": 756, "H[12]00 NVL": 835, "H[128]00": 989, "A[18]00": 312, "B200": 2250, "L40S": 362, "L4": 121,
+    "RTX 4090$": 165, "RTX 3090$": 71, "V100 PCIE": 112, "V100": 125, "T4": 65}
+
+
+HALF_COUNTED = "MFU counts half of attention's FLOPs, those that the mask leaves: sequences are longer than 4C"
+
+
+def peak_flops(device):
+    """FLOP/s of this GPU by its datasheet. None for an unknown GPU, whose MFU would be a guess."""
+    name = torch.cuda.get_device_name(device).replace("-", " ") if device.type == "cuda" else ""
+    return next((1e12 * value for key, value in PEAK_TFLOPS.items() if re.search(rf"\b{key}(\b|$)", name)), None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates from which `predict` computes a step's time. They are reached in practice, except `peak`."""
+    name: str
+    peak: float           # FLOP/s by the datasheet, dense, 16-bit, which MFU is a share of; None: not known, no MFU
+    memory: float         # bytes
+    matmul: float         # FLOP/s of a block's matrix products with 8192 tokens
+    attention: float      # FLOP/s from q, k, v to the heads' outputs, forward and backward, counting only scores that
+                          # the mask leaves. In MACHINES: with 1024 tokens
+    elementwise: float    # bytes/s of a block's other operations, by `passes`' bytes; above hbm where they are fused
+    loss: float           # logits/s through cross-entropy, forward and backward
+    hbm: float            # bytes/s of a copy, read plus written
+    launch: float         # s that the CPU takes to issue a block's kernels, forward and backward; CUDA graphs take 0
+    link: float = None         # bytes/s from one GPU to another of its node
+    hop: float = None          # s of latency of a message inside a node
+    network: float = None      # bytes/s from one GPU to another node; None: not known
+    network_hop: float = None  # s of latency of a message between nodes
+    node: int = 8              # GPUs of a node
+    switched: bool = True      # a switch joins the GPUs of a node, so they need no ring
+    units: float = None        # `launch` under ZeRO-3, with its hooks but without its collectives
+    fused: bool = True         # --kernels auto takes our kernels, for the loss and AdamW, too: Hopper and later
+    long_attention: float = None  # what attention reaches in ever longer rows; None: `attention` has the model's length
+
+    def attention_with(self, tokens):
+        """FLOP/s of attention over so many tokens. Long rows are faster, because each query has a fixed cost, too."""
+        slow, fast = 1 / self.attention, 1 / (self.long_attention or self.attention)
+        return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
+
+
+# `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them. Rates of the
+# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured.
+MACHINES = {
+    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
+                    long_attention=450e12),
+    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
+                    long_attention=430e12),
+    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6,
+                    fused=False, long_attention=170e12),
+}
+
+
+def rounds(op, elements, width, n, direct, small=False):
+    """(number of rounds, one after the other; bytes sent) of a collective. direct: a switch joins all ranks. small: an
+    all-reduce sends the whole tensor in few rounds."""
+    if op == "all_reduce" and small:
+        count = 1 if direct else math.log2(n)
+        return count, elements * width * (n - 1 if direct else count)
+    return (2 if op == "all_reduce" else 1) * (1 if direct or op == "isend" else n - 1), sent(op, elements, width, n, 0)
+
+
+def message_seconds(item, n, machine, here):
+    """Seconds of a Message in a group of n ranks, `here` of them on each node: rounds x hop + bytes / bandwidth for
+    each of its calls.
+
+    If a node has several of the ranks but not all, the group works in two levels, and each rank sends its part through
+    its own network card. If a node has one of them, that rank has a card, too. An all-reduce is taken to use the faster
+    of its two ways; fast/rings.py decides by DOUBLING_BYTES.
+    """
+    def seconds(op, elements, n, near):
+        hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
+        ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
+                for small in ((False, True) if op == "all_reduce" else (False,))]
+        return min(count * hop + k / rate for count, k in ways)
+
+    def call(op, elements):
+        if here in (1, n) or op not in ("all_reduce", *HALVES):
+            return seconds(op, elements, n, here == n)
+        return sum(times * seconds(part, count, here if near else n // here, near)
+                   for times, part, count, near in in_two_levels(op, elements, here, n // here, here - 1))
+
+    if n == 1:
+        return 0.0
+    return item.times * sum(count * call(item.op, elements) for elements, count in Counter(item.elements).items())
+
+
+class Costs(NamedTuple):
+    """Predicted seconds of a step on the busiest pipeline rank. A step is the sum of all but the last two."""
+    compute: float      # forward and backward of all micro-batches
+    tp: float           # tensor parallelism's collectives, less the time that matrix products hide
+    cp: float           # context parallelism's traffic, less the time that attention hides
+    ep: float           # expert parallelism's all-to-alls, which nothing hides
+    bubble: float
+    transfers: float    # the pipeline's that a rank waits for, and the tied embedding's gradient between its ends
+    dp: float           # data parallelism's collectives, less the time that computation hides
+    optimizer: float
+    cp_all: float       # all of context parallelism's traffic, hidden or not
+    dp_all: float       # all of data parallelism's
+
+    @property
+    def step(self):
+        return sum(self) - self.cp_all - self.dp_all
+
+
+def passes(config, tp=1, sp=False, ep=1, routed=False):
+    """(F, I, W): elements that a block's kernels read and write for a token, outside of matrix products and attention.
+
+    F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the sums of the biases'
+    gradients, 2C + (3C + inner). tp cuts (3C + inner), sp also the other C. routed: the block has experts, with equal
+    loads. Then a token has a row of C for each of its experts. Sorting reads the token and writes its rows; weighing
+    and adding up reads the rows and writes the token. The router takes C, in I 3C. With ep > 1 rows are sorted by
+    expert and back once more.
+    """
+    c, k = config.n_embd, config.top_k if routed else 1
+    own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
+    block = 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
+    travelled = 4 * rows * (ep > 1)
+    more = own + 2 * (c + rows) + travelled, 3 * own + 2 * c + 3 * rows + travelled, rows - own
+    return [n + routed * experts for n, experts in zip(block, more)]
+
+
+def block_seconds(config, s, machine, routed):
+    """(F, I, W): seconds that the GPU computes in one block for one micro-batch. routed: the block has experts."""
+    c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
+    met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
+    attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
+    product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
+    scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
+    f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
+    into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
+    f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
+    again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
+    return f, i + again, w
+
+
+# With ep > 1 the CPU waits for the counts of rows in each block. Meanwhile the GPU has nothing to do for so many
+# seconds, those of a copy and a launch: a rough estimate, not measured.
+WAIT = 2e-5
+
+
+def stage_seconds(config, s, machine, stages):
+    """(F, I, W): seconds of one micro-batch on a rank with these stages, in layout s, each kind of work at its rate.
+
+    Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
+    CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
+    all blocks and the head. If the CPU waits for counts in forward (ep > 1), this holds for forward and backward
+    separately. The CPU's seconds are proportional to autograd's functions: 9 in a dense block, 3 more with experts, or
+    7 more with ep > 1.
+    """
+    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
+    f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
+        block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
+    replayed = replayable(s, config) and s.cuda_graphs != "off"
+    issue = machine.units if s.zero == 3 and machine.units else machine.launch
+    once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
+    launch = once * (1 if s.recompute == "none" else 4 / 3)
+    if head:
+        logits = tokens * config.vocab_size / s.tp
+        product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss
+        f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
+    if s.ep > 1 and routed:
+        waits = routed * WAIT
+        slow = max(1.0, (launch - once / 3) / (i + w))  # issuing forward takes a third of `once`
+        return max(f, once / 3) + waits, slow * i + waits * (s.recompute == "block"), slow * w
+    slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
+    return slow * f, slow * i, slow * w
+
+
+def attention_seconds(config, s, machine):
+    """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T C FLOPs a
+    token. A ring's kernels see T/N tokens at once."""
+    rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
+    return 2 * config.seq_len * config.n_embd / s.tp * tokens_of(config, s) / rate
+
+
+def ring_hides(flops, link, dtype):
+    """(forward, backward): from how many tokens T/N of a rank on attention hides a ring's traffic. flops: F, the FLOP/s
+    of attention. link: W, bytes/s between ranks. In bf16 they are 2 F/W and 2.4 F/W.
+
+    In a ring's step a rank sends K and V of T/N tokens and, by the zigzag, computes half of (T/N)^2 scores. A sequence:
+
+        forward     2 x T/N x C x 2 bytes               2 products:  2 x (T/N)^2 x C FLOPs      T/N >= 4/2 F/W
+        backward    as many, with dK and dV in float32  5 products:  5 x (T/N)^2 x C FLOPs      T/N >= (4 + 8)/5 F/W
+    """
+    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    return 2 * narrow / 2 * flops / link, (2 * narrow + 2 * wide) / 5 * flops / link
+
+
+def context_seconds(config, s, machine, blocks, spent):
+    """(seconds of context parallelism's traffic in a training step, those of them that attention does not hide).
+
+    A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
+    follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
+    """
+    every = sum(seconds for (axis, _), seconds in spent.items() if axis == "cp")
+    if s.cp == 1 or s.cp_kind == "ulysses":
+        return every, every
+    runs, gradients = 1 + (s.recompute != "none"), spent["cp", "their gradients"]  # of attention's forward
+    keys = spent["cp", "keys and values"] / (runs + 1)
+    over = s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
+    return every, runs * max(0.0, keys - over) + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over)
+
+
+@functools.cache
+def splits_backward(schedule, p, m, v):
+    """Whether weight gradients are actions of their own, or None if the schedule refuses these numbers. It is tried
+    with the fewest micro-batches that fill it and leave m's remainder when divided by p."""
+    with contextlib.suppress(ValueError):
+        lists = parallel.SCHEDULES[schedule](p, p + m % p, v)
+        return any(action.kind == "W" for actions in lists for action in actions)
+
+
+# Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
+# here and written there, and the sum reads it and the byte that it is added to: 4 bytes moved. On an H200 that costs
+# 4 x 330 / 4070 GB/s = 32 % of the traffic's time, over a network less. DDP of GPT-2 XL on four H200s saved 64 % of the
+# traffic's time; these 32 % and the last bucket are the rest.
+MOVED = 4
+
+
+def hidden_under_products(config, s, machine, half):
+    """Seconds of --sp's traffic that matrix products can hide, in one block for one micro-batch. half: seconds of one
+    all-gather or reduce-scatter.
+
+    A linear layer can multiply in N chunks while its input arrives, or its output leaves, in N chunks. That hides at
+    most the product's time, less one chunk. A column layer has three halves (forward; in backward its input again and
+    its input's gradient), a row layer two. Recomputing runs forward's halves again, except the last.
+    """
+    c, again = config.n_embd, s.recompute == "block"
+    layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
+    chunks = 2 * c * tokens_of(config, s) / s.tp / machine.matmul * (s.tp - 1) / s.tp  # all but one, of width 1
+    return sum(halves * min(half, width * chunks) for width, halves in layers)
+
+
+def predict(config, s, machine, overlap=None):
+    """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it, but for
+    --tp's; False, no traffic is hidden; True, products also hide --sp's."""
+    m, (narrow, wide) = s.micro_batches, widths(s)
+    cuts = list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
+    (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
+                             for rank in range(s.pp)), key=lambda found: sum(found[0]))
+    blocks, routed, _, _ = contents(config, stages)
+    shared, experts = local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
+    if s.ep == 1:  # else experts have buckets of their own
+        shared, experts = shared + experts, Counter()
+
+    # Seconds of each Message, by axis and purpose. groups: {axis: (ranks, distance of neighbours)}, tp innermost.
+    replicas = s.dp * s.cp
+    each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
+    groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
+              "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
+              "ep": (s.ep, s.tp * s.cp), "same_experts": (replicas // s.ep, s.tp * s.ep),
+              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
+
+    def buckets_of(elements, units, ranks=1):  # ranks: how many share the elements out
+        matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
+        count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
+        unit = matrices // max(1, count)
+        return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
+    buckets = buckets_of(shared, blocks + 1)
+    of_experts = buckets_of(experts, routed, s.ep) if s.ep > 1 and routed else []
+    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # how many are sent in a row
+    mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
+    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all ranks wait
+    spent, touched = Counter(), Counter()
+    for item in mine + ends:
+        n, distance = groups[item.axis]
+        local = max(1, machine.node // distance)
+        here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
+        spent[item.axis, item.what] += message_seconds(item, n, machine, here)
+        touched[item.axis] += MOVED / machine.hbm * item.times * sum(
+            k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
+    tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
+    if overlap and s.sp and blocks:
+        halves = sum(seconds for (axis, what), seconds in spent.items() if axis == "tp" and "halves" in what)
+        hidden = m * blocks * hidden_under_products(config, s, machine, halves / m / blocks / (
+            10 + 3 * (s.recompute == "block")))
+        tp -= hidden * max(0.0, 1 - touched["tp"] / tp)
+    cp_all, cp = context_seconds(config, s, machine, blocks, spent)
+    f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
+
+    # The lecture's bubble. Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end
+    # for a tied embedding's gradient.
+    splits, waits = splits_backward(s.schedule, s.pp, m, s.virtual_stages), s.pp - 1 + m * (overlap is False)
+    bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
+    transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
+
+    # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
+    # down. Our kernel does all of this in one pass, except the first reading.
+    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
+    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
+    optimizer = stepped * moved / machine.hbm
+
+    # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights
+    # while our AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3
+    # gathers each unit while the one before computes: in forward nothing hides the first unit, and in backward the last
+    # unit is still whole.
+    axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
+    gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
+    if s.zero == 3:
+        one, send = gather / m / (2 * count - 1), reduce / m
+        dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
+    else:
+        late = machine.fused and s.cuda_graphs != "off" and replayable(s, config)
+        dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
+        dp += max(gather / count, gather - optimizer * machine.fused - f * bool(late or overlap))
+    dp = gather + reduce if overlap is False else dp
+    lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
+    dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived
+    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, optimizer, cp_all,
+                 gather + reduce + between)
+
+
+def describe_machine(machine):
+    unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
+    by_length = f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else ""
+    parts = [f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
+             f"{machine.attention / scale:.0f}{by_length}", f"memory {machine.hbm / 1e9:,.0f} GB/s, a block's other "
+             f"operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB",
+             f"{1e3 * machine.launch:.2f} ms to launch a block"
+             + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")]
+    parts += [f"link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message"] if machine.link else []
+    parts += [f"network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node"] if machine.network else []
+    return "; ".join(parts)
+
+
+def mfu(config, tokens, machine):
+    """Percent of the machine's peak FLOP/s that so many tokens/s a GPU use; None if the peak is not known."""
+    return 100 * tokens * config.flops_per_token() / machine.peak if machine.peak else None
+
+
+def mfu_note(config):
+    return f"\n{HALF_COUNTED}" if config.long_sequences else ""

@@ -1,0 +1,181 @@
+"""What each strategy sends: formulas of messages, from a layout alone.
+
+Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches,
+p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
+"""
+
+from typing import NamedTuple
+
+import parallel
+import train
+
+
+def sent(op, elements, width, n, rank, small=0, switched=False):
+    """Bytes that rank `rank` of n sends in one collective. elements: of the whole tensor that is gathered or scattered,
+    of `width` bytes each; for an all-to-all with uneven blocks a tuple, how many for each rank. The root is rank 0.
+
+    Rings and direct exchange send (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
+    all-reduce is log2(N) rounds of the whole tensor or, if a switch joins all ranks (`switched`), one round in which a
+    rank sends it N-1 times. In a binomial tree each rank passes on the data of its subtree.
+    """
+    if isinstance(elements, tuple):
+        return width * (sum(elements) - elements[rank])
+    k = elements * width
+    if op == "all_reduce" and (k <= small or elements < n and not switched):
+        core = 1 << (n.bit_length() - 1)  # the largest power of two
+        return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
+    if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
+        chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
+        return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
+    below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
+    return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
+            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n, "barrier": (n - 1).bit_length(),
+            **dict.fromkeys((SCATTER, GATHER, "all_to_all_single"), (n - 1) * k // n)}[op]
+
+
+HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # the two halves of an all-reduce
+
+
+def in_two_levels(op, elements, inside, nodes, rank):
+    """TwoLevels' parts of a collective, for rank `rank` of a node's `inside`: [(times, op, elements, on the node?)]."""
+    if op != "all_reduce":
+        return [(nodes, op, elements // nodes, True), (1, op, elements // inside, False)]
+    mine = elements // inside + (rank < elements % inside)
+    return [*((1, half, elements, True) for half in HALVES), (1, op, mine, False)]
+
+
+class Message(NamedTuple):
+    """One kind of collective or message of a training step.
+
+    axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp"; "replicas", dp x cp where the caller
+    waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the groups of ZeRO if
+    it shards over a part of dp x cp; "same_experts", the ranks that have them; "world", all ranks; "all", all ranks in
+    the trainer's own group.
+    """
+    what: str
+    op: str
+    axis: str
+    elements: list  # for each call, as `sent` takes them
+    width: int      # bytes an element
+    times: int = 1  # how often a step repeats all these calls
+
+
+def contents(config, stages):
+    """(blocks, blocks with experts, embeddings, heads): how many a rank's stages, [(number, pieces)], have of each."""
+    pieces = [i for _, run in stages for i in run]
+    blocks = [i for i in pieces if 1 <= i <= config.n_layer]
+    routed = sum(config.has_experts(i - 1) for i in blocks)
+    return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
+
+
+def widths(s):
+    """(bytes of an element in the dtype that layers compute in, in the dtype that gradients are summed in)."""
+    dtype = train.DTYPES[s.dtype]
+    return dtype.itemsize, parallel.master_dtype(dtype).itemsize
+
+
+def tokens_of(config, s):
+    """Tokens of a micro-batch on a rank."""
+    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+
+
+def messages_of_buckets(s, axis, buckets, shards):
+    """Messages that average gradients over an axis and gather weights there, as the table above ShardedOptimizer says.
+    buckets: as for `messages`. shards: the number of ranks over which ZeRO cuts them."""
+    m, (narrow, wide) = s.micro_batches, widths(s)
+    whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
+    if s.zero == 3:
+        yield Message("weights", GATHER, axis, once + 2 * twice, narrow, m)
+        yield Message("gradients", SCATTER, axis, once + twice, wide, m)
+        yield Message("1-D gradients", "all_reduce", axis, whole, wide)
+    else:
+        yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
+    if s.zero in (1, 2):
+        yield Message("weights", GATHER, axis, whole, narrow)
+    if axis == "within":
+        kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
+        yield Message("averages of shards", "all_reduce", "between", kept, wide)
+
+
+def messages_of_experts(config, s, routed, rows):
+    """Messages for a rank's `routed` blocks with experts. rows: as for `messages`.
+
+    Rows of C elements travel to their expert and back, in forward and in backward. Recomputing a block runs its forward
+    again, the way back included, because the gradients of the gates need the rows that came back. Before the rows go E
+    counts, which tell each expert's rank how many rows come.
+    """
+    c, m, (narrow, wide) = config.n_embd, s.micro_batches, widths(s)
+    choices, forwards = config.top_k * tokens_of(config, s), 1 + (s.recompute == "block")
+    if s.ep > 1:
+        there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
+            [[choices * c] * m * routed] * 2)
+        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * m * routed)
+        for way in there, back:  # forward; then backward goes both ways in reverse, once
+            yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
+        for way in back, there:
+            yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
+    if s.sp:  # f gathers choices and gates, too
+        yield Message("choices", GATHER, "tp", [choices], 8, forwards * m * routed)
+        yield Message("gates", GATHER, "tp", [choices], wide, forwards * m * routed)
+    if s.tp > 1:
+        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, m * routed)
+    for axis in ("replicas", "pp") + ("tp",) * s.sp:
+        yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
+
+
+def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(), rows=None):
+    """All Messages of one rank in a training step of train.py in layout s.
+
+    stages: this rank's [(number, pieces)].
+    buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
+        but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
+    of_experts: the same for the parameters that --ep cuts.
+    partial: how many elements of gradients --sp sums over tp; None: estimate it.
+    rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
+        ...], [(from rank 0, ...), ...]); None: equally many for each expert.
+    """
+    count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
+    c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
+    yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
+    yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
+    blocks, routed, first, last = contents(config, stages)
+    activation = [tokens * c]
+    if config.experts:
+        yield from messages_of_experts(config, s, routed, rows)
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
+    scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
+    if s.tp > 1:
+        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+        for op in HALVES if s.sp else ["all_reduce"]:
+            yield Message("embedding, head", op, "tp", activation, narrow, m * (first + last))
+    if s.sp:
+        # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
+        # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
+        gathers = m * (blocks * (6 + again) - routed)
+        yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
+        yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
+        seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
+        seen //= shards if s.zero in (1, 2) else 1
+        yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+    elif s.tp > 1:  # a block: g twice forward, f twice backward
+        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
+    if s.cp > 1:
+        # In backward keys and values go round again, gradients in `wide`; recomputing runs attention's forward again.
+        part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
+        if s.cp_kind == "ring":
+            yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * (forwards + m * blocks))
+            yield Message("their gradients", "isend", "cp", [2 * part], wide, (s.cp - 1) * m * blocks)
+        else:  # recomputing runs both all-to-alls again, because c_proj's weight gradient needs the second one's result
+            yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
+            yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
+    if s.pp > 1:
+        neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
+        passed = activation[0] // (s.tp if s.sp else 1)
+        yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
+        yield Message("loss", "all_reduce", "pp", [1], wide)
+        if config.tied and (first or last) and count > 1:
+            vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
+            kept = -(-vocabulary * c // (shards if s.zero else 1))
+            yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
+    yield Message("gradient norm", "all_reduce", "world", [1], 8)
+    yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
