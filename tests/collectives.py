@@ -109,6 +109,7 @@ def nodes_of(count):
     """As if torchrun had started nodes of so many ranks: the world works in two levels, even if one has no use for it.
     """
     size = dist.get_world_size()
+    dist.use(None, "ours")  # a link to come back to, made before there are nodes
     with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
         dist._levels[torch_dist.group.WORLD] = dist.rows_and_columns(grid)
@@ -309,6 +310,21 @@ def point_to_point():
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_point_to_point_equals_library(pool, size):
     pool(size).run(point_to_point)
+
+
+def handles():
+    """After its wait the result is there, and the operation finished, by whatever carries it."""
+    for comm in ("ours", "ring", "torch"):
+        dist.use(None, comm)
+        tensor = torch.ones(3)
+        handle = dist.all_reduce(tensor, async_op=True)
+        handle.wait()
+        assert (tensor == dist.get_world_size()).all() and handle.is_completed()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_handles_say_that_they_are_done(pool, size):
+    pool(size).run(handles)
 
 
 def barrier_times():

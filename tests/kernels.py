@@ -458,6 +458,12 @@ def test_flash_attention_plain(B, H, Tq, Tk, D, dtype, plain_kernels):
                           [random(2, 9, 3, 3, D, dtype=dtype)], 2 if GPUS else 4)
 
 
+def test_a_choice_of_kernels_is_obeyed_plain(plain_kernels):
+    for choice in ("torch", "triton"):
+        kernels.use(choice)
+        assert kernels.on_triton(random(2)) == (choice == "triton")
+
+
 def test_product_plain(plain_kernels):
     a, b = random(70, 40), random(40, 130)
     assert close(kernels.matmul(a, b, kernels._elu).double(), F.elu(a.double() @ b.double()), 1e-6)

@@ -27,15 +27,17 @@ import parallel
 import safe
 from tests.collectives import (
     test_between_nodes_every_rank_sends_its_share, test_bytes_sent_are_the_formulas, test_examples_print_the_same,
-    test_point_to_point_equals_library)
+    test_handles_say_that_they_are_done, test_point_to_point_equals_library)
 from tests.data import test_data_parallel_sends_two_n_minus_one_over_n
 from tests.further import (
     averaged_over_all_replicas, FEW, test_context_parallel_equals_one_process,
     test_expert_parallel_equals_one_process, test_experts_are_wrong_without, test_sequence_parallel_equals_one_process)
 from tests.layouts import (
-    in_layout, test_layouts_drawn_at_random_equal_one_process, test_pipeline_composes,
-    test_without_its_collective_it_is_wrong, test_zero_on_three_ranks)
-from tests.memory import test_16_bit_gradients_add_up_in_float32_whatever_the_schedule
+    in_layout, test_layouts_drawn_at_random_equal_one_process, test_layouts_that_round_are_near_one_process,
+    test_pipeline_composes, test_two_nodes_equal_one_process, test_without_its_collective_it_is_wrong,
+    test_zero_on_three_ranks)
+from tests.memory import (
+    test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, test_overflow_is_skipped_on_all_ranks_alike)
 from tests.pool import HERE, forkserver, needs_kernels, pools
 from tests.runs import log_of, Ranks, TRAIN
 from tests.windows import test_all_to_all_equals_library
@@ -71,17 +73,22 @@ def cases_of(test):
     (test_experts_are_wrong_without, [({"dp": 2}, "exchange"), ({"dp": 2}, averaged_over_all_replicas)]),
     (test_point_to_point_equals_library, [(4,)]),
     (test_examples_print_the_same, [(4,)]),
+    (test_handles_say_that_they_are_done, [(3,)]),
     (test_all_to_all_equals_library, [(3,)]),
-    (test_data_parallel_sends_two_n_minus_one_over_n, [(3, None)]),
+    (test_data_parallel_sends_two_n_minus_one_over_n, [(3, "monkeypatch")]),
     (test_zero_sends_what_the_table_says, [(3, 1), (2, 3)]),
     (test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, [()]),
     (test_without_its_collective_it_is_wrong, cases_of(test_without_its_collective_it_is_wrong)),
+    (test_two_nodes_equal_one_process, [({"dp": 4}, 2, "1f1b", zero, 2) for zero in (1, 2, 3)]),
+    (test_layouts_that_round_are_near_one_process, [
+        (1, torch.bfloat16, None), (2, torch.float32, torch.bfloat16), (3, torch.float16, None)]),
+    (test_overflow_is_skipped_on_all_ranks_alike, [("text", 1, ()), ("text", 2, ("--experts", "4", "--ep", "2"))]),
     (test_zero_on_three_ranks, cases_of(test_zero_on_three_ranks)),
     (test_pipeline_composes, [({"dp": 2, "pp": 2}, "1f1b", {"zero": 2}), ({"dp": 2, "pp": 2}, "zb-h1", {"zero": 3})]),
     (test_layouts_drawn_at_random_equal_one_process, cases_of(test_layouts_drawn_at_random_equal_one_process)),
 ] for arguments in some], ids=lambda value: getattr(value, "__name__", str(value)))
-def test_the_reference_alone_passes(plain_pool, monkeypatch, test, arguments):
-    test(plain_pool, *(monkeypatch if argument is None else argument for argument in arguments))
+def test_the_reference_alone_passes(plain_pool, request, test, arguments):
+    test(plain_pool, *(request.getfixturevalue(a) if a in ("monkeypatch", "text") else a for a in arguments))
 
 
 def bytes_alive():
