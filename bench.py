@@ -5,7 +5,6 @@
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
-    python bench.py plan --published      the same predictions beside runs that others have published
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
     python bench.py pictures FILE...      SVG of what the code does, and of files from --json and train.py --trace
 
@@ -51,7 +50,7 @@ from lessons.machine import BUS, calls_of, fit, law_of, load_machine, measure_ma
 from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
 from lessons.peers import has_grouped
 from lessons.pictures import pictures, timeline_of
-from lessons.plan import PUBLISHED, plan, read_published
+from lessons.plan import plan
 from lessons.strategies import WITHOUT, configs_of, layouts, strategies
 from model import PRESETS
 from safe import launch
@@ -322,8 +321,6 @@ FLAGS = [
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
     number(("plan",), "--network", "rate from a GPU to another node, instead of the machine's", metavar="GB/S"),
-    option(("plan",), "--published", "predict, instead, runs that others have published, from a CSV file; "
-           "without a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
     number(("plan",), "--top", "layouts to print", default=15),
     option(("pictures",), "files", "files from --json or train.py's --trace; without one, the code alone", nargs="*",
            metavar="FILE"),
@@ -354,7 +351,7 @@ def check(a, world):
            f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "plan":
         a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
-        a.machine, a.runs = load_machine(a), read_published(a.published) if a.published else []
+        a.machine = load_machine(a)
     else:
         check_processes(a, world)
     able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}

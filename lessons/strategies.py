@@ -205,8 +205,8 @@ def strategies(a):
                   "GiB of tensors on rank 0\n"
                   "(peak: the allocator's), MiB that rank 0 sends, bubble. hidden: communication under computation.", {
         "strategy": "strategy:<11", "who": "who:<31", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
-        "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f",
-        "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
+        "off": "plan / ms:>9.2f", "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
+        "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
         "bubble_measured": "measured:>8.1f"})
     for name, s in a.layouts.items():
@@ -434,7 +434,8 @@ def measure_strategy(name, s, a, device, machines):
 
     labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
     for comm in comms:
-        yield row(comm, labels[comm], peak, plan=1e3 * predict(config, s, machines[comm]).step,
+        planned = predict(config, s, machines[comm]).step
+        yield row(comm, labels[comm], peak, plan=1e3 * planned, off=planned / seconds[comm],
                   ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
     if peer:
         yield row("peer", title, peer_peak)

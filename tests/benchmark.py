@@ -225,6 +225,7 @@ def test_bench_strategies(run_bench, tmp_path):
             and "MFU %" in printed)
     assert all(row["traffic_by_collective"] == row["counted_by_collective"] for row in ours)
     assert all(0.7 < row["memory"] / row["memory_measured"] < 1.2 for row in ours)
+    assert all(close(row["off"], row["plan"] / row["ms"]) for row in ours)
     assert close(ours[2]["bubble_measured"], 100 - 100 * 8 * sum(ours[2]["f_i_w_ms"]) / ours[2]["gradients_ms"])
     assert ours[0]["communication_ms"] > 0 and ours[0]["without_communication_ms"] > 0
 
@@ -448,7 +449,6 @@ BAD_BENCH = [
     ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"),
     ("plan --gpus 0", "--gpus"),
     ("plan --machine nope", "--machine nope"), ("plan --gpus 16 --machine FILE", "--network"),
-    ("plan --published nope.csv", "--published nope.csv, line 0"), ("plan --published FILE", "machine.json, line 1"),
     ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"),
     ("collectives --only foo", "--only foo"),
     ("lessons --only foo", "there are timing"), ("lessons --only timing branches", "branches: it wants a GPU"),

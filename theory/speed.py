@@ -118,7 +118,7 @@ def message_seconds(item, n, machine, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank. A step is the sum of all but the last two."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives, less the time that matrix products hide
+    tp: float           # tensor parallelism's collectives, which nothing hides
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
@@ -248,23 +248,8 @@ def splits_backward(schedule, p, m, v):
 MOVED = 4
 
 
-def hidden_under_products(config, s, machine, half):
-    """Seconds of --sp's traffic that matrix products can hide, in one block for one micro-batch. half: seconds of one
-    all-gather or reduce-scatter.
-
-    A linear layer can multiply in N chunks while its input arrives, or its output leaves, in N chunks. That hides at
-    most the product's time, less one chunk. A column layer has three halves (forward; in backward its input again and
-    its input's gradient), a row layer two. Recomputing runs forward's halves again, except the last.
-    """
-    c, again = config.n_embd, s.recompute == "block"
-    layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
-    chunks = 2 * c * tokens_of(config, s) / s.tp / machine.matmul * (s.tp - 1) / s.tp  # all but one, of width 1
-    return sum(halves * min(half, width * chunks) for width, halves in layers)
-
-
-def predict(config, s, machine, overlap=None):
-    """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it, but for
-    --tp's; False, no traffic is hidden; True, products also hide --sp's."""
+def predict(config, s, machine):
+    """Costs of a training step of train.py in layout s."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     cuts = list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
     (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
@@ -301,19 +286,14 @@ def predict(config, s, machine, overlap=None):
         touched[item.axis] += MOVED / machine.hbm * item.times * sum(
             k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
     tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
-    if overlap and s.sp and blocks:
-        halves = sum(seconds for (axis, what), seconds in spent.items() if axis == "tp" and "halves" in what)
-        hidden = m * blocks * hidden_under_products(config, s, machine, halves / m / blocks / (
-            10 + 3 * (s.recompute == "block")))
-        tp -= hidden * max(0.0, 1 - touched["tp"] / tp)
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
     f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
     # The lecture's bubble. Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end
     # for a tied embedding's gradient.
-    splits, waits = splits_backward(s.schedule, s.pp, m, s.virtual_stages), s.pp - 1 + m * (overlap is False)
+    splits = splits_backward(s.schedule, s.pp, m, s.virtual_stages)
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
+    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
 
     # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
     # down. Our kernel does all of this in one pass, except the first reading.
@@ -333,8 +313,7 @@ def predict(config, s, machine, overlap=None):
     else:
         late = machine.fused and s.cuda_graphs != "off" and replayable(s, config)
         dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
-        dp += max(gather / count, gather - optimizer * machine.fused - f * bool(late or overlap))
-    dp = gather + reduce if overlap is False else dp
+        dp += max(gather / count, gather - optimizer * machine.fused - f * late)
     lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived
     return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, optimizer, cp_all,
