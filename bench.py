@@ -48,7 +48,6 @@ from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.machine import BUS, calls_of, fit, law_of, load_machine, measure_machine
 from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
-from lessons.peers import has_grouped
 from lessons.pictures import pictures, timeline_of
 from lessons.plan import plan
 from lessons.strategies import WITHOUT, configs_of, layouts, strategies
@@ -128,7 +127,7 @@ def grouped_operations(device, dtype, large):
         who = {"cuBLAS, a loop": lambda x, w, sizes=sizes: torch.cat(
                    [some @ matrix.T for some, matrix in zip(x.split(sizes), w)]),
                "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
-        if has_grouped(device, dtype):
+        if device.type == "cuda" and dtype == torch.bfloat16:
             who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
         flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
         yield Operation(f"grouped product {count} {'even' if even else 'skewed'}",

@@ -377,7 +377,7 @@ def measure_strategy(name, s, a, device, machines):
             step()
             kernels.use("auto")
         in_pytorch()
-        warm_up(in_pytorch, s, config)
+        in_pytorch()
         return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
 
     def ours(comm):
