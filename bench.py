@@ -48,7 +48,7 @@ from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.machine import BUS, calls_of, fit, law_of, load_machine, measure_machine
 from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
-from lessons.pictures import pictures, timeline_of
+from lessons.pictures import pictures, spans_of
 from lessons.plan import plan
 from lessons.strategies import WITHOUT, configs_of, layouts, strategies
 from model import PRESETS
@@ -422,7 +422,7 @@ def check_files(a):
         with (readable(lambda: path, "give files that `bench.py ... --json` or `train.py --trace` wrote"),
               open(path) as file):
             found = json.load(file)
-            kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
+            kind = "trace" if "traceEvents" in found and spans_of(found) else found["what"]  # ValueError: empty
         reject(kind not in ("trace", *MEASURED),
                f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
         reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")

@@ -23,7 +23,7 @@ from model import GPT, PRESETS, GPTConfig
 from parallel import (
     average_gradients, check, cross_entropy, gpipe, lower, make_mesh, one_f_one_b, tensor_parallel)
 from safe import launch
-from theory.clock import draw, draw_svg, simulate
+from theory.clock import draw, simulate
 from theory.memory import memory_bytes
 
 
@@ -149,9 +149,6 @@ def demo_pipeline(arguments):
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         print(draw(timeline, 1 / chunks))
-        if arguments.svg:
-            os.makedirs(arguments.svg, exist_ok=True)
-            draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
     print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
           "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
           "rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. is idle.")
@@ -387,7 +384,6 @@ def main():
     pipeline.add_argument("--stages", type=positive, default=4)
     pipeline.add_argument("--micro-batches", type=positive, default=8)
     pipeline.add_argument("--virtual-stages", type=positive, default=2)
-    pipeline.add_argument("--svg", metavar="DIR", help="also write an SVG of each schedule there")
     context = lesson("context", demo_context, "a sequence cut over ranks: who holds and computes what in each step")
     context.add_argument("--ranks", type=positive, default=4, help="ranks of the ring; starts no processes")
     lesson("experts", demo_experts, "tokens that travel to experts; balancing their load", 2)
