@@ -361,10 +361,7 @@ def test_bench_lessons(monkeypatch, tmp_path, capsys):
     xl = model.PRESETS["gpt2-xl"]
     assert 6 < ours[25] == xl.flops_per_token() / xl.parameters() < 7
     assert close(lecture[26:28], [7 / 8 * H200.matmul / H200.link, 63 / 64 * H200.matmul / H200.network])
-    assert 1 < ours[26] / lecture[26] < 4 / 3 and 1 / 8 < ours[27] / lecture[27] < 1 / 2
-    assert ours[28] > 1.1 and ours[29] < 0.9 and lecture[28:30] == [None, None]
-    assert close(lecture[30:], [1e3 * 7 * xl.parameters() / rate for rate in (450e9, 121e9, 0.2e9)])
-    assert close(torch.tensor(ours[30:]) / torch.tensor(lecture[30:]), torch.ones(3), 0.15) and len(found) == 33
+    assert 1 < ours[26] / lecture[26] < 4 / 3 and 1 / 8 < ours[27] / lecture[27] < 1 / 2 and len(found) == 28
 
 
 def test_lessons_name_what_is_there():
