@@ -4,10 +4,10 @@ import contextlib
 import io
 import re
 import sys
+import types
 from collections import Counter
 
 import pytest
-import torch
 
 import lessons.demos
 import model
@@ -31,7 +31,7 @@ def demo_lines(name, argument=None):
 
 
 def test_collectives_demo_shows_steps_and_counts_bytes(plain_pool):
-    lines = plain_pool(4).run(demo_lines, "_demo", torch.device("cpu"))[0]
+    lines = plain_pool(4).run(demo_lines, "demo_collectives", types.SimpleNamespace(device="cpu"))[0]
     ring = lines[lines.index("  all-gather step 2: chunk r-2, complete, goes right") + 1:][:4]
     assert [line.split()[2:] for line in ring] == [["abcd"] * 4] * 4
     counts = [line.split()[1:4:2] for line in lines if " | " in line and "counted" not in line]
