@@ -69,70 +69,101 @@ class Operation(NamedTuple):
     flops: tuple = (0, 0)
 
 
-def operations(device, dtype, n, only):
-    """The Operations that take most of a training step, on tensors of about n elements."""
-    random, large = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True), n > 1 << 20
+@dataclasses.dataclass
+class Size:
+    """What the next functions make inputs of: about n elements of a dtype on a device."""
+    device: torch.device
+    dtype: torch.dtype
+    n: int
 
-    def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
-        who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
-        return Operation(f"{name} {str(dtype)[6:]}", {key: (f, inputs) for key, f in who.items()},
-                         tuple(count * inputs[0].nbytes for count in passes))
+    def __post_init__(self):
+        self.large = self.n > 1 << 20
 
-    if "elu" in only:
-        yield against("ELU", kernels.elu_reference, kernels.elu, [random(n)], (2, 3), **{"F.elu": F.elu})
-    if "gelu" in only:
-        yield against("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [random(n)], (2, 3))
-    for c in (768, 1600, 4096, 16384) if "layer_norm" in only else ():
-        x, w, b = random(max(2, n // 2 // c), c), random(c), random(c)
-        yield against(f"layer norm {c}", lambda x, w, b: F.layer_norm(x, w.shape, w, b), kernels.layer_norm, [x, w, b],
-                      (2, 3))
+    def random(self, *shape):
+        return torch.randn(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+
+def beside(name, plain, ours, inputs, passes, **others):
+    """An Operation, eager, compiled and ours. passes: over its first input, forward and backward."""
+    who = {"eager": plain, **others, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
+    return Operation(f"{name} {str(inputs[0].dtype)[6:]}", {key: (function, inputs) for key, function in who.items()},
+                     tuple(count * inputs[0].nbytes for count in passes))
+
+
+def elu(size):
+    yield beside("ELU", kernels.elu_reference, kernels.elu, [size.random(size.n)], (2, 3), **{"F.elu": F.elu})
+
+
+def gelu(size):
+    yield beside("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [size.random(size.n)], (2, 3))
+
+
+def layer_norm(size):
+    def plain(x, w, b):
+        return F.layer_norm(x, w.shape, w, b)
+
+    for c in (768, 1600, 4096, 16384):
+        x, w, b = size.random(max(2, size.n // 2 // c), c), size.random(c), size.random(c)
+        yield beside(f"layer norm {c}", plain, kernels.layer_norm, [x, w, b], (2, 3))
         if c == 1600:  # x + r, and its norm
-            yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
-                          norm.add_layer_norm, [x, random(*x.shape), w, b], (4, 4))
-    if "cross_entropy" in only:
-        v = 50304 if large else 300
-        z, y = random(max(2, n // 2 // v), v), torch.randint(v, (max(2, n // 2 // v),), device=device)
-        yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
-                      [z], (1, 2))
-    cuda = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+            yield beside(f"add, norm {c}", lambda x, r, w, b: (x + r, plain(x + r, w, b)), norm.add_layer_norm,
+                         [x, size.random(*x.shape), w, b], (4, 4))
+
+
+def cross_entropy(size):
+    v = 50304 if size.large else 300
+    rows = max(2, size.n // 2 // v)
+    y = torch.randint(v, (rows,), device=size.device)
+    yield beside("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
+                 [size.random(rows, v)], (1, 2))
+
+
+def attention(size):
+    backends = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    backends = backends if size.device.type == "cuda" else {"math": SDPBackend.MATH}
     causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    for d, t in itertools.product((64, 128), (1024, 4096, 16384)) if "attention" in only else ():
-        b, h, t = 16384 // t if large else 1, 2048 // d, t if large else t // 64
-        q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-        who = {f"SDPA {key}": (sdpa_kernel(backend)(causal), [q, k, v])
-               for key, backend in (cuda if device.type == "cuda" else {"math": SDPBackend.MATH}).items()}
-        yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
-                        (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
-    if "grouped" in only:
-        yield from grouped_operations(device, dtype, large)
-    if "matmul" in only:
-        side = 8192 if large else 64
-        with torch.no_grad():
-            a, b = torch.randn(2, side, side, dtype=dtype, device=device)
-        yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (tuned_matmul, [a, b])},
-                        (3 * a.nbytes, 0), (2 * side**3, 0))
+    for d, t in itertools.product((64, 128), (1024, 4096, 16384)):
+        b, h, t = 16384 // t if size.large else 1, 2048 // d, t if size.large else t // 64
+        qkv = [size.random(b, h, t, d) for _ in range(3)]
+        who = {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()}
+        who["ours"] = kernels.attention, [size.random(b, t, 3, h, d)]
+        flops = b * h * t * t * d
+        yield Operation(f"attention T={t} D={d} causal", who, (4 * qkv[0].nbytes, 8 * qkv[0].nbytes),
+                        (2 * flops, 5 * flops))
 
 
-def grouped_operations(device, dtype, large):
+def grouped(size):
     """The product of sorted rows with each group's own matrix, for equal groups and for groups that halve from one to
     the next. The loop is given its counts on the CPU, so it does not wait for the GPU."""
-    rows, n_in, n_out = (16384, 1536, 6144) if large else (40, 16, 24)
+    rows, n_in, n_out = (16384, 1536, 6144) if size.large else (40, 16, 24)
     for count, even in itertools.product((4, 16), (True, False)):
         sizes = [rows // count] * count if even else [rows >> min(e + 1, count - 1) for e in range(count)]
         sizes[0] += rows - sum(sizes)
-        counts = torch.tensor(sizes, device=device)
-        ends = counts.cumsum(0).int()
-        x, w = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
-                for shape in ((rows, n_in), (count, n_out, n_in)))
-        who = {"cuBLAS, a loop": lambda x, w, sizes=sizes: torch.cat(
-                   [some @ matrix.T for some, matrix in zip(x.split(sizes), w)]),
-               "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
-        if device.type == "cuda" and dtype == torch.bfloat16:
-            who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
+        counts = torch.tensor(sizes, device=size.device)
+        inputs = x, w = size.random(rows, n_in), size.random(count, n_out, n_in)
+
+        def one_by_one(x, w, sizes=sizes):
+            return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
+
+        who = {"cuBLAS, a loop": (one_by_one, inputs),
+               "ours": (functools.partial(kernels.grouped_linear, bias=None, counts=counts), inputs)}
+        if size.device.type == "cuda" and size.dtype == torch.bfloat16:
+            ends = counts.cumsum(0).int()
+            who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends), inputs
         flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
-        yield Operation(f"grouped product {count} {'even' if even else 'skewed'}",
-                        {key: (function, [x, w]) for key, function in who.items()},
+        yield Operation(f"grouped product {count} {'even' if even else 'skewed'}", who,
                         (x.nbytes + w.nbytes + out, 2 * (x.nbytes + w.nbytes) + out), (flops, 2 * flops))
+
+
+def matmul(size):
+    side = 8192 if size.large else 64
+    a, b = (size.random(side, side).detach() for _ in range(2))
+    yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (tuned_matmul, [a, b])},
+                    (3 * a.nbytes, 0), (2 * side**3, 0))
+
+
+KERNELS = {"elu": elu, "gelu": gelu, "layer_norm": layer_norm, "cross_entropy": cross_entropy, "attention": attention,
+           "grouped": grouped, "matmul": matmul}  # those that take most of a training step
 
 
 def measure_kernels(a):
@@ -149,8 +180,9 @@ def measure_kernels(a):
     table = Table("TB/s: the fewest bytes that must move, over seconds. All in bfloat16 except the second ELU", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
         "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8", "share": "% of roofline:>13.0f"})
-    for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
-        for operation in operations(device, dtype, n, only):
+    cases = [(name, torch.bfloat16) for name in a.only] + [("elu", torch.float32)] * ("elu" in a.only)
+    for name, dtype in cases:
+        for operation in KERNELS[name](Size(device, dtype, n)):
             for who, seconds in seconds_of(operation.who, device, repeats).items():
                 for way, t, moved, flops in zip(("forward", "backward"), seconds, operation.moved, operation.flops):
                     table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
@@ -354,7 +386,7 @@ def check(a, world):
     else:
         check_processes(a, world)
     able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
-    names = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),
+    names = {"kernels": tuple(KERNELS),
              "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"),
              "collectives": (*BUS, "barrier")}.get(a.what)
     if names:

@@ -204,7 +204,8 @@ def strategies(a):
     table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted | measured: "
                   "GiB of tensors on rank 0\n"
                   "(peak: the allocator's), MiB that rank 0 sends, bubble. hidden: communication under computation.", {
-        "strategy": "strategy:<11", "who": "who:<31", "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
+        "strategy": "strategy:<11", "who": "who:<31",
+        "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
         "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",

@@ -307,7 +307,7 @@ def test_a_dense_twin_takes_as_many_flops():
 
 def test_grouped_products_in_the_table_are_the_same(triton_kernels):
     """All who take part compute the same, forward and backward; FLOPs and bytes are those of the tensors."""
-    made = list(bench.grouped_operations(torch.device(KERNEL_DEVICE), torch.float32, False))
+    made = list(bench.grouped(bench.Size(torch.device(KERNEL_DEVICE), torch.float32, 1000)))
     assert [made[i].name for i in range(4)] == [f"grouped product {count} {how}" for count in (4, 16)
                                                 for how in ("even", "skewed")]
     for operation in made[:2]:
