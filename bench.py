@@ -233,8 +233,8 @@ def collectives(a):
     dist.use(None, a.comm)
     backend, law = torch_dist.get_backend(), law_of(None)
     dtype, name = (torch.bfloat16, "gpt2-xl") if device.type == "cuda" else (torch.float32, "tiny")
-    machines = measure_machine(device, dtype, PRESETS[name], (a.comm, "torch"))
-    say(f"{n} processes, {backend}\n{describe_machine(machines[a.comm])}")
+    machine = measure_machine(device, dtype, PRESETS[name], a.comm)
+    say(f"{n} processes, {backend}\n{describe_machine(machine)}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f",
@@ -272,8 +272,7 @@ def collectives(a):
     for op, (m, k, *both) in ((op, zip(*some)) for op, some in points.items() if len(some) > 1):
         (ours_a, ours_b), (torch_a, torch_b) = (fit(m, k, seconds) for seconds in both)
         lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
-    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines[a.comm]),
-               machine_torch=dataclasses.asdict(machines["torch"]))
+    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machine))
 
 
 # -------------------------------------------------------------------------------------------------------------- scaling
@@ -336,7 +335,7 @@ FLAGS = [
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
     option(("collectives",), "--comm", "what to compare with torch's; ring: the textbook's", choices=["ours", "ring"],
            default="ours"),
-    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch", "both"],
+    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch"],
            default="ours"),
     number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
     number(("strategies",), "--micro-batches", "micro-batches of a pipeline", default=8),
