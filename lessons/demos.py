@@ -367,8 +367,7 @@ PIPELINE = {"--stages": count(4, "ranks"), "--micro-batches": count(8, "of a ste
             "--virtual-stages": count(2, "stages of a rank, if interleaved")}
 LESSONS = (  # name, function, processes to start, help, options
     ("sizes", demo_sizes, 0, "parameters, FLOPs and training bytes of every preset", {}),
-    ("kernels", lambda arguments: errors.main(), 0, "each kernel's error beside PyTorch's, then its times",
-     {"words": {"nargs": argparse.REMAINDER, "help": "for bench.py kernels, which prints times on a GPU"}}),
+    ("kernels", lambda arguments: errors.main(), 0, "each kernel's error beside PyTorch's", {}),
     ("collectives", demo_collectives, 4, "every collective, step by step, and the bytes it sends",
      {"--device": {"choices": ["cpu", "cuda"], "default": "cpu"}}),
     ("memory", demo_memory, 0, "the ZeRO table: bytes a GPU at each stage", MEMORY),

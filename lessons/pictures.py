@@ -244,13 +244,14 @@ def draw_tiles():
     rows, out = kernels.tile_rows(64), []
     for x, Tq, causal, title in ((20, 512, True, "causal"), (350, 512, False, "not causal, as in a ring"),
                                  (680, 256, True, "causal, the last 256 queries")):
-        walks = tiles_walked(Tq, 512, causal, rows)
-        done = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)]
-        cut = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)
-               if causal and (n + 1) * rows - 1 > 512 - Tq + m * rows]
         every = [(x + 38 * n, 48 + 24 * m, 36, 22) for m in range(Tq // rows) for n in range(512 // rows)]
-        out += [words(x, 38, f"{title}: {len(done)} of {len(every)} tiles", 12, "start"), boxes("#888", every, 0.12),
-                *cells(COLOURS[0], sorted({*done} - {*cut}), 22), *cells(COLOURS[1], cut, 22)]
+        whole, cut = [], []
+        for m, n in itertools.chain(*tiles_walked(Tq, 512, causal, rows)):
+            masked = causal and (n + 1) * rows - 1 > 512 - Tq + m * rows
+            (cut if masked else whole).append((x + 38 * n, 48 + 24 * m, 36, n))
+        title = f"{title}: {len(whole) + len(cut)} of {len(every)} tiles"
+        out += [words(x, 38, title, 12, "start"), boxes("#888", every, 0.12), *cells(COLOURS[0], whole, 22),
+                *cells(COLOURS[1], cut, 22)]
     said = {"all queries see all keys": COLOURS[0], "the mask cuts the tile": COLOURS[1], "never loaded": "#888"}
     return 270, [*out, *legend(254, 330, said), words(
         20, 16, f"Tiles of {rows} queries (down) x {rows} keys (right). A row is a program: it keeps Q, sums and O, "
