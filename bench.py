@@ -229,12 +229,11 @@ GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # tim
 
 
 def collectives(a):
-    device, n = dist.initialize(a.device), a.gpus
+    device = dist.initialize(a.device)
     dist.use(None, a.comm)
-    backend, law = torch_dist.get_backend(), law_of(None)
     dtype, name = (torch.bfloat16, "gpt2-xl") if device.type == "cuda" else (torch.float32, "tiny")
     machine = measure_machine(device, dtype, PRESETS[name], a.comm)
-    say(f"{n} processes, {backend}\n{describe_machine(machine)}")
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}\n{describe_machine(machine)}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f",
@@ -243,36 +242,43 @@ def collectives(a):
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
         "torch_b": "torch b, GB/s:>13.2f"})
-    points, largest = defaultdict(list), 30 if device.type == "cuda" else 24
-    sizes = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, largest + 1, 2))]
+    logs = range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2)
     for op in a.only:
-        for size in sizes if op != "barrier" else [0]:
-            calls, count = calls_of(op, size, device)
-            if device.type == "cuda" and a.comm == "ours" and op in GRAPHED:
-                for who in ("ours", "torch"):
-                    calls[who]()  # what a first call sets up cannot be recorded
-                    calls[who + "_graph"] = RecordedGraph(calls[who]).replay
-            seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
-            dist.reset_traffic()
-            calls["ours"]()
-            logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
-            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ours"]}
-            if count:
-                row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
-            if "torch" in seconds:  # a collective
-                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
-                        "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
-                        "counted": sum(log.bytes for log in logs),
-                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                row |= {f"{who}_us": 1e6 * took for who, took in seconds.items() if who.endswith("graph")}
-                points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
-                                   seconds["ours"], seconds["torch"]))
-            table.row(**row)
-            del calls
-    for op, (m, k, *both) in ((op, zip(*some)) for op, some in points.items() if len(some) > 1):
-        (ours_a, ours_b), (torch_a, torch_b) = (fit(m, k, seconds) for seconds in both)
-        lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
+        for size in [0] if op == "barrier" else [1 << log for log in logs]:
+            table.row(**measure_collective(op, size, a, device))
+    for op in a.only:
+        rows = [row for row in table.rows if row["op"] == op and "torch_us" in row]
+        if len(rows) > 1:
+            messages, sizes, ours, theirs = zip(*((row["messages"], row["most"], row["us"], row["torch_us"])
+                                                  for row in rows))
+            (ours_a, ours_b), (torch_a, torch_b) = fit(messages, sizes, ours), fit(messages, sizes, theirs)
+            lines.row(op=op, a=ours_a, b=ours_b / 1e3, torch_a=torch_a, torch_b=torch_b / 1e3)
     write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machine))
+
+
+def measure_collective(op, size, a, device):
+    """A row. messages, most: of the rank that sends most of them, and most bytes."""
+    calls, count = calls_of(op, size, device)
+    if device.type == "cuda" and a.comm == "ours" and op in GRAPHED:
+        for who in ("ours", "torch"):
+            calls[who]()  # what a first call sets up cannot be recorded
+            calls[who + "_graph"] = RecordedGraph(calls[who]).replay
+    seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
+    dist.reset_traffic()
+    calls["ours"]()
+    logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
+    row = {"op": op, "n": a.gpus, "size": count / 256, "us": 1e6 * seconds["ours"]}
+    if count:
+        row |= {"alg": 4e-9 * count / seconds["ours"], "bus": 4e-9 * count / seconds["ours"] * BUS[op](a.gpus)}
+    if "torch" in seconds:  # a collective
+        law = law_of(None)
+        row |= {f"{who}_us": 1e6 * took for who, took in seconds.items() if who != "ours"}
+        row |= {"ratio": seconds["torch"] / seconds["ours"], "counted": sum(log.bytes for log in logs),
+                "formula": sum(sent(op, count, 4, a.gpus, rank, *law) for rank in range(a.gpus)),
+                "messages": max(log.messages for log in logs), "most": max(log.bytes for log in logs)}
+    if count and "torch" in seconds:
+        row["torch_bus"] = 4e-9 * count / seconds["torch"] * BUS[op](a.gpus)
+    return row
 
 
 # -------------------------------------------------------------------------------------------------------------- scaling
@@ -380,35 +386,38 @@ def check(a, world):
     reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
            f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "plan":
-        a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
+        a.gpus, a.device = a.gpus or 8, "cuda"
         a.machine = load_machine(a)
-    else:
-        check_processes(a, world)
+        check_model(a, "gpt2-xl")
+        return 1
+    check_processes(a, world)
+    if a.what in TRAINED:
+        check_model(a, "gpt2" if a.device == "cuda" and not a.quick else "tiny")
+        check_strategies(a)
+        return a.gpus if a.what == "strategies" else 1
+    check_names(a)
+    return a.gpus if a.what == "collectives" else 1
+
+
+def check_names(a):
     able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
-    names = {"kernels": tuple(KERNELS),
-             "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"),
-             "collectives": (*BUS, "barrier")}.get(a.what)
-    if names:
-        a.only = a.only or names
-        for name in a.only:
-            why = "it wants a GPU; " if a.what == "lessons" and name in LESSONS else ""
-            reject(name not in names, f"--only {name}: {why}there are {', '.join(names)}")
-        reject(a.what == "kernels" and "triton" not in able,
-               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
-        reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
-               + " --device cpu" * (a.device == "cuda"))
-        return a.gpus if a.what == "collectives" else 1
-    a.without = list(WITHOUT) if a.without == [] else a.without
+    names = {"kernels": tuple(KERNELS), "collectives": (*BUS, "barrier"),
+             "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims")}[a.what]
+    a.only = a.only or names
+    for name in a.only:
+        why = "it wants a GPU; " if a.what == "lessons" and name in LESSONS else ""
+        reject(name not in names, f"--only {name}: {why}there are {', '.join(names)}")
+    reject(a.what == "kernels" and "triton" not in able,
+           "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+    reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+           + " --device cpu" * (a.device == "cuda"))
+
+
+def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
-    a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
+    a.model = a.model or preset
     a.config = model_config(Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
-    if a.what in TRAINED:
-        reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
-        a.repeats = a.repeats or (3 if a.quick else 7)
-        a.only = a.only or (["ddp", "zero3"] if a.what == "scaling" else None)
-        check_strategies(a, a.batch_size * (a.gpus if a.what == "scaling" else 1))
-    return a.gpus if a.what == "strategies" else 1
 
 
 def check_processes(a, world):
@@ -423,13 +432,18 @@ def check_processes(a, world):
            f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
 
 
-def check_strategies(a, batch_size):
+def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
+    a.without = list(WITHOUT) if a.without == [] else a.without
+    reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
+    a.repeats = a.repeats or (3 if a.quick else 7)
+    batch_size = a.batch_size
     asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches, a.virtual_stages, routed.experts)
     a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
     if a.what == "scaling":  # only what one process can run, too
+        batch_size, a.only = batch_size * a.gpus, a.only or ["ddp", "zero3"]
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
