@@ -282,7 +282,7 @@ def test_bench_strategies_without_a_piece(pool):
 def test_bench_strategies_with_experts(run_bench, tmp_path):
     found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", "experts", "dense twin", "--repeats",
                                 "1", "--seq-len", "32", "--n-layer", "2", "--batch-size", "8")
-    *ours, theirs = found["rows"]
+    ours = found["rows"][:2]
     assert [row["who"] for row in found["rows"]] == ["ours", "ours", "torch DDP"]
     assert [row["strategy"] for row in found["rows"]] == ["experts", "dense twin", "dense twin"]
     assert ours[0]["settings"]["ep"] == 2 and ours[1]["settings"]["ep"] == 1

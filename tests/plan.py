@@ -5,8 +5,6 @@ import json
 import math
 import re
 
-import pytest
-
 import bench
 import further.context
 import lessons.plan
