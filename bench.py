@@ -5,7 +5,6 @@
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
-    python bench.py plan --published      the same predictions beside runs that others have published
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
     python bench.py pictures FILE...      SVG of what the code does, and of files from --json and train.py --trace
 
@@ -28,7 +27,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -49,9 +47,8 @@ from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.machine import BUS, calls_of, fit, law_of, load_machine, measure_machine
 from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
-from lessons.peers import has_grouped
-from lessons.pictures import pictures, timeline_of
-from lessons.plan import PUBLISHED, plan, read_published
+from lessons.pictures import pictures, spans_of
+from lessons.plan import plan
 from lessons.strategies import WITHOUT, configs_of, layouts, strategies
 from model import PRESETS
 from safe import launch
@@ -71,70 +68,105 @@ class Operation(NamedTuple):
     flops: tuple = (0, 0)
 
 
-def operations(device, dtype, n, only):
-    """The Operations that take most of a training step, on tensors of about n elements."""
-    random, large = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True), n > 1 << 20
+@dataclasses.dataclass
+class Size:
+    """What the next functions make inputs of: about n elements of a dtype on a device."""
+    device: torch.device
+    dtype: torch.dtype
+    n: int
 
-    def against(name, plain, ours, inputs, passes, **more):  # eager, compiled, ours; passes over the first input
-        who = {"eager": plain, **more, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
-        return Operation(f"{name} {str(dtype)[6:]}", {key: (f, inputs) for key, f in who.items()},
-                         tuple(count * inputs[0].nbytes for count in passes))
+    def __post_init__(self):
+        self.large = self.n > 1 << 20
 
-    if "elu" in only:
-        yield against("ELU", kernels.elu_reference, kernels.elu, [random(n)], (2, 3), **{"F.elu": F.elu})
-    if "gelu" in only:
-        yield against("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [random(n)], (2, 3))
-    for c in (768, 1600, 4096, 16384) if "layer_norm" in only else ():
-        x, w, b = random(max(2, n // 2 // c), c), random(c), random(c)
-        yield against(f"layer norm {c}", lambda x, w, b: F.layer_norm(x, w.shape, w, b), kernels.layer_norm, [x, w, b],
-                      (2, 3))
+    def random(self, *shape):
+        return torch.randn(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+
+def beside(name, plain, ours, inputs, passes, **others):
+    """An Operation, eager, compiled and ours. passes: over its first input, forward and backward."""
+    who = {"eager": plain, **others, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
+    return Operation(f"{name} {str(inputs[0].dtype)[6:]}", {key: (function, inputs) for key, function in who.items()},
+                     tuple(count * inputs[0].nbytes for count in passes))
+
+
+def elu(size):
+    yield beside("ELU", kernels.elu_reference, kernels.elu, [size.random(size.n)], (2, 3), **{"F.elu": F.elu})
+
+
+def gelu(size):
+    yield beside("GELU", lambda x: F.gelu(x, approximate="tanh"), kernels.gelu, [size.random(size.n)], (2, 3))
+
+
+def layer_norm(size):
+    def plain(x, w, b):
+        return F.layer_norm(x, w.shape, w, b)
+
+    for c in (768, 1600, 4096, 16384):
+        x, w, b = size.random(max(2, size.n // 2 // c), c), size.random(c), size.random(c)
+        yield beside(f"layer norm {c}", plain, kernels.layer_norm, [x, w, b], (2, 3))
         if c == 1600:  # x + r, and its norm
-            yield against(f"add, norm {c}", lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)),
-                          norm.add_layer_norm, [x, random(*x.shape), w, b], (4, 4))
-    if "cross_entropy" in only:
-        v = 50304 if large else 300
-        z, y = random(max(2, n // 2 // v), v), torch.randint(v, (max(2, n // 2 // v),), device=device)
-        yield against("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
-                      [z], (1, 2))
-    cuda = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+            yield beside(f"add, norm {c}", lambda x, r, w, b: (x + r, plain(x + r, w, b)), norm.add_layer_norm,
+                         [x, size.random(*x.shape), w, b], (4, 4))
+
+
+def cross_entropy(size):
+    v = 50304 if size.large else 300
+    rows = max(2, size.n // 2 // v)
+    y = torch.randint(v, (rows,), device=size.device)
+    yield beside("cross-entropy", lambda z: F.cross_entropy(z.float(), y), lambda z: kernels.cross_entropy(z, y),
+                 [size.random(rows, v)], (1, 2))
+
+
+def attention(size):
+    backends = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    backends = backends if size.device.type == "cuda" else {"math": SDPBackend.MATH}
     causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    for d, t in itertools.product((64, 128), (1024, 4096, 16384)) if "attention" in only else ():
-        b, h, t = 16384 // t if large else 1, 2048 // d, t if large else t // 64
-        q, k, v = random(b, h, t, d), random(b, h, t, d), random(b, h, t, d)
-        who = {f"SDPA {key}": (sdpa_kernel(backend)(causal), [q, k, v])
-               for key, backend in (cuda if device.type == "cuda" else {"math": SDPBackend.MATH}).items()}
-        yield Operation(f"attention T={t} D={d} causal", {**who, "ours": (kernels.attention, [random(b, t, 3, h, d)])},
-                        (4 * q.nbytes, 8 * q.nbytes), (2 * b * h * t * t * d, 5 * b * h * t * t * d))
-    if "grouped" in only:
-        yield from grouped_operations(device, dtype, large)
-    if "matmul" in only:
-        side = 8192 if large else 64
-        with torch.no_grad():
-            a, b = torch.randn(2, side, side, dtype=dtype, device=device)
-        yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (tuned_matmul, [a, b])},
-                        (3 * a.nbytes, 0), (2 * side**3, 0))
+    for d, t in itertools.product((64, 128), (1024, 4096, 16384)):
+        b, h, t = 16384 // t if size.large else 1, 2048 // d, t if size.large else t // 64
+        qkv = [size.random(b, h, t, d) for _ in range(3)]
+        who = {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()}
+        who["ours"] = kernels.attention, [size.random(b, t, 3, h, d)]
+        flops = b * h * t * t * d
+        yield Operation(f"attention T={t} D={d} causal", who, (4 * qkv[0].nbytes, 8 * qkv[0].nbytes),
+                        (2 * flops, 5 * flops))
 
 
-def grouped_operations(device, dtype, large):
+def grouped(size):
     """The product of sorted rows with each group's own matrix, for equal groups and for groups that halve from one to
     the next. The loop is given its counts on the CPU, so it does not wait for the GPU."""
-    rows, n_in, n_out = (16384, 1536, 6144) if large else (40, 16, 24)
+    rows, n_in, n_out = (16384, 1536, 6144) if size.large else (40, 16, 24)
     for count, even in itertools.product((4, 16), (True, False)):
         sizes = [rows // count] * count if even else [rows >> min(e + 1, count - 1) for e in range(count)]
         sizes[0] += rows - sum(sizes)
-        counts = torch.tensor(sizes, device=device)
-        ends = counts.cumsum(0).int()
-        x, w = (torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
-                for shape in ((rows, n_in), (count, n_out, n_in)))
-        who = {"cuBLAS, a loop": lambda x, w, sizes=sizes: torch.cat(
-                   [some @ matrix.T for some, matrix in zip(x.split(sizes), w)]),
-               "ours": lambda x, w, counts=counts: kernels.grouped_linear(x, w, None, counts)}
-        if has_grouped(device, dtype):
-            who["_grouped_mm"] = lambda x, w, ends=ends: torch._grouped_mm(x, w.transpose(1, 2), ends)
+        counts = torch.tensor(sizes, device=size.device)
+        inputs = x, w = size.random(rows, n_in), size.random(count, n_out, n_in)
+
+        def one_by_one(x, w, sizes=sizes):
+            return torch.cat([some @ matrix.T for some, matrix in zip(x.split(sizes), w)])
+
+        who = {"cuBLAS, a loop": (one_by_one, inputs),
+               "ours": (functools.partial(kernels.grouped_linear, bias=None, counts=counts), inputs)}
+        if size.device.type == "cuda" and size.dtype == torch.bfloat16:
+            ends = counts.cumsum(0).int()
+
+            def by_pytorch(x, w, ends=ends):
+                return torch._grouped_mm(x, w.transpose(1, 2), ends)
+
+            who["_grouped_mm"] = by_pytorch, inputs
         flops, out = 2 * rows * n_in * n_out, rows * n_out * x.itemsize
-        yield Operation(f"grouped product {count} {'even' if even else 'skewed'}",
-                        {key: (function, [x, w]) for key, function in who.items()},
+        yield Operation(f"grouped product {count} {'even' if even else 'skewed'}", who,
                         (x.nbytes + w.nbytes + out, 2 * (x.nbytes + w.nbytes) + out), (flops, 2 * flops))
+
+
+def matmul(size):
+    side = 8192 if size.large else 64
+    a, b = (size.random(side, side).detach() for _ in range(2))
+    yield Operation(f"matmul {side}", {"cuBLAS": (torch.matmul, [a, b]), "ours": (tuned_matmul, [a, b])},
+                    (3 * a.nbytes, 0), (2 * side**3, 0))
+
+
+KERNELS = {"elu": elu, "gelu": gelu, "layer_norm": layer_norm, "cross_entropy": cross_entropy, "attention": attention,
+           "grouped": grouped, "matmul": matmul}  # those that take most of a training step
 
 
 def measure_kernels(a):
@@ -151,8 +183,9 @@ def measure_kernels(a):
     table = Table("TB/s: the fewest bytes that must move, over seconds. All in bfloat16 except the second ELU", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
         "tflops": "TFLOP/s:>8.0f", "bound": "bound by:<8", "share": "% of roofline:>13.0f"})
-    for dtype, only in ((torch.bfloat16, a.only), (torch.float32, {"elu"} & set(a.only))):
-        for operation in operations(device, dtype, n, only):
+    cases = [(name, torch.bfloat16) for name in a.only] + [("elu", torch.float32)] * ("elu" in a.only)
+    for name, dtype in cases:
+        for operation in KERNELS[name](Size(device, dtype, n)):
             for who, seconds in seconds_of(operation.who, device, repeats).items():
                 for way, t, moved, flops in zip(("forward", "backward"), seconds, operation.moved, operation.flops):
                     table.row(op=operation.name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
@@ -199,12 +232,11 @@ GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # tim
 
 
 def collectives(a):
-    device, n = dist.initialize(a.device), a.gpus
+    device = dist.initialize(a.device)
     dist.use(None, a.comm)
-    backend, law = torch_dist.get_backend(), law_of(None)
     dtype, name = (torch.bfloat16, "gpt2-xl") if device.type == "cuda" else (torch.float32, "tiny")
-    machines = measure_machine(device, dtype, PRESETS[name], (a.comm, "torch"))
-    say(f"{n} processes, {backend}\n{describe_machine(machines[a.comm])}")
+    machine = measure_machine(device, dtype, PRESETS[name], a.comm)
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}\n{describe_machine(machine)}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f",
@@ -213,37 +245,43 @@ def collectives(a):
     lines = Table("seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "ours a, us:>10.1f", "b": "ours b, GB/s:>12.2f", "torch_a": "torch a, us:>11.1f",
         "torch_b": "torch b, GB/s:>13.2f"})
-    points, largest = defaultdict(list), 30 if device.type == "cuda" else 24
-    sizes = [1 << i for i in (range(10, 21, 5) if a.quick else range(10, largest + 1, 2))]
+    logs = range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2)
     for op in a.only:
-        for size in sizes if op != "barrier" else [0]:
-            calls, count = calls_of(op, size, device)
-            if device.type == "cuda" and a.comm == "ours" and op in GRAPHED:
-                for who in ("ours", "torch"):
-                    calls[who]()  # what a first call sets up cannot be recorded
-                    calls[who + "_graph"] = RecordedGraph(calls[who]).replay
-            seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
-            dist.reset_traffic()
-            calls["ours"]()
-            logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
-            gb, row = 4e-9 * count, {"op": op, "n": n, "size": count / 256, "us": 1e6 * seconds["ours"]}
-            if count:
-                row |= {"alg": gb / seconds["ours"], "bus": gb / seconds["ours"] * BUS[op](n)}
-            if "torch" in seconds:  # a collective
-                row |= {"torch_us": 1e6 * seconds["torch"], "ratio": seconds["torch"] / seconds["ours"],
-                        "torch_bus": gb / seconds["torch"] * BUS[op](n) if count else None,
-                        "counted": sum(log.bytes for log in logs),
-                        "formula": sum(sent(op, count, 4, n, r, *law) for r in range(n))}
-                row |= {f"{who}_us": 1e6 * took for who, took in seconds.items() if who.endswith("graph")}
-                points[op].append((max(log.messages for log in logs), max(log.bytes for log in logs),
-                                   seconds["ours"], seconds["torch"]))
-            table.row(**row)
-            del calls
-    for op, (m, k, *both) in ((op, zip(*some)) for op, some in points.items() if len(some) > 1):
-        (ours_a, ours_b), (torch_a, torch_b) = (fit(m, k, seconds) for seconds in both)
-        lines.row(op=op, a=1e6 * ours_a, b=ours_b / 1e9, torch_a=1e6 * torch_a, torch_b=torch_b / 1e9)
-    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machines[a.comm]),
-               machine_torch=dataclasses.asdict(machines["torch"]))
+        for size in [0] if op == "barrier" else [1 << log for log in logs]:
+            table.row(**measure_collective(op, size, a, device))
+    for op in a.only:
+        rows = [row for row in table.rows if row["op"] == op and "torch_us" in row]
+        if len(rows) > 1:
+            messages, sizes, ours, theirs = zip(*((row["messages"], row["most"], row["us"], row["torch_us"])
+                                                  for row in rows))
+            (ours_a, ours_b), (torch_a, torch_b) = fit(messages, sizes, ours), fit(messages, sizes, theirs)
+            lines.row(op=op, a=ours_a, b=ours_b / 1e3, torch_a=torch_a, torch_b=torch_b / 1e3)
+    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machine))
+
+
+def measure_collective(op, size, a, device):
+    """A row. messages, most: of the rank that sends most of them, and most bytes."""
+    calls, count = calls_of(op, size, device)
+    if device.type == "cuda" and a.comm == "ours" and op in GRAPHED:
+        for who in ("ours", "torch"):
+            calls[who]()  # what a first call sets up cannot be recorded
+            calls[who + "_graph"] = RecordedGraph(calls[who]).replay
+    seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // max(size, 1))))
+    dist.reset_traffic()
+    calls["ours"]()
+    logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
+    row = {"op": op, "n": a.gpus, "size": count / 256, "us": 1e6 * seconds["ours"]}
+    if count:
+        row |= {"alg": 4e-9 * count / seconds["ours"], "bus": 4e-9 * count / seconds["ours"] * BUS[op](a.gpus)}
+    if "torch" in seconds:  # a collective
+        law = law_of(None)
+        row |= {f"{who}_us": 1e6 * took for who, took in seconds.items() if who != "ours"}
+        row |= {"ratio": seconds["torch"] / seconds["ours"], "counted": sum(log.bytes for log in logs),
+                "formula": sum(sent(op, count, 4, a.gpus, rank, *law) for rank in range(a.gpus)),
+                "messages": max(log.messages for log in logs), "most": max(log.bytes for log in logs)}
+    if count and "torch" in seconds:
+        row["torch_bus"] = 4e-9 * count / seconds["torch"] * BUS[op](a.gpus)
+    return row
 
 
 # -------------------------------------------------------------------------------------------------------------- scaling
@@ -306,7 +344,7 @@ FLAGS = [
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
     option(("collectives",), "--comm", "what to compare with torch's; ring: the textbook's", choices=["ours", "ring"],
            default="ours"),
-    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch", "both"],
+    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch"],
            default="ours"),
     number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
     number(("strategies",), "--micro-batches", "micro-batches of a pipeline", default=8),
@@ -322,8 +360,6 @@ FLAGS = [
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--node", "GPUs of a node, instead of the machine's"),
     number(("plan",), "--network", "rate from a GPU to another node, instead of the machine's", metavar="GB/S"),
-    option(("plan",), "--published", "predict, instead, runs that others have published, from a CSV file; "
-           "without a value, assets/published.csv", nargs="?", const=PUBLISHED, metavar="FILE"),
     number(("plan",), "--top", "layouts to print", default=15),
     option(("pictures",), "files", "files from --json or train.py's --trace; without one, the code alone", nargs="*",
            metavar="FILE"),
@@ -353,35 +389,38 @@ def check(a, world):
     reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
            f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "plan":
-        a.gpus, a.device, a.quick = a.gpus or 8, "cuda", False
-        a.machine, a.runs = load_machine(a), read_published(a.published) if a.published else []
-    else:
-        check_processes(a, world)
+        a.gpus, a.device = a.gpus or 8, "cuda"
+        a.machine = load_machine(a)
+        check_model(a, "gpt2-xl")
+        return 1
+    check_processes(a, world)
+    if a.what in TRAINED:
+        check_model(a, "gpt2" if a.device == "cuda" and not a.quick else "tiny")
+        check_strategies(a)
+        return a.gpus if a.what == "strategies" else 1
+    check_names(a)
+    return a.gpus if a.what == "collectives" else 1
+
+
+def check_names(a):
     able = {"", *["triton"] * (a.device == "cuda" or kernels.INTERPRETED), *["cuda"] * (a.device == "cuda")}
-    names = {"kernels": ("elu", "gelu", "layer_norm", "cross_entropy", "attention", "grouped", "matmul"),
-             "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims"),
-             "collectives": (*BUS, "barrier")}.get(a.what)
-    if names:
-        a.only = a.only or names
-        for name in a.only:
-            why = "it wants a GPU; " if a.what == "lessons" and name in LESSONS else ""
-            reject(name not in names, f"--only {name}: {why}there are {', '.join(names)}")
-        reject(a.what == "kernels" and "triton" not in able,
-               "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
-        reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
-               + " --device cpu" * (a.device == "cuda"))
-        return a.gpus if a.what == "collectives" else 1
-    a.without = list(WITHOUT) if a.without == [] else a.without
+    names = {"kernels": tuple(KERNELS), "collectives": (*BUS, "barrier"),
+             "lessons": (*(name for name, lesson in LESSONS.items() if lesson.needs in able), "claims")}[a.what]
+    a.only = a.only or names
+    for name in a.only:
+        why = "it wants a GPU; " if a.what == "lessons" and name in LESSONS else ""
+        reject(name not in names, f"--only {name}: {why}there are {', '.join(names)}")
+    reject(a.what == "kernels" and "triton" not in able,
+           "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+    reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2"
+           + " --device cpu" * (a.device == "cuda"))
+
+
+def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
-    a.model = a.model or ("gpt2-xl" if a.what == "plan" else "gpt2" if a.device == "cuda" and not a.quick else "tiny")
+    a.model = a.model or preset
     a.config = model_config(Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
-    if a.what in TRAINED:
-        reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
-        a.repeats = a.repeats or (3 if a.quick else 7)
-        a.only = a.only or (["ddp", "zero3"] if a.what == "scaling" else None)
-        check_strategies(a, a.batch_size * (a.gpus if a.what == "scaling" else 1))
-    return a.gpus if a.what == "strategies" else 1
 
 
 def check_processes(a, world):
@@ -396,13 +435,18 @@ def check_processes(a, world):
            f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
 
 
-def check_strategies(a, batch_size):
+def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
+    a.without = list(WITHOUT) if a.without == [] else a.without
+    reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
+    a.repeats = a.repeats or (3 if a.quick else 7)
+    batch_size = a.batch_size
     asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches, a.virtual_stages, routed.experts)
     a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
     if a.what == "scaling":  # only what one process can run, too
+        batch_size, a.only = batch_size * a.gpus, a.only or ["ddp", "zero3"]
         every = {name: every[name] for name in layouts(1, 1, 1) if name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
@@ -426,7 +470,7 @@ def check_files(a):
         with (readable(lambda: path, "give files that `bench.py ... --json` or `train.py --trace` wrote"),
               open(path) as file):
             found = json.load(file)
-            kind = "trace" if "traceEvents" in found and timeline_of(found) else found["what"]  # ValueError: empty
+            kind = "trace" if "traceEvents" in found and spans_of(found) else found["what"]  # ValueError: empty
         reject(kind not in ("trace", *MEASURED),
                f"{path}: there is no picture of {kind}; give files of {', '.join(MEASURED)}, or a trace")
         reject(kind in first, f"{path} would overwrite the pictures of {first.get(kind)}; give another --into folder")

@@ -6,128 +6,138 @@ import time
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import get_rank, get_world_size, ReduceOp
 
 import collectives as dist
 import parallel
-from collectives import (
-    all_gather_into_tensor, all_reduce, all_to_all_single, barrier, broadcast, gather, Link, reduce,
-    reduce_scatter_tensor, reset_traffic, scatter, traffic)
 from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from further.schedules import interleaved, zero_bubble_h1
 from lessons import kernels as errors
-from lessons import sizes
+from lessons.measure import say
 from model import GPT, PRESETS, GPTConfig
 from parallel import (
     average_gradients, check, cross_entropy, gpipe, lower, make_mesh, one_f_one_b, tensor_parallel)
 from safe import launch
-from theory.clock import draw, draw_svg, simulate
+from theory.clock import draw, simulate
 from theory.memory import memory_bytes
 
 
-def print_in_order(text):
+def say_in_order(text):
     """Print one text of each rank, in rank order, on rank 0."""
-    texts = [None] * get_world_size() if get_rank() == 0 else None
+    texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch_dist.gather_object(text, texts)
     for line in texts or ():
-        print(line, flush=True)
+        say(line)
+
+
+def traffic_of(operation):
+    """What this rank has sent by one operation since the counts were reset. Resets all counts."""
+    sent = dist.traffic().get(operation, dist.Traffic())
+    dist.reset_traffic()
+    return sent
 
 
 def ring_states(device="cpu"):
     """This rank's tensor, as a list with a number for each chunk, before and after each step of a ring all-reduce. Rank
     r starts from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
-    size, states = get_world_size(), []
-    t = torch.full((size,), 1 << get_rank(), device=device)
+    size, states = dist.get_world_size(), []
+    t = torch.full((size,), 1 << dist.get_rank(), device=device)
 
-    class Looking(Link):
+    class Looking(dist.Link):
         def exchange(self, sends=(), receives=()):
             states.append(t.tolist())
             super().exchange(sends, receives)
 
-    Looking(torch_dist.group.WORLD).all_reduce(t, ReduceOp.SUM)
+    Looking(torch_dist.group.WORLD).all_reduce(t, dist.ReduceOp.SUM)
     return [*states, t.tolist()]
 
 
-def _demo(device):
-    rank, size = get_rank(), get_world_size()
-
-    def say(text):
-        if rank == 0:
-            print(text)
-
-    def show(title, call, **tensors):
-        def values():
-            return "  ".join(f"{name} {t.tolist() if isinstance(t, torch.Tensor) else [x.tolist() for x in t]}"
-                             for name, t in tensors.items() if t is not None)
-        before = values()
-        call()
-        say(f"\n{title}")
-        print_in_order(f"  rank {rank}   {before}   ->   {values()}")
+def demo_collectives(arguments):
+    """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
+    device, rank, n = torch.device(arguments.device), dist.get_rank(), dist.get_world_size()
 
     def row(*numbers):
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-    t = row(1, 2, 3) if rank == 0 else row(0, 0, 0)
-    show("broadcast: one to all", lambda: broadcast(t, src=0), t=t)
-    t, parts = row(0), [row(10 * i) for i in range(size)] if rank == 0 else None
-    show("scatter: one sends each its part", lambda: scatter(t, parts, src=0), parts=parts, t=t)
-    t, parts = row(10 + rank), [row(0) for i in range(size)] if rank == 0 else None
-    show("gather: scatter backwards", lambda: gather(t, parts, dst=0), t=t, parts=parts)
-    t = row(rank, 10 * rank)
-    show("reduce: gather, combining on the way", lambda: reduce(t, dst=0), t=t)
-    out, t = row(*[0] * size), row(10 + rank)
-    show("all-gather: gather, for everybody", lambda: all_gather_into_tensor(out, t), input=t, output=out)
-    out, t = row(0), torch.arange(size, device=device) + 10 * rank
-    show("reduce-scatter: each gets its slice of the sum", lambda: reduce_scatter_tensor(out, t), input=t, output=out)
-    t = torch.arange(size, device=device) + 10 * rank
-    show("all-reduce = reduce-scatter + all-gather", lambda: all_reduce(t), t=t)
-    out, t = row(*[0] * size), torch.arange(size, device=device) + 10 * rank
-    show("all-to-all: a transpose over ranks", lambda: all_to_all_single(out, t), input=t, output=out)
+    def values(tensors):
+        return "  ".join(f"{name} {t.tolist() if isinstance(t, torch.Tensor) else [x.tolist() for x in t]}"
+                         for name, t in tensors.items() if t is not None)
+
+    root, empty = rank == 0, [0] * n
+    tens = [10 * rank + i for i in range(n)]
+    for title, call, tensors in (
+            ("broadcast: one to all", dist.broadcast, {"t": row(1, 2, 3) if root else row(0, 0, 0)}),
+            ("scatter: one sends each its part", dist.scatter,
+             {"t": row(0), "parts": [row(10 * i) for i in range(n)] if root else None}),
+            ("gather: scatter backwards", dist.gather,
+             {"t": row(10 + rank), "parts": [row(0) for _ in range(n)] if root else None}),
+            ("reduce: gather, combining on the way", dist.reduce, {"t": row(rank, 10 * rank)}),
+            ("all-gather: gather, for everybody", dist.all_gather_into_tensor,
+             {"output": row(*empty), "input": row(10 + rank)}),
+            ("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor,
+             {"output": row(0), "input": row(*tens)}),
+            ("all-reduce = reduce-scatter + all-gather", dist.all_reduce, {"t": row(*tens)}),
+            ("all-to-all: a transpose over ranks", dist.all_to_all_single,
+             {"output": row(*empty), "input": row(*tens)})):
+        before = values(tensors)
+        call(*tensors.values())
+        say(f"\n{title}")
+        say_in_order(f"  rank {rank}   {before}   ->   {values(tensors)}")
 
     say("\nbarrier: rank r calls it after r/5 s, and all return when the last has called")
     start = time.perf_counter()
     time.sleep(rank / 5)
-    barrier()
-    print_in_order(f"  rank {rank}   left after {time.perf_counter() - start:.2f} s")
+    dist.barrier()
+    say_in_order(f"  rank {rank}   left after {time.perf_counter() - start:.2f} s")
 
-    whose, steps = "abcdefghijklmnopqrstuvwxyz", ring_states(device)
-    for s, state in enumerate(steps):
-        say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has\n  start" if s == 0
-            else f"  reduce-scatter step {s - 1}: chunk r-{s} goes right and is added" if s < size
-            else f"  all-gather step {s - size}: chunk r-{s - size}, complete, goes right")
-        cells = ["".join(whose[i] for i in range(size) if value >> i & 1) for value in state]
-        print_in_order(f"    rank {rank}   " + "  ".join(cell.ljust(size, "·") for cell in cells))
+    say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
+    steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
+             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
+    for step, state in zip(steps, ring_states(device), strict=True):
+        say(f"  {step}")
+        chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
+        say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
 
-    say(f"\nbytes sent by rank 0, K = {size} MiB, N = {size}:  counted | formula")
-    n, t, slice_ = size, torch.ones(size << 18, device=device), torch.ones(1 << 18, device=device)
-    k = t.nbytes
-    for name, call, formula, text in [
-            ("all_reduce", lambda: all_reduce(t), 2 * (n - 1) * k // n, "2(N-1)/N K"),
-            ("reduce_scatter_tensor", lambda: reduce_scatter_tensor(slice_, t), (n - 1) * k // n, "(N-1)/N K"),
-            ("all_gather_into_tensor", lambda: all_gather_into_tensor(t, slice_), (n - 1) * k // n, "(N-1)/N K"),
-            ("broadcast", lambda: broadcast(t, src=0), (n - 1).bit_length() * k, "ceil(log2 N) K at the root"),
-            ("barrier", lambda: barrier(), (n - 1).bit_length(), "ceil(log2 N)")]:
-        reset_traffic()
-        call()
-        say(f"  {name:24}{traffic()[name].bytes:>12,} | {formula:>12,}   {text}")
+    say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
+    whole, part = torch.ones(n << 18, device=device), torch.ones(1 << 18, device=device)
+    k, rounds = whole.nbytes, (n - 1).bit_length()
+    for call, tensors, formula, text in (
+            (dist.all_reduce, [whole], 2 * (n - 1) * k // n, "2(N-1)/N K"),
+            (dist.reduce_scatter_tensor, [part, whole], (n - 1) * k // n, "(N-1)/N K"),
+            (dist.all_gather_into_tensor, [whole, part], (n - 1) * k // n, "(N-1)/N K"),
+            (dist.broadcast, [whole], rounds * k, "ceil(log2 N) K at the root"),
+            (dist.barrier, [], rounds, "ceil(log2 N)")):
+        dist.reset_traffic()
+        call(*tensors)
+        say(f"  {call.__name__:24}{traffic_of(call.__name__).bytes:>12,} | {formula:>12,}   {text}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- demos
+def demo_sizes(arguments):
+    """Parameters, FLOPs and training bytes of every preset."""
+    print(f"{'preset':12} {'layers':>6} {'heads':>5} {'width':>5} {'vocab':>6} {'context':>7} {'parameters':>13} "
+          f"{'FLOPs/token':>12} {'training MiB':>12}")
+    for name, c in PRESETS.items():
+        print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
+              f"{c.flops_per_token():12.3g} {16 * c.parameters() / 2**20:12,.0f}")
+    print("\nFLOPs/token: 6 (K - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, "
+          "gradients 4,\nAdamW 8; activations come on top.")
+
 
 def demo_memory(arguments):
+    """The ZeRO table: bytes a GPU at each stage."""
     config, gib = PRESETS[arguments.model], 2**30
     print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, "
           f"{arguments.dtype}, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     dtype = getattr(torch, arguments.dtype)
-    stages = [memory_bytes(config, zero, arguments.dp, arguments.tp, dtype) for zero in range(4)]
-    totals = [b["parameters"] + b["gradients"] + b["optimizer"] for b in stages]
-    kept = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
-    for zero, (b, total, what) in enumerate(zip(stages, totals, kept)):
-        print(f"ZeRO-{zero}  {b['parameters'] / gib:12.2f}{b['gradients'] / gib:12.2f}{b['optimizer'] / gib:12.2f}"
-              f"{total / gib:10.2f}   {what}\n        {'#' * round(40 * total / totals[0])}")
+    whole = None
+    for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
+        kinds = memory_bytes(config, zero, arguments.dp, arguments.tp, dtype)
+        sizes = [kinds[kind] for kind in ("parameters", "gradients", "optimizer")]
+        whole = whole or sum(sizes)
+        print(f"ZeRO-{zero}  {''.join(f'{size / gib:12.2f}' for size in sizes)}{sum(sizes) / gib:10.2f}   {what}\n"
+              f"        {'#' * round(40 * sum(sizes) / whole)}")
     print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
           "16-bit weights exist only while its layer computes.")
@@ -149,19 +159,9 @@ def demo_pipeline(arguments):
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         print(draw(timeline, 1 / chunks))
-        if arguments.svg:
-            os.makedirs(arguments.svg, exist_ok=True)
-            draw_svg(timeline, os.path.join(arguments.svg, f"pipeline-{name.split()[0].lower()}.svg"))
     print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
           "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
           "rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. is idle.")
-
-
-def traffic_of(operation):
-    """What this rank has sent by one operation since the counts were reset. Resets all counts."""
-    sent = dist.traffic().get(operation, dist.Traffic())
-    dist.reset_traffic()
-    return sent
 
 
 def off(a, b):
@@ -172,7 +172,7 @@ def demo_data(arguments):
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
     dist.use(None, "ring")  # the lecture's: where fast/ is on, small tensors go another way, in fewer messages
-    say, mine, K = (print if rank == 0 else lambda text: None), slice(2 * rank, 2 * rank + 2), config.parameters()
+    mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
     model, came, complete = parallel.DDP(net, bucket_mb=2), set(), []
@@ -212,7 +212,7 @@ def demo_data(arguments):
 def demo_tensor(arguments):
     """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
-    config, say = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N), print if rank == 0 else lambda text: None
+    config = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N)
     generator = torch.Generator().manual_seed(0)
     X, dY = torch.randn(2, 16, config.seq_len, config.n_embd, dtype=torch.float64, generator=generator)
     say(f"{N} ranks have the same X (B, T, C) = {tuple(X.shape)} and dY. An all-reduce sends 2(N-1)/N x BTC x 8 "
@@ -233,8 +233,8 @@ def demo_tensor(arguments):
         (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")]
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
-        print_in_order(f"  rank {rank}   A_{rank} {A_r}   into B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
-                            f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
+        say_in_order(f"  rank {rank}   A_{rank} {A_r}   into B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
+                     f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
         say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes "
             f"sent\n"
             f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
@@ -283,7 +283,7 @@ def demo_context(arguments):
 def demo_experts(arguments):
     """Experts over the ranks in float64: where tokens go, what the exchange sends, the errors; then balancing."""
     N, rank = dist.get_world_size(), dist.get_rank()
-    config, say = GPTConfig(seq_len=5, n_embd=32, experts=2 * N), print if rank == 0 else lambda text: None
+    config = GPTConfig(seq_len=5, n_embd=32, experts=2 * N)
     one, net, C, E = GPT(config).double().h["0"].mlp, GPT(config).double(), config.n_embd, config.experts
     further_experts.expert_parallel(net, *split_experts(make_mesh("cpu", dp=N), N))
     cut, mine, generator = net.h["0"].mlp, slice(rank, rank + 1), torch.Generator().manual_seed(2)
@@ -297,15 +297,15 @@ def demo_experts(arguments):
         f"output is the\nweighted sum of k = {config.top_k} experts' outputs:\n")
     chosen, gates = cut.router(x_cut)
     lines = [" + ".join(f"{gate:.2f} x expert {e}" for e, gate in zip(*token)) for token in zip(chosen[0], gates[0])]
-    print_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
+    say_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
 
     counts = count_of_each(chosen, E)
     rows, incoming = counts.view(N, 2).sum(1), counts.new_empty(N)
     dist.all_to_all_single(incoming, rows)
     say("\n           rows for expert" + "".join(f"{e:4}" for e in range(E)) + "    so for rank"
         + "".join(f"{r:4}" for r in range(N)))
-    print_in_order(f"  rank {rank:<3}" + 16 * " " + "".join(f"{n:4}" for n in counts) + 15 * " "
-                        + "".join(f"{n:4}" for n in rows))
+    say_in_order(f"  rank {rank:<3}" + 16 * " " + "".join(f"{n:4}" for n in counts) + 15 * " "
+                 + "".join(f"{n:4}" for n in rows))
     dist.reset_traffic()
     Y_cut = cut.experts(x_cut, chosen, gates)
     there = traffic_of("all_to_all_single").bytes
@@ -317,15 +317,15 @@ def demo_experts(arguments):
                       for p, q in zip(cut.experts.parameters(), one.experts.parameters())))
     say("\n           bytes sent by all-to-all: counted | formula     errors against one process\n"
         "           forward             backward                Y       dX      its experts' gradients")
-    print_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
-                        + "   ".join(f"{error:.0e}" for error in errors))
+    say_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
+                 + "   ".join(f"{error:.0e}" for error in errors))
     say("\nIn forward a rank sends rows to other ranks' experts, and outputs for the rows that it received: C x 8 "
         "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each "
         "other rank, so that the\nother rank knows how many rows it will receive.")
-    demo_balance(cut.router, generator, say)
+    demo_balance(cut.router, generator)
 
 
-def demo_balance(router, generator, say, rate=0.01, tokens=500):
+def demo_balance(router, generator, rate=0.01, tokens=500):
     """Balance a router on the same tokens, 50 times. The tokens are alike, so at first most prefer the same experts."""
     N, rank, (E, C) = dist.get_world_size(), dist.get_rank(), router.weight.shape
     batch = torch.randn(N, tokens, C, dtype=torch.float64, generator=generator)
@@ -356,47 +356,45 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see --help\n")
 
 
-def demo_collectives(arguments):
-    _demo(torch.device(arguments.device))
+def count(default, help):
+    return {"type": positive, "default": default, "help": help}
+
+
+MEMORY = {"--model": {"choices": list(PRESETS), "default": "gpt2-xl"}, "--dp": count(8, "replicas"),
+          "--tp": count(1, "ranks that share every layer"),
+          "--dtype": {"choices": ["float32", "bfloat16"], "default": "bfloat16"}}
+PIPELINE = {"--stages": count(4, "ranks"), "--micro-batches": count(8, "of a step"),
+            "--virtual-stages": count(2, "stages of a rank, if interleaved")}
+LESSONS = (  # name, function, processes to start, help, options
+    ("sizes", demo_sizes, 0, "parameters, FLOPs and training bytes of every preset", {}),
+    ("kernels", lambda arguments: errors.main(), 0, "each kernel's error beside PyTorch's", {}),
+    ("collectives", demo_collectives, 4, "every collective, step by step, and the bytes it sends",
+     {"--device": {"choices": ["cpu", "cuda"], "default": "cpu"}}),
+    ("memory", demo_memory, 0, "the ZeRO table: bytes a GPU at each stage", MEMORY),
+    ("data", demo_data, 2, "gradients sent in buckets, or one by one", {}),
+    ("tensor", demo_tensor, 2, "attention and MLP cut over ranks: shapes, f and g, bytes", {}),
+    ("pipeline", demo_pipeline, 0, "the schedules: grids, bubbles, activations", PIPELINE),
+    ("context", demo_context, 0, "a sequence cut over ranks: who holds and computes what in each step",
+     {"--ranks": count(4, "ranks of the ring; starts no processes")}),
+    ("experts", demo_experts, 2, "tokens that travel to experts; balancing their load", {}))
 
 
 def main():
     parser = Parser(prog="python -m lessons", description="Lessons of the reading path. They run the reference.")
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
-
-    def lesson(name, run, help, ranks=None):
-        found = lessons.add_parser(name, help=help)
+    for name, run, ranks, help, options in LESSONS:
+        lesson = lessons.add_parser(name, help=help)
         if ranks:
-            found.add_argument("--ranks", type=positive, default=ranks, help="processes to start")
-        found.set_defaults(run=run, processes=bool(ranks), device="cpu")
-        return found
-
-    lesson("sizes", lambda arguments: sizes.main(), "parameters, FLOPs and training bytes of every preset")
-    kernels = lesson("kernels", lambda arguments: errors.main(), "each kernel's error beside PyTorch's, then its times")
-    kernels.add_argument("words", nargs=argparse.REMAINDER, help="for bench.py kernels, which prints times on a GPU")
-    collectives = lesson("collectives", demo_collectives, "every collective, step by step, and the bytes it sends", 4)
-    collectives.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    memory = lesson("memory", demo_memory, "the ZeRO table: bytes a GPU at each stage")
-    memory.add_argument("--model", choices=list(PRESETS), default="gpt2-xl")
-    memory.add_argument("--dp", type=positive, default=8)
-    memory.add_argument("--tp", type=positive, default=1)
-    memory.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    lesson("data", demo_data, "gradients sent in buckets, or one by one", 2)
-    lesson("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes", 2)
-    pipeline = lesson("pipeline", demo_pipeline, "the schedules: grids, bubbles, activations")
-    pipeline.add_argument("--stages", type=positive, default=4)
-    pipeline.add_argument("--micro-batches", type=positive, default=8)
-    pipeline.add_argument("--virtual-stages", type=positive, default=2)
-    pipeline.add_argument("--svg", metavar="DIR", help="also write an SVG of each schedule there")
-    context = lesson("context", demo_context, "a sequence cut over ranks: who holds and computes what in each step")
-    context.add_argument("--ranks", type=positive, default=4, help="ranks of the ring; starts no processes")
-    lesson("experts", demo_experts, "tokens that travel to experts; balancing their load", 2)
+            options = {"--ranks": count(ranks, "processes to start"), **options}
+        for option, more in options.items():
+            lesson.add_argument(option, **more)
+        lesson.set_defaults(run=run, processes=ranks > 0)
     arguments = parser.parse_args()
     if not arguments.processes:
         return arguments.run(arguments)
     if "RANK" not in os.environ:
         launch.start_again(arguments.ranks)
-    dist.initialize(arguments.device)
+    dist.initialize(getattr(arguments, "device", "cpu"))
     arguments.run(arguments)
     dist.barrier()
     dist.destroy_process_group()

@@ -51,9 +51,9 @@ def sent_in(link, op, elements, width, waited=True):
 
 # ---------------------------------------------------------------------------------------------------------- the machine
 
-def measure_machine(device, dtype, config, comms):
-    """{comm: Machine} with the rates of these processes at this model's sizes. All ranks measure at once, because in
-    training, too, they share power."""
+def measure_machine(device, dtype, config, comm):
+    """The Machine of these processes: its rates at this model's sizes, of its links under `comm`. All ranks measure at
+    once, because in training, too, they share power."""
     config = dataclasses.replace(config, experts=0)  # rates are a dense block's
     cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
     b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so much that no GPU waits for its CPU
@@ -97,18 +97,18 @@ def measure_machine(device, dtype, config, comms):
         loss=logits.numel() / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
         launch=seconds["launch"] / len(tiny), units=seconds["units"] / len(tiny) if cuda else None,
         fused=kernels.on_triton(torch.empty(0, device=device)))
-    machines, group = {}, dist.new_group()
+    if n == 1:
+        return machine
+    group = dist.new_group()
+    dist.use(group, comm)
     tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21))]  # small, large
-    for comm in comms if n > 1 else ():
-        dist.use(group, comm)
-        seconds = interleaved({len(some): functools.partial(dist.all_reduce, some, group=group) for some in tensors},
-                              device, 5, calls=5)
-        switched = isinstance(dist.link_of(group), Direct)
-        ways = [rounds("all_reduce", count, 4, n, switched, count == min(seconds)) for count in seconds]
-        hop, link = fit(*zip(*ways), list(seconds.values()))
-        machines[comm] = dataclasses.replace(machine, link=link, hop=hop, switched=switched)
+    seconds = interleaved({len(some): functools.partial(dist.all_reduce, some, group=group) for some in tensors},
+                          device, 5, calls=5)
+    switched = isinstance(dist.link_of(group), Direct)
+    ways = [rounds("all_reduce", count, 4, n, switched, count == min(seconds)) for count in seconds]
+    hop, link = fit(*zip(*ways), list(seconds.values()))
     dist.destroy_process_group(group)
-    return machines or dict.fromkeys(comms, machine)
+    return dataclasses.replace(machine, link=link, hop=hop, switched=switched)
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives

@@ -1,7 +1,6 @@
 """Measuring: functions timed in turns, tables of rows, JSON."""
 
 import contextlib
-import csv
 import json
 import os
 import platform
@@ -184,5 +183,5 @@ def readable(what, advice):
     """Inside, an error in reading what() becomes BadInput."""
     try:
         yield
-    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, csv.Error) as error:
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise BadInput(f"{what()}: {type(error).__name__} {error}; {advice}") from None

@@ -6,14 +6,11 @@ import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.nn.functional import all_to_all_single
 
 import collectives as dist
 import model
 import parallel
 import train
-from further import experts
-from further.experts import count_of_each, routers, split_experts
 from lessons.measure import patched, plain_rows
 from model import GPT, materialize, shapes
 from theory.clock import split_pieces
@@ -32,7 +29,7 @@ def random_source(config, device):
 
 def plain_model(config, device, dtype=torch.float32, pieces=None):
     """A GPT of the reference's classes, each block compiled where there is a GPU: a CPU wants a C++ compiler for it."""
-    with patched(plain_rows(model) + plain_rows(experts)):
+    with patched(plain_rows(model)):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
     # All blocks share compiled code, and each kind of input needs its own. An error, should there be too many: PyTorch
@@ -47,31 +44,26 @@ def token_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def adamw(kinds, device, lr=1e-4):
-    return torch.optim.AdamW([{"params": kind} for kind in kinds], lr=lr, fused=True)
+ADAMW = {"lr": 1e-4, "fused": True}
 
 
-def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, clip=None, precision=None):
+def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, precision=None):
     """A function that runs one training step. kinds: lists of parameters, each clipped by its own norm; left out, one
     list of all. precision: the context of forward and backward; left out, autocast."""
     kinds = kinds or [list(model.parameters())]
-    clip = clip or (lambda: [torch.nn.utils.clip_grad_norm_(kind, 1.0) for kind in kinds])
-    optimizer = optimizer or adamw(kinds, device)
+    optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds], **ADAMW)
     loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
 
     def step():
-        total = 0.0
         optimizer.zero_grad()
         for i, (tokens, targets) in enumerate(zip(x, y)):
             last = i == len(x) - 1 or not hasattr(model, "no_sync")
             with contextlib.nullcontext() if last else model.no_sync(), precision():
-                part = loss(tokens, targets) / len(x)
-                part.backward()
-            total += part.detach()
-        clip()
+                (loss(tokens, targets) / len(x)).backward()
+        for kind in kinds:
+            torch.nn.utils.clip_grad_norm_(kind, 1.0)
         optimizer.step()
-        return total
     return step
 
 
@@ -94,7 +86,7 @@ def torch_ddp(config, s, device, x, y):
     model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
     if not s.zero:
         return torch_step(model, s, device, x, y), "DDP"
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
@@ -151,7 +143,8 @@ def torch_pipeline(config, s, device, x, y):
         stages if "Interleaved" in name else stages[0], len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
     params = [p for module in modules.values() for p in module.parameters()]
-    optimizer, given = adamw([params], device), [torch.cat(x)] if rank == 0 else []
+    optimizer = torch.optim.AdamW(params, **ADAMW)
+    given = [torch.cat(x)] if rank == 0 else []
     wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
 
     def step():
@@ -162,105 +155,6 @@ def torch_pipeline(config, s, device, x, y):
     return step, name
 
 
-class TorchExperts(torch.nn.Module):
-    """model.Experts in PyTorch's operations, with all of its parameters or, in a group, this rank's."""
-
-    def __init__(self, experts, group):
-        super().__init__()
-        self.experts, self.group, self.ranks = experts.count, group, dist.get_world_size(group) if group else 1
-        for name, param in experts.named_parameters():
-            mine = param.detach().chunk(self.ranks)[dist.get_rank(group) if group else 0].clone()
-            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(mine))
-
-    def forward(self, x, chosen, gates):                                                  # (B, T, C), 2 x (B, T, k)
-        device, k, slots = x.device.type, chosen.shape[-1], chosen.flatten()
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        order = slots.argsort(stable=True)
-        rows, counts = x.flatten(0, 1).to(dtype)[order // k], count_of_each(chosen, self.experts)
-        y = self.travel(rows, counts) if self.group else self.mlps(rows, counts)
-        y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)           # (B, T, k, C)
-        return (y * gates.unsqueeze(-1).to(dtype)).sum(-2)
-
-    def exchange(self, rows, sends, receives):
-        arrived = rows.new_empty(sum(receives), rows.shape[1])
-        return all_to_all_single(arrived, rows.contiguous(), receives, sends, self.group)
-
-    def travel(self, rows, counts):
-        torch_dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
-        sends, receives = torch.stack([counts, coming]).view(2, self.ranks, -1).sum(2).tolist()
-        rows = self.exchange(rows, sends, receives)
-        here = torch.arange(self.experts // self.ranks, device=rows.device).repeat(self.ranks)
-        order = here.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
-        y = self.mlps(rows[order], coming.view(self.ranks, -1).sum(0))
-        return self.exchange(torch.empty_like(y).index_copy(0, order, y), receives, sends)
-
-    def mlps(self, rows, counts):
-        group = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-        hot = F.one_hot(group, len(counts)).to(rows.dtype)  # a product with it adds biases, and sums their gradients
-        inner = torch_grouped(rows, self.c_fc_weight.to(rows.dtype), counts)
-        inner = self.activate(inner, hot, self.c_fc_bias.to(rows.dtype))
-        return torch_grouped(inner, self.c_proj_weight.to(rows.dtype), counts) + hot @ self.c_proj_bias.to(rows.dtype)
-
-    @staticmethod
-    def activate(inner, hot, bias):
-        return F.gelu(inner + hot @ bias, approximate="tanh")
-
-
-def has_grouped(device, dtype):
-    """Whether PyTorch has a grouped product for this device and dtype."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
-
-
-def torch_grouped(rows, weight, counts):
-    """x W_e^T of rows (n, in) that are sorted by expert e, weight (E, out, in): PyTorch's grouped product where it has
-    one, else a loop that waits for the counts."""
-    if has_grouped(rows.device, rows.dtype):
-        return torch._grouped_mm(rows, weight.transpose(1, 2), counts.cumsum(0).int())
-    return torch.cat([F.linear(some, weight[e]) for e, some in enumerate(rows.split(counts.tolist()))])
-
-
-def torch_experts(config, s, device, x, y):
-    """The same model and router of PyTorch's parts: torch._grouped_mm, all_to_all_single, and DDP for all parameters
-    but the experts that ranks share out. All but the experts is compiled. The dense twin is DDP of compiled blocks.
-    Weights, router and loss are in float32, other layers under autocast. Rows travel in 16 bits under autocast."""
-    ep, copies = split_experts(parallel.make_mesh(device.type, dp=s.dp), s.ep)
-    compiled = torch.compile if device.type == "cuda" else lambda function: function  # needs C++ on a CPU
-    model, whole = plain_model(config, device), torch.autocast(device.type, enabled=False)
-    router_of = routers(model)
-    for i, block in model.h.items():
-        if int(i) in router_of:  # compiled apart from the block, which calls them
-            experts, router = TorchExperts(block.mlp.experts, ep), block.mlp.router
-            block.mlp.experts, experts.activate = experts, compiled(experts.activate)
-            router.choose = whole(compiled(router.choose))
-            block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # its sizes depend on the router
-    named = dict(model.named_parameters())
-    apart = [name for name in named if ".experts." in name] if s.ep > 1 else []
-    kinds = [[p for name, p in named.items() if (name in apart) == kind] for kind in (False, True)]
-    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*apart, *dict(model.named_buffers())])
-    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def clip():
-        for param in kinds[1]:  # its gradient is a sum over the ranks of ep, each with a mean loss of its own
-            torch_dist.all_reduce(param.grad, group=copies)
-            param.grad /= s.dp
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in some]) for some in kinds if some]
-        squares = torch.stack(norms).square()
-        if apart:
-            torch_dist.all_reduce(squares[1:], group=ep)
-        torch.nn.utils.clip_grads_with_norm_(named.values(), 1.0, squares.sum().sqrt())
-        if router_of:  # their biases are no parameters, so they may move before the optimizer does
-            torch_dist.all_reduce(loads := torch.stack([router.load for router in router_of.values()]))
-            for router, load in zip(router_of.values(), loads):
-                router.balance(load, s.balance_rate)
-                router.load = 0
-
-    product = "grouped_mm, " if has_grouped(device, train.DTYPES[s.dtype]) else "a loop of products, "
-    title = product * bool(router_of) + "DDP"
-    optimizer = adamw([named.values()], device, train.learning_rate(s, 0))
-    return torch_step(ddp, s, device, x, y, optimizer=optimizer, clip=clip), title
-
-
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "hsdp": torch_fsdp, "tp": torch_tp, "tp+sp": torch_tp, **dict.fromkeys(parallel.SCHEDULES, torch_pipeline),
-         "experts": torch_experts, "dense twin": torch_experts}
+         "hsdp": torch_fsdp, "tp": torch_tp, "tp+sp": torch_tp, "dense twin": torch_ddp,
+         **dict.fromkeys(parallel.SCHEDULES, torch_pipeline)}

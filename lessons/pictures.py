@@ -1,11 +1,8 @@
 """SVG of what the code does, and of files from --json and --trace."""
 
-import contextlib
-import functools
 import html
 import itertools
 import os
-import re
 import sys
 from collections import defaultdict
 from types import SimpleNamespace
@@ -16,19 +13,16 @@ import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
-import further.experts
 import kernels
 import model
 import parallel
 import train
-from fast.overlap import EarlyReducer
 from further.experts import split_experts
-from further.sequence import sequence_parallel
 from lessons.demos import context_steps, ring_states
-from lessons.measure import of_all_ranks, patched, plain_rows, reference, say
-from model import GPT, PRESETS, GPTConfig
+from lessons.measure import of_all_ranks, reference, say
+from model import PRESETS, GPTConfig
 from safe.flags import Settings
-from theory.clock import draw_svg, simulate, Timeline
+from theory.clock import simulate
 from theory.memory import memory_bytes
 
 
@@ -85,8 +79,8 @@ def chart(title, groups):
     return "\n".join(out)
 
 
-def write_svg(folder, name, height, parts):
-    path, box = os.path.join(folder, name + ".svg"), f'viewBox="0 0 1000 {height}"'
+def write_svg(path, height, parts):
+    box = f'viewBox="0 0 1000 {height}"'
     with open(path, "w") as file:
         file.write("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" {box}>',
                               *parts, "</svg>\n"]))
@@ -180,40 +174,6 @@ def draw_calls():
     return bottom + 24, [words(20, 16, title, 12, "start"), *legend(32, 150, files), *out]
 
 
-def draw_buckets():
-    """DDP's buckets in one backward, drawn from recorded calls of EarlyReducer's methods."""
-    events, out = [], []
-
-    def watched(name):
-        def call(reducer, what, *more):
-            events.append((name, reducer.bucket_of.get(what, what)))
-            return method(reducer, what, *more)
-        method = getattr(EarlyReducer, name)
-        return call
-
-    with patch.multiple(EarlyReducer, **{name: watched(name) for name in ("computed", "start", "store")}):
-        net = parallel.DDP(GPT(GPTConfig(n_layer=2)), bucket_mb=0.3)
-        net(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
-        net.finish_grad_sync()
-    names, step = {param: name for name, param in net.module.named_parameters()}, 790 / len(events)
-    backward = 190 + step * (1 + max(i for i, (name, _) in enumerate(events) if name == "computed"))
-    for b, bucket in enumerate(net.buckets):
-        y, (came, (left,), (there,)) = 62 + 40 * b, (
-            [190 + step * i for i, event in enumerate(events) if event == (what, bucket)]
-            for what in ("computed", "start", "store"))
-        out += [words(20, y + 10, f"bucket {b}", 11, "start"),
-                words(20, y + 22, f"{len(bucket.params)} tensors from {names[bucket.params[0]]}", 9, "start"),
-                boxes(COLOURS[0], [(came[0], y, left - came[0], 22)], 0.35),
-                boxes(COLOURS[1], [(left, y, there - left, 22)]), boxes(COLOURS[2], [(there, y, 980 - there, 22)]),
-                boxes(COLOURS[0], [(x + 1, y, step - 2, 22) for x in came])]
-    said = "a gradient comes, its bucket fills", "the bucket is under way", "the average is in .grad"
-    return 62 + 40 * len(net.buckets), [
-        *legend(8, 270, dict(zip(said, COLOURS))), *out,
-        boxes("#888", [(backward, 34, 1, 40 * len(net.buckets) + 22)]),
-        words(backward - 6, 46, "backward: events in order, not on a clock", 11, "end"),
-        words(backward + 6, 46, "finish_grad_sync", 11, "start")]
-
-
 def draw_zero_stages():
     return 280, [chart("GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB of a rank", {
         f"ZeRO-{zero}": {"": {kind: n / 2**30 for kind, n in memory_bytes(
@@ -221,59 +181,33 @@ def draw_zero_stages():
         for zero in range(4)})]
 
 
-def draw_f_and_g():
-    """In order, the outputs of a block's layers, in backward their gradients, and the collectives of f and g."""
-    n, run, out, y = dist.get_world_size(), dist.Link.run, [], 30
-    for title, cut, tokens in (("tensor parallelism", parallel.tensor_parallel, 4 * n),
-                               ("with sequence parallelism", sequence_parallel, 4)):
-        events = {"forward": [], "backward": []}  # (a layer or collective, whether of all T tokens, its width)
+KINDS = {"F forward": COLOURS[0], "B backward: I and W in one": COLOURS[4], "I gradient of the input": COLOURS[1],
+         "W gradient of the weights": COLOURS[2]}
 
-        def watched(link, name, *more, events=events):
-            way = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            events[way].append((name.removesuffix("_tensor").removesuffix("_into"), True, "C"))
-            return run(link, name, *more)
 
-        def seen(layer, x, y, name, events=events):
-            what = name, y.shape[1] > 4, f"{y.shape[2] // 8}C/N" if name.endswith(("c_attn", "c_fc")) else "C"
-            events["forward"].append(what)
-            y.register_hook(lambda grad: events["backward"].append(what))
-
-        with reference(), patch.object(dist.Link, "run", watched):
-            cut(net := GPT(GPTConfig(n_layer=1, n_head=n, n_embd=8 * n, seq_len=4 * n)), torch_dist.group.WORLD)
-            for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-                net.h["0"].get_submodule(name).register_forward_hook(functools.partial(seen, name=name))
-            net.h["0"](torch.zeros(1, tokens, 8 * n, requires_grad=True)).sum().backward()
-        for way, some in events.items():
-            out.append(words(20, y + 14, f"{title}, {way}", 12, "start"))
-            for i, (name, whole, width) in enumerate(some):
-                step, height = 960 / len(some), 60 if whole else 15
-                out += [boxes(COLOURS[hasattr(dist, name)], [(20 + step * i, y + 40, step - 6, height)]),
-                        words(17 + step * (i + 0.5), y + 34, f"{'T' if whole else 'T/N'} x {width}", 10),
-                        words(17 + step * (i + 0.5), y + 113, name, 10)]
-            y += 125
-    return y, [*legend(8, 330, {"output of a layer; in backward its gradient": COLOURS[0],
-                                "traffic of f and g": COLOURS[1]}), *out]
+def lanes(spans, unit, y):
+    """A row for each rank of a Timeline's spans, `unit` wide a unit of time. A rank's odd stages are paler."""
+    colours = {kind[0]: colour for kind, colour in KINDS.items()}
+    for rank, row in enumerate(spans):
+        yield words(20, y + 14 + 20 * rank, f"rank {rank}", 10, "start")
+        alike = defaultdict(list)
+        for action, start, end in row:
+            cell = 80 + unit * start, y + 20 * rank, unit * (end - start) - 1, action.micro_batch
+            alike[action.kind, action.stage // len(spans) % 2].append(cell)
+        for (kind, odd), some in alike.items():
+            yield from cells(colours[kind], some, 18, 0.7 if odd else 1)
 
 
 def draw_schedules():
     """The four schedules on one time axis, for 4 ranks and 8 micro-batches. F, I and W take equally long."""
-    runs = {name: simulate(lists(4, 8, 1 + (name == "interleaved")))
-            for name, lists in parallel.SCHEDULES.items()}
-    unit, out, y = 880 / max(run.length for run in runs.values()), [], 24
-    kinds = {"F forward": COLOURS[0], "B backward: I and W in one": COLOURS[4], "I gradient of the input": COLOURS[1],
-             "W gradient of the weights": COLOURS[2]}
-    for name, run in runs.items():
-        idle = max(run.idle) / run.length
-        out.append(words(20, y + 12, f"{name}: {run.length:g} long, {idle:.0%} idle, {max(run.peak):g} held at most",
-                         12, "start"))
-        for rank, row in enumerate(run.spans):
-            out.append(words(20, y + 34 + 20 * rank, f"rank {rank}", 10, "start"))
-            for (kind, colour), second in itertools.product(kinds.items(), (False, True)):  # a rank's two stages
-                out += cells(colour, [(80 + unit * a, y + 20 + 20 * rank, unit * (b - a) - 1, action.micro_batch)
-                                      for action, a, b in row if (action.kind, action.stage > 3) == (kind[0], second)],
-                             18, 0.7 if second else 1)
-        y += 112
-    return y, [*legend(6, 230, kinds), *out]
+    runs = {name: simulate(lists(4, 8, 1 + (name == "interleaved"))) for name, lists in parallel.SCHEDULES.items()}
+    unit = 880 / max(run.length for run in runs.values())
+    out = legend(6, 230, KINDS)
+    for i, (name, run) in enumerate(runs.items()):
+        y, idle = 24 + 112 * i, max(run.idle) / run.length
+        said = f"{name}: {run.length:g} long, {idle:.0%} idle, {max(run.peak):g} held at most"
+        out += [words(20, y + 12, said, 12, "start"), *lanes(run.spans, unit, y + 20)]
+    return 24 + 112 * len(runs), out
 
 
 def draw_zigzag():
@@ -298,37 +232,6 @@ def draw_zigzag():
                              "steps. On the right the time that they take.", 11, "start")]
 
 
-def draw_experts():
-    """Each of a rank's 6 tokens goes to 2 random experts of 2N. Drawn are the rows (rank, token) of each expert: as the
-    rank sends them, as its experts get them, and as its own come back."""
-    n, found, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
-    group, _ = split_experts(parallel.make_mesh("cpu", dp=n), n)
-    experts, x = further.experts.Experts(GPTConfig(n_embd=8, n_head=1, experts=2 * n)), torch.zeros(1, 6, 8)
-    x[0, :, 0], x[0, :, 1] = dist.get_rank(), torch.arange(6)
-
-    def seen(rows, counts):
-        found.append((rows[:, :2].int().tolist(), counts.tolist()))
-        return rows
-
-    with patched(plain_rows(further.experts)), patch.object(experts, "mlps", lambda rows, counts: seen(
-            further.experts.visit(seen, group, seen(rows, counts), counts), counts)):
-        experts(x, torch.rand(1, 6, 2 * n, generator=generator).argsort(-1)[..., :2], torch.ones(1, 6, 2))
-    ranks, out, step = of_all_ranks(found), [], 960 / n
-    most = max(len(rows) for some in ranks for rows, _ in some)
-    for i, title in enumerate(("rows as they leave, sorted by expert", "all-to-all: rows as experts get them",
-                               "all-to-all back: rows on their tokens' rank again, in the order in which they left")):
-        out.append(words(20, y := 36 + 64 * i, title, 12, "start"))
-        for rank, some in enumerate(ranks):
-            rows, counts = some[i]
-            number = [e + (i == 1) * 2 * rank for e, count in enumerate(counts) for _ in range(count)]
-            for source in range(n):
-                out += cells(COLOURS[source % 5], [
-                    (20 + step * rank + (step - 10) / most * j, y + 8, (step - 10) / most - 1, e if i < 2 else token)
-                    for j, ((r, token), e) in enumerate(zip(rows, number)) if r == source])
-    out += [words(step * (r + 0.5) + 20, 16, f"rank {r}: experts {2 * r}, {2 * r + 1}") for r in range(n)]
-    return 220, [*out, words(500, 212, "Colours are the tokens' ranks; numbers are experts, in the last row tokens.")]
-
-
 def tiles_walked(Tq, Tk, causal, rows):
     """For each program of attention_forward_kernel, the tiles (of queries, of keys) that it computes, in order."""
     last = getattr(kernels.last_key, "fn", kernels.last_key)
@@ -341,87 +244,89 @@ def draw_tiles():
     rows, out = kernels.tile_rows(64), []
     for x, Tq, causal, title in ((20, 512, True, "causal"), (350, 512, False, "not causal, as in a ring"),
                                  (680, 256, True, "causal, the last 256 queries")):
-        walks = tiles_walked(Tq, 512, causal, rows)
-        done = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)]
-        cut = [(x + 38 * n, 48 + 24 * m, 36, i) for walk in walks for i, (m, n) in enumerate(walk)
-               if causal and (n + 1) * rows - 1 > 512 - Tq + m * rows]
         every = [(x + 38 * n, 48 + 24 * m, 36, 22) for m in range(Tq // rows) for n in range(512 // rows)]
-        out += [words(x, 38, f"{title}: {len(done)} of {len(every)} tiles", 12, "start"), boxes("#888", every, 0.12),
-                *cells(COLOURS[0], sorted({*done} - {*cut}), 22), *cells(COLOURS[1], cut, 22)]
+        whole, cut = [], []
+        for m, n in itertools.chain(*tiles_walked(Tq, 512, causal, rows)):
+            masked = causal and (n + 1) * rows - 1 > 512 - Tq + m * rows
+            (cut if masked else whole).append((x + 38 * n, 48 + 24 * m, 36, n))
+        title = f"{title}: {len(whole) + len(cut)} of {len(every)} tiles"
+        out += [words(x, 38, title, 12, "start"), boxes("#888", every, 0.12), *cells(COLOURS[0], whole, 22),
+                *cells(COLOURS[1], cut, 22)]
     said = {"all queries see all keys": COLOURS[0], "the mask cuts the tile": COLOURS[1], "never loaded": "#888"}
     return 270, [*out, *legend(254, 330, said), words(
         20, 16, f"Tiles of {rows} queries (down) x {rows} keys (right). A row is a program: it keeps Q, sums and O, "
         "and loads K and V in this order. No score reaches memory.", 11, "start")]
 
 
-def timeline_of(found):
-    """The Timeline of the computation in train.py's trace, so of the pipeline as it ran, for `draw_svg`."""
-    events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
-    first, spans = min(event["ts"] for event in events), defaultdict(list)
-    for event in events:
-        action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
-        start = event["ts"] - first
-        spans[event["tid"]].append((action, start / 1e6, (start + event["dur"]) / 1e6))
-    return Timeline([spans[rank] for rank in sorted(spans)],
-                             max(row[-1][2] for row in spans.values()), idle=None, peak=None)
+def spans_of(found):
+    """For each rank [(action, start, end)] of the computation in train.py's trace, from 0 to 1: the pipeline as it ran.
+    """
+    spans = defaultdict(list)
+    for event in found["traceEvents"]:
+        if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}:
+            action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
+            spans[event["tid"]].append((action, event["ts"], event["ts"] + event["dur"]))
+    every = sum(spans.values(), [])
+    first, last = min(start for _, start, _ in every), max(end for _, _, end in every)
+    return [[(action, (start - first) / (last - first), (end - first) / (last - first)) for action, start, end in row]
+            for _, row in sorted(spans.items())]
 
 
-def grouped(values):
-    """{group: {bar: {part: value}}} for `chart`, of (group, bar, value or {part: value}). Empty values are left out."""
-    groups = defaultdict(dict)
-    for group, bar, value in values:
-        if value:
-            groups[group][bar] = value if isinstance(value, dict) else {bar: value}
-    return groups
-
-
-def comparisons(found):
-    """(picture, title, groups) of each chart of a --json file's rows. groups: empty if the rows hold nothing for it."""
+def charts_of(found):
+    """(picture, title, [(group, bar, value or {part: value})]) of each chart of a --json file's rows."""
     rows = sorted(found["rows"], key=lambda row: not row.get("who", "ours").startswith("ours"))  # ours: first colour
     if found["what"] == "kernels":
-        for (picture, op, key, unit), way in itertools.product((
-                ("attention", "attention ", "tflops", "TFLOP/s"), ("layer-norm", "layer norm ", "tb", "TB/s")),
-                ("forward", "backward")):
-            some = [row for row in rows if row["op"].startswith(op) and row["way"] == way]
-            yield picture, f"{op}{way}, {unit}", grouped(
-                (row["op"].removeprefix(op), row["who"], row[key]) for row in some)
+        for picture, op, key, unit in (("attention", "attention ", "tflops", "TFLOP/s"),
+                                       ("layer-norm", "layer norm ", "tb", "TB/s")):
+            for way in "forward", "backward":
+                yield picture, f"{op}{way}, {unit}", [
+                    (row["op"].removeprefix(op), row["who"], row[key]) for row in rows
+                    if row["op"].startswith(op) and row["way"] == way]
     elif found["what"] == "collectives":
-        yield "all-reduce", "all-reduce, bus GB/s by size", grouped(
+        yield "all-reduce", "all-reduce, bus GB/s by size", [
             (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows
             if row["op"] == "all_reduce" and row.get("bus", 0) > 1
-            for who, key in (("ours", "bus"), ("torch", "torch_bus")))
+            for who, key in (("ours", "bus"), ("torch", "torch_bus"))]
     elif found["what"] == "strategies":
-        some = [row for row in rows if re.fullmatch("ddp|zero[123]", row["strategy"]) and "memory_by_rank" in row]
-        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", grouped(
-            (row["strategy"], bar, value) for row in some
-            for bar, value in zip(("predicted", "measured", "peak"), (*(
-                {kind: n / 2**30 for kind, n in kinds.items()} for kinds in row["memory_by_rank"][0]), row["peak"])))
-        yield "strategies", f"{found['model']}, tokens/s a GPU", grouped(
-            (row["strategy"], row["who"] if row["who"].startswith("ours") else "torch", row["tokens"]) for row in rows)
+        bars = []
+        for row in rows:
+            if row["strategy"] in ("ddp", "zero1", "zero2", "zero3") and "memory_by_rank" in row:
+                predicted, measured = ({kind: n / 2**30 for kind, n in kinds.items()}
+                                       for kinds in row["memory_by_rank"][0])
+                bars += [(row["strategy"], "predicted", predicted), (row["strategy"], "measured", measured),
+                         (row["strategy"], "peak", row["peak"])]
+        yield "zero-memory", f"{found['model']}, GiB on rank 0: tensors (predicted, measured), peak", bars
     else:
-        yield "scaling", "tokens/s a GPU, % of one GPU's", grouped(
-            (f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}", row["efficiency"]) for row in rows)
+        yield "scaling", "tokens/s a GPU, % of one GPU's", [
+            (f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}", row["efficiency"]) for row in rows]
+
+
+def draw_file(path, found):
+    """{picture: (height, parts)} of a file's rows or trace."""
+    if "traceEvents" in found:
+        spans = spans_of(found)
+        return {"pipeline": (34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans, 900, 28)])}
+    charts = defaultdict(list)
+    for picture, title, bars in charts_of(found):
+        groups = defaultdict(dict)
+        for group, bar, value in bars:
+            if value:
+                groups[group][bar] = value if isinstance(value, dict) else {bar: value}
+        if groups:
+            at = f'<g transform="translate(0 {290 * len(charts[picture])})">'
+            charts[picture].append(at + chart(f"{title}; {found['hardware']}", groups) + "</g>")
+        else:
+            say(f"{path}: no rows for '{title}', not drawn")
+    return {picture: (290 * len(parts) - 10, parts) for picture, parts in charts.items()}
 
 
 def pictures(a):
     """Write SVG pictures of what the code does, and of the rows and traces in files."""
     dist.initialize("cpu")
-    for draw in (draw_ring, draw_mesh, draw_calls, draw_buckets, draw_zero_stages, draw_f_and_g, draw_schedules,
-                 draw_zigzag, draw_experts, draw_tiles):
-        height, parts = draw()
-        if not dist.get_rank():
-            write_svg(a.into, draw.__name__.removeprefix("draw_").replace("_", "-"), height, parts)
-    for path, found in a.found.items() if not dist.get_rank() else ():
-        if "traceEvents" in found:
-            say(picture := os.path.join(a.into, "pipeline.svg"))
-            draw_svg(timeline_of(found), picture)
-            continue
-        charts = defaultdict(list)
-        for picture, title, groups in comparisons(found):
-            if groups:
-                at = f'<g transform="translate(0 {290 * len(charts[picture])})">'
-                charts[picture].append(at + chart(f"{title}; {found['hardware']}", groups) + "</g>")
-            else:
-                say(f"{path}: no rows for '{title}', not drawn")
-        for picture, parts in charts.items():
-            write_svg(a.into, picture, 290 * len(parts) - 10, parts)
+    drawn = {draw.__name__.removeprefix("draw_").replace("_", "-"): draw() for draw in (
+        draw_ring, draw_mesh, draw_calls, draw_zero_stages, draw_schedules, draw_zigzag, draw_tiles)}
+    for path, found in a.found.items():
+        drawn |= draw_file(path, found)
+    if dist.get_rank() == 0:
+        for name, (height, parts) in drawn.items():
+            write_svg(os.path.join(a.into, name + ".svg"), height, parts)

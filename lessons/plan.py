@@ -1,30 +1,23 @@
-"""Layouts that fit, with their predicted times; and predictions beside runs that others have published."""
+"""Layouts that fit, with their predicted times."""
 
-import csv
 import dataclasses
 import itertools
 import math
-import os
 import signal
-import statistics
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 import train
-from lessons.measure import readable, say, Table, write_json
-from model import GPTConfig
+from lessons.measure import say, Table, write_json
 from safe.flags import Settings
 from theory.memory import ROOM, needed_bytes
-from theory.speed import MACHINES, describe_machine, mfu, mfu_note, predict, ring_hides, splits_backward
+from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides, splits_backward
 
 
 def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-PUBLISHED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "assets", "published.csv")
 WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # (schedule, stages a rank); GPipe keeps more
 
 
@@ -92,93 +85,8 @@ def limit(costs):
     return f"{name} {100 * seconds / costs.step:.0f} %" if seconds > 0.01 * costs.step else "computation"
 
 
-def run_of(row):
-    """A published run, of a row {column: text}, where a text is empty if the source does not print it. Returns config,
-    machine, layouts (all Settings that the row can mean), overlap (as for `predict`) and mfu. ValueError, LookupError,
-    ArithmeticError: no run can have these numbers.
-
-    Our GPT has neither gated MLPs nor grouped queries, so its MLP gets the width that makes as many weights, and so as
-    many FLOPs: a gated MLP has three matrices, not two; K and V lack 2 C^2 (1 - kv_heads / heads). Selective
-    recomputing is taken for none, because FlashAttention's backward computes scores again anyway.
-    """
-    layers, c, heads, few, inner, vocab, seq, gpus, batch, dp, tp, pp, cp, each, v = sizes = [
-        int(row[name] or 0) for name in "layers hidden heads kv_heads ffn vocab seq gpus batch dp tp pp cp micro_batch "
-                                        "interleave".split()]
-    gated, sp, flash, overlap = ({"": None, "yes": True, "no": False}[row[name]]
-                                 for name in ("gated", "sp", "flash", "overlap"))
-    again = {"": ("none", "block"), "none": ("none",), "selective": ("none",), "block": ("block",)}[row["recompute"]]
-    config = GPTConfig(vocab, seq, layers, heads, c,
-                       (2 + (gated or 0)) * (inner or 4 * c) // 2 - (c - c * few // heads if few else 0))
-    machine, d = MACHINES[row["gpu"]], config.head_dim
-    # Others' kernels are taken to move bytes at a copy's rate. Their loss moves 52 bytes for a float32 logit: cast (6),
-    # maximum (4), difference (8), exp (8), sum (4), quotient (8), gradient (8), cast (6).
-    machine = dataclasses.replace(machine, elementwise=machine.hbm, loss=machine.hbm / 52)
-    if flash is False:
-        # A query and a key take 4 D FLOPs, masked or not, and 6 passes over their 16-bit score: the product writes it,
-        # softmax and dropout each read and write it, the next product reads it. `attention` counts half of the FLOPs.
-        machine = dataclasses.replace(machine, attention=2 * d / (4 * d / machine.matmul + 6 * 2 / machine.hbm),
-                                      long_attention=None)
-    if min(sizes) < 0 or dp * tp * pp * cp != gpus or heads % tp or pp > layers:
-        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} x cp {cp} for {layers} layers, {heads} heads, {gpus} GPUs")
-    layouts = [Settings(dp=dp, tp=tp, pp=pp, cp=cp, sp=tp > 1 if sp is None else sp, zero=zero, batch_size=batch,
-                              recompute=recompute, micro_batches=batch // dp // some, virtual_stages=stages,
-                              schedule="interleaved" if stages > 1 else "1f1b", dtype="bf16", cuda_graphs="off")
-               for some, stages, zero, recompute in itertools.product(
-                   [each] if each else (1, 2, 4), [v] if v else divisors(layers // pp) if pp > 1 else [1],
-                   [int(row["zero"])] if row["zero"] else (0, 1), again)
-               if batch % (dp * some) == 0 and zero in range(4)
-               and (stages == 1 or splits_backward("interleaved", pp, batch // dp // some, stages) is not None)]
-    percent = float(row["mfu_pct"] or mfu(config, float(row["tokens_per_s_per_gpu"] or 0), machine))
-    if not layouts or not 0 < percent < 100:
-        raise ValueError(f"MFU {percent:.1f} %, or no way to cut {batch} sequences for dp {dp}, pp {pp}")
-    return SimpleNamespace(row=row, config=config, machine=machine, layouts=layouts, overlap=overlap, mfu=percent)
-
-
-def read_published(path):
-    rows = SimpleNamespace(line_num=0)
-    with (readable(lambda: f"--published {path}, line {rows.line_num}", f"see {PUBLISHED}"),
-          open(path, newline="") as file):
-        rows = csv.DictReader(file, restval="")
-        return [run_of(row) for row in rows] or [run_of({})]
-
-
-def spearman(a, b):
-    """Spearman's rank correlation of two lists. Equal values get the mean of their ranks."""
-    ranks = [(x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2 for x in map(np.asarray, (a, b))]
-    return np.corrcoef(ranks)[0, 1]
-
-
-def plan_published(a):
-    """Predict the MFU of runs that others have published. Settings that a source does not print are those of the
-    fastest layout that fits."""
-    table = Table("published runs: MFU %", {
-        "source": "source:<25", "model": "model:<11", "gpu": "GPU:<4", "gpus": "GPUs:>5", "layout": "layout:<45",
-        "micro": "micro-batches:>13", "published": "published:>9.1f", "predicted": "predicted:>9.1f",
-        "ratio": "ratio:>5.2f", "limit": "beside computation:<29"})
-    for run in a.runs:
-        found = [(predict(run.config, s, run.machine, run.overlap), s) for s in run.layouts]
-        costs, s = min(found, key=lambda pair: (
-            needed_bytes(run.config, pair[1], run.machine.fused) > ROOM * run.machine.memory, pair[0].step))
-        tokens = s.batch_size * run.config.seq_len / int(run.row["gpus"]) / costs.step
-        reached = mfu(run.config, tokens, run.machine)
-        table.row(**{name: run.row[name] for name in ("source", "model", "gpu", "gpus")}, layout=describe_layout(s),
-                  micro=f"{s.micro_batches} x {s.batch_size // s.dp // s.micro_batches}", published=run.mfu,
-                  predicted=reached, ratio=reached / run.mfu, limit=limit(costs))
-    kinds = dict.fromkeys(row["gpu"] for row in table.rows)
-    for some in [[kind] for kind in kinds] + [kinds] * (len(kinds) > 1):
-        rows = [row for row in table.rows if row["gpu"] in some]
-        ratios = [row["ratio"] for row in rows]
-        rank = spearman(*zip(*((row["published"], row["predicted"]) for row in rows))) if len(rows) > 1 else math.nan
-        say(f"{' and '.join(some)}: median ratio {statistics.median(ratios):.2f} of {len(rows)}, {min(ratios):.2f} to "
-            f"{max(ratios):.2f}; rank correlation (Spearman) of published and predicted MFU: {rank:.2f}")
-    write_json(a.json, "plan", torch.device("cpu"), [table])
-    return table
-
-
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
-    if a.published:
-        return plan_published(a)
     config, machine = a.config, a.machine
     say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")

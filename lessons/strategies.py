@@ -194,9 +194,7 @@ def strategies(a):
     if a.without:
         without(a, device)
         return
-    comms = ("ours", "torch") if a.comm == "both" else (a.comm,)
-    machines = measure_machine(device, train.DTYPES[a.dtype], a.config, comms)
-    machine = machines[comms[0]]
+    machine = measure_machine(device, train.DTYPES[a.dtype], a.config, a.comm)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
@@ -204,13 +202,14 @@ def strategies(a):
     table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted | measured: "
                   "GiB of tensors on rank 0\n"
                   "(peak: the allocator's), MiB that rank 0 sends, bubble. hidden: communication under computation.", {
-        "strategy": "strategy:<11", "who": "who:<31", "ms": "ms:>8.1f", "plan": "(plan):>8.1f",
-        "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "memory": "GiB:>6.2f",
-        "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
+        "strategy": "strategy:<11", "who": "who:<31",
+        "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
+        "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
+        "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
         "bubble_measured": "measured:>8.1f"})
     for name, s in a.layouts.items():
-        for row in measure_strategy(name, s, a, device, machines):
+        for row in measure_strategy(name, s, a, device, machine):
             table.row(**row)
         forget()
     say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
@@ -331,15 +330,15 @@ def describe_one(row, config, s, machine):
 
 def describe_experts(rows, config):
     """A text: tokens/s with experts over those of the dense twin, and the share of a step that all-to-alls take."""
-    ours, twins = ([row for row in rows if row["strategy"] == name] for name in ("experts", "dense twin"))
+    ours, twin = (next((row for row in rows if row["strategy"] == name), None) for name in ("experts", "dense twin"))
     count = sum(map(config.has_experts, range(config.n_layer)))
-    lines = [f"experts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
-    lines += [f"tokens/s with experts : of the dense twin   {row['who']} {row['tokens'] / twin['tokens']:.2f}"
-              for row, twin in zip(ours, twins)]
-    if took := ours[0].get("all_to_all_ms"):
-        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours[0]['ms']:.0f} %, measured beside "
-                     f"a step without them; the largest load of an expert is {ours[0]['load_max']:.2f} x the mean")
-    return "\n" + "\n".join(lines)
+    lines = [f"\nexperts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
+    if twin:
+        lines.append(f"tokens/s with experts : of the dense twin   {ours['who']} {ours['tokens'] / twin['tokens']:.2f}")
+    if took := ours.get("all_to_all_ms"):
+        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours['ms']:.0f} %, measured beside "
+                     f"a step without them; the largest load of an expert is {ours['load_max']:.2f} x the mean")
+    return "\n".join(lines)
 
 
 def in_a_row(a, device):
@@ -358,83 +357,101 @@ def warm_up(step, s, config):
     s.balance_rate = 0.0
 
 
-def measure_strategy(name, s, a, device, machines):
-    """Rows of one strategy: ours with each kind of collectives, and PyTorch's own."""
-    comms, config, tokens = list(machines), a.configs[name], a.batch_size * a.config.seq_len / a.gpus
-    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
+def build_ours(config, s, device):
+    trainer = make_trainer(config, s, device)
+    trainer.step(0, BirthLog())
+    warm_up(lambda: trainer.step(1), s, config)
+    return trainer
 
-    def build():
-        trainer = make_trainer(config, s, device)
-        trainer.step(0, BirthLog())
-        warm_up(lambda: trainer.step(1), s, config)
-        return trainer
 
-    def build_peer():
-        step, title = peer(config, s, device, *batches)
+def build_peer(peer, config, s, device, batches):
+    """(a function that runs a step of PyTorch's parts, its label)"""
+    step, title = peer(config, s, device, *batches)
 
-        def in_pytorch():  # with PyTorch's kernels, because ours know neither autocast nor DTensor
-            kernels.use("torch")
-            step()
-            kernels.use("auto")
-        in_pytorch()
-        warm_up(in_pytorch, s, config)
-        return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
+    def in_pytorch():  # with PyTorch's kernels, because ours know neither autocast nor DTensor
+        kernels.use("torch")
+        step()
+        kernels.use("auto")
 
-    def ours(comm):
-        for group in trainer.net.groups:
-            dist.use(group, comm)
-        trainer.net.pipeline.graphs = graphs[comm]  # a graph sends as it was recorded
-        trainer.step(2)
+    in_pytorch()
+    in_pytorch()
+    return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
 
-    (trainer, peak), graphs = peak_gib(device, build), {comm: no_graphs() for comm in (*comms, "ours")}
-    batches = trainer.micro_batches(trainer.train_data, 0, 0)
+
+def memory_and_traffic(trainer, peak):
+    """Columns: bytes by kind on each rank, and by collective on rank 0, predicted and found."""
     memory = of_all_ranks((predicted_bytes(trainer, trainer.share), trainer.measured_bytes()))
-    peaks = of_all_ranks(peak)
-    ours("ours")
+    trainer.step(2)
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
-        ours("ours")
+        trainer.step(2)
     counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
     formula = predicted_traffic(trainer, routes)
+    predicted, measured = (sum(kinds.values()) / 2**30 for kinds in memory[0])
+    found = {"memory_by_rank": memory, "memory": predicted, "memory_measured": measured,
+             "peak_by_rank": of_all_ranks(peak), "traffic_by_collective": formula, "counted_by_collective": counted,
+             "traffic": sum(formula.values()) / 2**20, "traffic_counted": sum(counted.values()) / 2**20}
+    if trainer.s.ep > 1:
+        loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
+        found |= train.how_even(loads)
+    return found
 
-    steps = {comm: functools.partial(ours, comm) for comm in comms}
+
+def bubble(trainer, gradients, seconds, repeats):
+    """Columns: a pipeline's bubble, simulated from the measured times of F, I and W, and measured. seconds: what a
+    call of gradients(), a step's forward and backward, takes."""
+    s = trainer.s
+    costs = stage_costs(gradients, trainer, repeats)
+    timeline = simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), *costs)
+    return {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in costs],
+            "bubble_measured": 100 - 100 * s.micro_batches * sum(costs) / seconds, "gradients_ms": 1e3 * seconds}
+
+
+def hidden(trainer, device, seconds, repeats, calls):
+    """Columns: a step's communication alone, the step without it, and the share that is hidden. seconds: a step's."""
+    found = {}
+    if trainer.s.ep > 1:
+        both = {"with": lambda: trainer.step(0),
+                "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
+        whole, rest = interleaved(both, device, repeats).values()
+        found["all_to_all_ms"] = 1e3 * (whole - rest)
+    alone, without = communication_alone(trainer, device, repeats, calls)
+    found |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
+    if alone > 0.05 * seconds:  # less would drown in the step's noise
+        found["hidden"] = 100 * (1 - (seconds - without) / alone)
+    return found
+
+
+def measure_strategy(name, s, a, device, machine):
+    """Rows of one strategy: ours, and PyTorch's own."""
+    config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
+    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline's bubble is one step's
+    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
+
+    def row(who, seconds, peak, **more):
+        speed = tokens / seconds
+        return dict(strategy=name, who=who, ms=1e3 * seconds, tokens=speed, mfu=mfu(config, speed, machine), peak=peak,
+                    settings=dataclasses.asdict(s), **more)
+
+    trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
+    batches = trainer.micro_batches(trainer.train_data, 0, 0)
+    more = memory_and_traffic(trainer, peak)
+    for group in trainer.net.groups:
+        dist.use(group, a.comm)
+    trainer.net.pipeline.graphs = no_graphs()  # a graph sends as it was recorded
+    steps = {"ours": lambda: trainer.step(2)}
     if s.pp > 1:
         steps["gradients"] = lambda: (trainer.optimizer.zero_grad(), trainer.net.forward_backward(*batches, s.schedule))
     if peer:
-        (steps["peer"], title), peer_peak = peak_gib(device, build_peer)
-    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline's bubble is one step's
+        (steps["peer"], title), peer_peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
     seconds = interleaved(steps, device, a.repeats, calls)
-    first = {"memory_by_rank": memory, "peak_by_rank": peaks, "traffic_by_collective": formula,
-             "counted_by_collective": counted}
-    first["memory"], first["memory_measured"] = (sum(kinds.values()) / 2**30 for kinds in memory[0])
-    first["traffic"], first["traffic_counted"] = (sum(sent.values()) / 2**20 for sent in (formula, counted))
-    ours(comms[0])
     if s.pp > 1:
-        f, i, w = stage_costs(steps["gradients"], trainer, a.repeats)
-        timeline = simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), f, i, w)
-        first |= {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in (f, i, w)],
-                      "bubble_measured": 100 - 100 * s.micro_batches * (f + i + w) / seconds["gradients"],
-                      "gradients_ms": 1e3 * seconds["gradients"]}
+        more |= bubble(trainer, steps["gradients"], seconds["gradients"], a.repeats)
     elif a.gpus > 1:
-        if s.ep > 1:
-            loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
-            both = {"with": lambda: trainer.step(0),
-                    "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
-            whole, rest = interleaved(both, device, a.repeats).values()
-            first |= {"all_to_all_ms": 1e3 * (whole - rest), **train.how_even(loads)}
-        alone, without = communication_alone(trainer, device, a.repeats, calls)
-        first |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
-        if alone > 0.05 * seconds[comms[0]]:  # less would drown in the step's noise
-            first |= {"hidden": 100 * (1 - (seconds[comms[0]] - without) / alone)}
-
-    def row(who, label, peak, **more):
-        speed = tokens / seconds[who]
-        return dict(strategy=name, who=label, ms=1e3 * seconds[who], tokens=speed, peak=peak,
-                    mfu=mfu(config, speed, machines[comms[0]]), settings=dataclasses.asdict(s), **more)
-
+        more |= hidden(trainer, device, seconds["ours"], a.repeats, calls)
     labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
-    for comm in comms:
-        yield row(comm, labels[comm], peak, plan=1e3 * predict(config, s, machines[comm]).step,
-                  ratio=seconds["peer"] / seconds[comm] if peer else None, **(first if comm == comms[0] else {}))
+    planned = predict(config, s, machine).step
+    yield row(labels[a.comm], seconds["ours"], peak, plan=1e3 * planned, off=planned / seconds["ours"],
+              ratio=seconds["peer"] / seconds["ours"] if peer else None, **more)
     if peer:
-        yield row("peer", title, peer_peak)
+        yield row(title, seconds["peer"], peer_peak)

@@ -79,22 +79,3 @@ def draw(timeline, unit=1.0):
                 cells[c] = str(action).ljust(width - 1) if c == round(start / unit) else "-" * (width - 1)
         lines.append(f"rank {r}  " + " ".join(cells))
     return "\n".join(lines)
-
-
-def draw_svg(timeline, path):
-    """Write the timeline as SVG: F is blue, B and I are orange, W is green. It fits light and dark pages."""
-    colours = {"F": "#4c8dd6", "B": "#e0883a", "I": "#e0883a", "W": "#4ba36b"}
-    scale, height = 960 / timeline.length, 26
-    box = f'viewBox="0 0 1040 {height * len(timeline.spans) + 8}"'
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="11">']
-    for r, row in enumerate(timeline.spans):
-        out.append(f'<text x="4" y="{r * height + 19}" fill="#888">rank {r}</text>')
-        for action, start, end in row:
-            x, w = 60 + start * scale, (end - start) * scale
-            opacity = 1 - 0.35 * (action.stage // len(timeline.spans) % 2)
-            out.append(f'<rect x="{x:.1f}" y="{r * height + 4}" width="{w:.1f}" height="{height - 4}" '
-                       f'fill="{colours[action.kind]}" fill-opacity="{opacity}" stroke="#fff" stroke-width="0.5"/>'
-                       f'<text x="{x + w / 2:.1f}" y="{r * height + 19}" fill="#fff" text-anchor="middle">'
-                       f'{action.micro_batch}</text>')
-    with open(path, "w") as file:
-        file.write("\n".join(out + ["</svg>\n"]))

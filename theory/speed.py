@@ -118,7 +118,7 @@ def message_seconds(item, n, machine, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank. A step is the sum of all but the last two."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives, less the time that matrix products hide
+    tp: float           # tensor parallelism's collectives, which nothing hides
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
@@ -248,97 +248,101 @@ def splits_backward(schedule, p, m, v):
 MOVED = 4
 
 
-def hidden_under_products(config, s, machine, half):
-    """Seconds of --sp's traffic that matrix products can hide, in one block for one micro-batch. half: seconds of one
-    all-gather or reduce-scatter.
-
-    A linear layer can multiply in N chunks while its input arrives, or its output leaves, in N chunks. That hides at
-    most the product's time, less one chunk. A column layer has three halves (forward; in backward its input again and
-    its input's gradient), a row layer two. Recomputing runs forward's halves again, except the last.
-    """
-    c, again = config.n_embd, s.recompute == "block"
-    layers = (3 * c, 3 + again), (c, 2 + again), (config.inner, 3 + again), (config.inner, 2)
-    chunks = 2 * c * tokens_of(config, s) / s.tp / machine.matmul * (s.tp - 1) / s.tp  # all but one, of width 1
-    return sum(halves * min(half, width * chunks) for width, halves in layers)
+def groups_of(s):
+    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
+    replicas, shards = s.dp * s.cp, s.zero_within or s.dp * s.cp
+    each, every = replicas * s.tp, replicas * s.tp * s.pp
+    return {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
+            "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp), "ep": (s.ep, s.tp * s.cp),
+            "same_experts": (replicas // s.ep, s.tp * s.ep), "pp": (min(s.pp, 2), each),
+            "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
 
 
-def predict(config, s, machine, overlap=None):
-    """Costs of a training step of train.py in layout s. overlap: None, traffic is hidden as train.py does it, but for
-    --tp's; False, no traffic is hidden; True, products also hide --sp's."""
-    m, (narrow, wide) = s.micro_batches, widths(s)
-    cuts = list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
-    (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
-                             for rank in range(s.pp)), key=lambda found: sum(found[0]))
-    blocks, routed, _, _ = contents(config, stages)
-    shared, experts = local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
-    if s.ep == 1:  # else experts have buckets of their own
-        shared, experts = shared + experts, Counter()
-
-    # Seconds of each Message, by axis and purpose. groups: {axis: (ranks, distance of neighbours)}, tp innermost.
-    replicas = s.dp * s.cp
-    each, every, shards = replicas * s.tp, replicas * s.tp * s.pp, s.zero_within or replicas
-    groups = {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
-              "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp),
-              "ep": (s.ep, s.tp * s.cp), "same_experts": (replicas // s.ep, s.tp * s.ep),
-              "pp": (min(s.pp, 2), each), "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
-
-    def buckets_of(elements, units, ranks=1):  # ranks: how many share the elements out
-        matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
-        count = units if s.zero == 3 else -(-matrices * wide // (100 << 20))
-        unit = matrices // max(1, count)
-        return ([(unit, 2)] * (count - 1) + [(unit, 1)] if s.zero == 3 else [(unit, 0)] * count) + [(vectors, 0)]
-    buckets = buckets_of(shared, blocks + 1)
-    of_experts = buckets_of(experts, routed, s.ep) if s.ep > 1 and routed else []
-    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # how many are sent in a row
-    mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
-    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all ranks wait
-    spent, touched = Counter(), Counter()
-    for item in mine + ends:
+def seconds_by_axis(s, machine, items):
+    """({(axis, purpose): seconds of its Messages}, {axis: seconds that its traffic costs hidden, by MOVED})."""
+    spent, touched, groups = Counter(), Counter(), groups_of(s)
+    for item in items:
         n, distance = groups[item.axis]
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
         touched[item.axis] += MOVED / machine.hbm * item.times * sum(
             k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
+    return spent, touched
+
+
+def buckets_of(s, elements, units, ranks=1):
+    """Buckets as for `messages`, the 1-D parameters' last. elements: {is a matrix: elements}, which `ranks` share out;
+    units: of ZeRO-3."""
+    wide = widths(s)[1]
+    matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
+    if s.zero == 3:
+        unit = matrices // max(1, units)
+        return [(unit, 2)] * (units - 1) + [(unit, 1), (vectors, 0)]
+    count = -(-matrices * wide // (100 << 20))
+    return [(matrices // max(1, count), 0)] * count + [(vectors, 0)]
+
+
+def optimizer_seconds(s, machine, shared, experts):
+    """Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
+    down. Our kernel does all of this in one pass, except the first reading."""
+    narrow, wide = widths(s)
+    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
+    shards, copies = (s.zero_within or s.dp * s.cp, s.dp * s.cp // s.ep) if s.zero else (1, 1)
+    return (shared[True] / shards + experts[True] / s.ep / copies) * moved / machine.hbm
+
+
+def data_seconds(config, s, machine, spent, touched, count, times, optimizer):
+    """(seconds of data parallelism's traffic, those of them that computation does not hide). count: buckets sent in a
+    row; times: (forward, backward) of a micro-batch.
+
+    Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights while
+    our AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3 gathers each
+    unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
+    whole.
+    """
+    m, (forward, backward) = s.micro_batches, times
+    axis = "within" if s.zero_within and s.zero_within != s.dp * s.cp else "dp"
+    gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
+    if s.zero == 3:
+        one, send = gather / m / (2 * count - 1), reduce / m
+        seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
+    else:
+        late = machine.fused and s.cuda_graphs != "off" and replayable(s, config)
+        seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
+        seen += max(gather / count, gather - optimizer * machine.fused - forward * late)
+    lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
+    between = spent["between", "averages of shards"]  # starts when all else has arrived
+    return gather + reduce + between, seen + (gather + reduce - seen) * lost + between
+
+
+def predict(config, s, machine):
+    """Costs of a training step of train.py in layout s."""
+    m, cuts = s.micro_batches, list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
+    (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
+                             for rank in range(s.pp)), key=lambda found: sum(found[0]))
+    blocks, routed, _, _ = contents(config, stages)
+    shared, experts = local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
+    if s.ep == 1:  # else experts have buckets of their own
+        shared, experts = shared + experts, Counter()
+    buckets = buckets_of(s, shared, blocks + 1)
+    of_experts = buckets_of(s, experts, routed, s.ep) if s.ep > 1 and routed else []
+    mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
+    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all ranks wait
+    spent, touched = seconds_by_axis(s, machine, mine + ends)
     tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
-    if overlap and s.sp and blocks:
-        halves = sum(seconds for (axis, what), seconds in spent.items() if axis == "tp" and "halves" in what)
-        hidden = m * blocks * hidden_under_products(config, s, machine, halves / m / blocks / (
-            10 + 3 * (s.recompute == "block")))
-        tp -= hidden * max(0.0, 1 - touched["tp"] / tp)
     cp_all, cp = context_seconds(config, s, machine, blocks, spent)
     f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
 
     # The lecture's bubble. Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end
     # for a tied embedding's gradient.
-    splits, waits = splits_backward(s.schedule, s.pp, m, s.virtual_stages), s.pp - 1 + m * (overlap is False)
+    splits = splits_backward(s.schedule, s.pp, m, s.virtual_stages)
     bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
-    transfers = spent["pp", "activations"] / m * waits + spent["ends", "tied embedding"]
-
-    # Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
-    # down. Our kernel does all of this in one pass, except the first reading.
-    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    stepped = shared[True] / (shards if s.zero else 1) + experts[True] / s.ep / (replicas // s.ep if s.zero else 1)
-    optimizer = stepped * moved / machine.hbm
-
-    # Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights
-    # while our AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3
-    # gathers each unit while the one before computes: in forward nothing hides the first unit, and in backward the last
-    # unit is still whole.
-    axis, between = "dp" if shards == replicas else "within", spent["between", "averages of shards"]
-    gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
-    if s.zero == 3:
-        one, send = gather / m / (2 * count - 1), reduce / m
-        dp = m * (max(one, count * one - f) + max(send / count, (count - 1) * one + send - i - w))
-    else:
-        late = machine.fused and s.cuda_graphs != "off" and replayable(s, config)
-        dp = max(reduce / count, reduce - (m if s.zero == 2 else 1) * (i + w))
-        dp += max(gather / count, gather - optimizer * machine.fused - f * bool(late or overlap))
-    dp = gather + reduce if overlap is False else dp
-    lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
-    dp += (gather + reduce - dp) * lost + between  # `between` starts when all else has arrived
-    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, optimizer, cp_all,
-                 gather + reduce + between)
+    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
+    optimizer = optimizer_seconds(s, machine, shared, experts)
+    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # how many are sent in a row
+    dp_all, dp = data_seconds(config, s, machine, spent, touched, count, (f, i + w), optimizer)
+    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, optimizer, cp_all, dp_all)
 
 
 def describe_machine(machine):
