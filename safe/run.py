@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -17,17 +15,14 @@ import torch
 
 import collectives as dist
 import parallel
-from model import shapes
 from safe import launch
 from safe.checkpoints import (
-    check_folder, checkpoints, claim, crc_of, differences, find_checkpoint, Log, read_moments, run_of,
-    start_of)
+    checkpoints, differences, find_checkpoint, read_moments, remove_old, run_of, write_checkpoint)
 from safe.data import check_data, check_tokens, load_data
-from safe.files import sync_folder, write_file, write_safetensors
 from safe.flags import (
-    BadInput, check_layout, check_numbers, model_config, Parser, processes_here, refuse, reject,
+    BadInput, check_layout, check_numbers, dashed, model_config, Parser, processes_here, refuse, reject,
     Settings)
-from safe.huggingface import write_hf
+from safe.folder import check_folder, claim, Log, start_of
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
 from safe.reports import (
@@ -37,7 +32,7 @@ from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
 from theory.speed import HALF_COUNTED
-from train import ABOUT, MOMENTS, batch, parse, Run, Trainer
+from train import ABOUT, batch, parse, Run, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
@@ -238,7 +233,7 @@ class WatchedTrainer(Trainer):
     def write(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time. Returns
         the OSError if writing failed, else None; None on the other ranks."""
-        whole, problem, rest = shapes(self.config), None, self.whole_tensors()
+        problem, rest = None, self.whole_tensors()
 
         def get(label):
             found, tensor = next(rest)
@@ -246,28 +241,13 @@ class WatchedTrainer(Trainer):
             return tensor
 
         if dist.get_rank() == 0:
-            part, final = (os.path.join(self.s.out, name) for name in (f".step-{done:08}.part", f"step-{done:08}"))
+            manifest = {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
+                        "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
             try:
-                shutil.rmtree(part, ignore_errors=True)
-                dtype = parallel.master_dtype(self.net.dtype)
-                files = write_hf(part, self.config, get, dtype)
-                files["optimizer.safetensors"] = write_safetensors(
-                    os.path.join(part, "optimizer.safetensors"),
-                    {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
-                manifest = {"format": 1, "step": done, "updates": done - self.skipped, "skipped": self.skipped,
-                            "scaler": self.scaler and vars(self.scaler), "files": files, "run": self.run.identity}
-                write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
-                sync_folder(part)
-                os.rename(part, final)
-                sync_folder(self.s.out)
-                ours = [path for path in checkpoints(self.s.out) if os.path.isdir(path)]  # --plain's files stay
-                for old in ours[:-self.s.keep] if self.s.keep else []:
-                    gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
-                    os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
-                    shutil.rmtree(gone)
+                write_checkpoint(self.s.out, manifest, self.config, parallel.master_dtype(self.net.dtype), get)
+                remove_old(self.s.out, self.s.keep)
             except OSError as error:
                 problem = error
-                shutil.rmtree(part, ignore_errors=True)
         for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
         return problem
@@ -342,7 +322,7 @@ class WatchedRun(Run):
         checkpoint = find_checkpoint(s, self.rank == 0)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
-            arguments = [f"--{name.replace('_', '-')}={value}" for name, value in trained_with] + arguments
+            arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
         config, source = model_config(s, checkpoint)

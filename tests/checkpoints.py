@@ -28,9 +28,10 @@ from tests.pool import close
 from tests.runs import (
     command, end_of, log_of, processes_with, Ranks, run_training, slow, TINY, TORCHRUN, TRAIN)
 from fast.run import FastRun
-from safe.checkpoints import checkpoints, crc_of, Log, open_checkpoint
+from safe.checkpoints import checkpoints, crc_of, open_checkpoint
 from safe.files import crc_of_file, read_safetensors, write_safetensors
 from safe.flags import Settings
+from safe.folder import Log
 from safe.huggingface import load
 from safe.reports import write_profile, write_trace
 from safe.run import NotFinite
