@@ -7,6 +7,7 @@ import os
 import pathlib
 import time
 from collections import Counter
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -59,16 +60,6 @@ class Stopwatch:
             torch.cuda.synchronize()
             return [(a, *(self.origin + self.zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in self.spans]
         return self.spans
-
-
-def record_times(pipeline):
-    """Time all actions from now on, until `recorded_times` is called."""
-    pipeline.stopwatch = Stopwatch(pipeline)
-
-
-def recorded_times(pipeline):
-    """[(action, start, end)] of what this rank ran since `record_times`, in seconds of the wall clock."""
-    return pipeline.stopwatch.stop()
 
 
 class BirthLog(TorchDispatchMode):
@@ -142,9 +133,17 @@ def predicted_bytes(trainer, load=1.0):
                                  s.ep, s.dp * s.cp // s.ep, load)
 
 
-def write_trace(trainer, folder, say):
-    """Write what every rank ran in this step into one file, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    spans = recorded_times(trainer.net.pipeline)
+@contextlib.contextmanager
+def traced(trainer):
+    """Write what every rank runs in the step inside into one file, for Perfetto (ui.perfetto.dev) or
+    chrome://tracing."""
+    stopwatch = Stopwatch(trainer.net.pipeline)
+    yield
+    write_trace(stopwatch.stop(), trainer.s.trace, trainer.say)
+
+
+def write_trace(spans, folder, say):
+    """Rank 0 writes all ranks' spans, [(action, start, end)] in seconds."""
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every is None:
@@ -165,23 +164,15 @@ def write_trace(trainer, folder, say):
         say(f"no trace in {folder}: {problem.strerror}")
 
 
-@contextlib.contextmanager
 def named(owner, method, name):
     """Inside, the profile shows each call of owner.method as a range called `name`, or name(the call's arguments)."""
-    whole, own = getattr(owner, method), method in vars(owner)
+    whole = getattr(owner, method)
 
     def ranged(*args):
         with torch.profiler.record_function(name if isinstance(name, str) else name(*args)):
             return whole(*args)
 
-    setattr(owner, method, ranged)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, method, whole)
-        else:
-            delattr(owner, method)
+    return patch.object(owner, method, ranged)
 
 
 def collective_name(link, name, operation, arguments, async_op):

@@ -25,9 +25,7 @@ from safe.flags import (
 from safe.folder import check_folder, claim, Log, start_of
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
-from safe.reports import (
-    BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, record_times,
-    write_trace)
+from safe.reports import BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, traced
 from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
@@ -73,22 +71,27 @@ class WatchedTrainer(Trainer):
     def step(self, step, births=None):
         """As in Trainer. births: a BirthLog that measures activations; the first step has one of its own."""
         progress("starting the step", step=step + 1)
-        looked_at = (self.s.trace or self.s.profile) and self.first is not None  # a benchmark has no first step
-        third = looked_at and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
-        trace = third and self.s.trace
-        if trace:
-            record_times(self.net.pipeline)
-        self.births = births or (BirthLog() if step == self.first else None)
-        self.net.pipeline.on_forward = self.note_activations if self.births else None
-        profile = profiled(self) if third and self.s.profile else contextlib.nullcontext()
-        with self.births or contextlib.nullcontext(), profile:
-            done = super().step(step)
-        if self.births and self.net.ep and self.loads is not None:
+        if step == self.first:
+            births = BirthLog()
+        third = self.first is not None and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
+        with contextlib.ExitStack() as around:
+            if births:
+                around.enter_context(self.measured(births))
+            if third and self.s.trace:
+                around.enter_context(traced(self))
+            if third and self.s.profile:
+                around.enter_context(profiled(self))
+            return super().step(step)
+
+    @contextlib.contextmanager
+    def measured(self, births):
+        """Inside, note how many bytes the activations take after each forward."""
+        self.births, self.net.pipeline.on_forward = births, self.note_activations
+        with births:
+            yield
+        if self.net.ep and self.loads is not None:
             self.share = load_here(self.net, self.loads)
         self.births = self.net.pipeline.on_forward = None
-        if trace:
-            write_trace(self, self.s.trace, self.say)
-        return done
 
     def micro_batches(self, tokens, seed, step):
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)

@@ -331,9 +331,8 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
 
 
 def trace_into(folder):
-    stopwatch = types.SimpleNamespace(stop=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
-    said, pipeline = [], types.SimpleNamespace(stopwatch=stopwatch)
-    write_trace(types.SimpleNamespace(net=types.SimpleNamespace(pipeline=pipeline)), folder, said.append)
+    said = []
+    write_trace([(parallel.Action("F", 0, 0), 0.0, 1.0)], folder, said.append)
     return said
 
 
