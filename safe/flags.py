@@ -15,6 +15,7 @@ import kernels
 import parallel
 from model import PRESETS
 from safe.huggingface import open_hf
+from safe.sizes import check_sizes, multiple, refuse_first
 from theory.speed import replayable
 from train import SIZES, config_of, device_for, flag, Flags, processes_of
 
@@ -58,12 +59,6 @@ def reject(wrong, text):
         raise BadInput(text)
 
 
-def reject_first(rows):
-    """rows: [(whether it is wrong, text)]. BadInput with the first text that holds."""
-    for wrong, text in rows:
-        reject(wrong, text)
-
-
 def refuse(program, problem, rank):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone."""
@@ -83,11 +78,6 @@ def dashed(name):
     return "--" + name.replace("_", "-")
 
 
-def multiple(n, of):
-    """The smallest multiple of `of` that is not below n."""
-    return -(-n // of) * of
-
-
 def check_numbers(s):
     """Reject numbers that are wrong whatever the other flags are."""
     at_least_1 = {"batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout",
@@ -100,12 +90,22 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
+OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
+
+
 def model_config(s, checkpoint=None):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
     if not checkpoint and not s.init_from:
-        check_sizes_given(given, config_of(s))
-        return config_of(s), None
+        config = config_of(s)
+        for name in OF_EXPERTS:
+            reject(name in given and not config.experts, f"{dashed(name)} is for a model with experts: give --experts "
+                   "4, say, too")
+        try:
+            check_sizes(config, dashed)
+        except ValueError as error:
+            raise BadInput(error) from None
+        return config, None
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
     where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
     try:
@@ -116,22 +116,6 @@ def model_config(s, checkpoint=None):
         there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name)
         reject(value != there, f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source
-
-
-OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
-
-
-def check_sizes_given(given, c):
-    """Reject sizes that no model can have. given: {size: value} of the flags that make a preset the GPTConfig c."""
-    reject_first([
-        (c.n_embd % c.n_head, f"--n-embd {c.n_embd} is not a multiple of {c.n_head} heads: give e.g. --n-embd "
-         f"{multiple(c.n_embd, c.n_head)}"),
-        (0 < c.experts < c.top_k, f"--experts {c.experts} is less than the {c.top_k} that a token goes through: give "
-         f"--top-k {c.experts} or --experts {max(4, c.top_k)}"),
-        *((name in given and not c.experts, f"{dashed(name)} is for a model with experts: give --experts 4, say, too")
-          for name in OF_EXPERTS),
-        (c.expert_every > c.n_layer, f"--expert-every {c.expert_every}: the last of each {c.expert_every} blocks has "
-         f"experts, but the model has only {c.n_layer}: give --expert-every {c.n_layer}")])
 
 
 def check_layout(s, config, world, local_world):
@@ -157,7 +141,7 @@ def check_parts(s, c, world, local_world, processes):
     unit = s.dp * s.micro_batches
     replicas = s.dp * s.cp
     within = s.zero_within or replicas
-    reject_first([
+    refuse_first(BadInput, [
         (world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
          f"processes, {world} were started: give {instead}"),
         (world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
@@ -207,7 +191,7 @@ def check_device(s, config, world, local_world, processes):
     s.device = device_for(s.device, local)
     able = s.device == "cuda" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
-    reject_first([
+    refuse_first(BadInput, [
         (s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
          "1 --schedule 1f1b) and no --experts: leave it out"),
         (s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, bf16 "

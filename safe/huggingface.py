@@ -9,7 +9,7 @@ import torch
 
 from model import GPT, buffers, GPTConfig, materialize, names_of_experts, shapes
 from safe.files import read_safetensors, write_file, write_safetensors
-from safe.sizes import check_sizes
+from safe.sizes import check_sizes, refuse_first
 
 KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
     "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
@@ -108,22 +108,16 @@ def config_from(hf):
     kind, experts = hf.get("model_type"), hf.get("num_experts")
     sizes = {field: hf.get(key, default) for field, (key, default) in KEYS.items()}
     name, inner = sizes["activation"], sizes["inner"]
-    wrong = [
+    refuse_first(ValueError, [
         ((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
          f"{WITH_EXPERTS!r} has num_experts, and at least 1"),
         *((hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")
           for key, value in HF_FIXED.items()),
         (name not in list(HF_ACTIVATIONS), f"activation_function is {name!r}, not one of {', '.join(HF_ACTIVATIONS)}"),
-        (inner == 0, f"n_inner {inner!r} must be null or at least 1")]  # in a GPTConfig 0 stands for 4C, here null does
-    for is_so, text in wrong:
-        if is_so:
-            raise ValueError(text)
+        # In a GPTConfig 0 stands for 4C, here null does.
+        (inner == 0, f"n_inner {inner!r} must be null or at least 1")])
     sizes |= {"activation": HF_ACTIVATIONS[name], "inner": 0 if inner is None else inner}
-    try:
-        check_sizes(SimpleNamespace(**sizes))
-    except ValueError as error:  # its text begins with the field's name
-        field, _, rest = str(error).partition(" ")
-        raise ValueError(f"{KEYS[field][0]} {rest}") from None
+    check_sizes(SimpleNamespace(**sizes), lambda field: KEYS[field][0])
     return GPTConfig(**sizes)
 
 
