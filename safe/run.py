@@ -207,7 +207,9 @@ class WatchedTrainer(Trainer):
         prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
         tokens = torch.tensor([prompt or [10]], device=self.device)
         for i in range(self.s.sample):
-            if not self.agree(self.terminated)[0] and dist.get_rank() == 0:
+            if self.agree(self.terminated)[0]:
+                break
+            if dist.get_rank() == 0:
                 tokens = whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i)
         tokens = tokens[0].tolist()
         text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
@@ -216,27 +218,8 @@ class WatchedTrainer(Trainer):
     # checkpoints
 
     def save(self, done):
-        s, started = self.s, time.perf_counter()
-        if self.log:
-            with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint says so
-                os.fsync(self.log.file)
-        problem = self.write(done)
-        self.saved = problem is None
-        if problem:
-            left = checkpoints(s.out)
-            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
-            now = "going on" if done < s.steps else "ended"
-            self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; {now}, {there}")
-            self.write_log({"step": done, "not_saved": problem.strerror})
-        elif self.stopping or done == s.steps:
-            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
-            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
-        self.since += time.perf_counter() - started
-
-    def write(self, done):
-        """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time. Returns
-        the OSError if writing failed, else None; None on the other ranks."""
-        problem, rest = None, self.whole_tensors()
+        """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
+        s, started, problem, rest = self.s, time.perf_counter(), None, self.whole_tensors()
 
         def get(label):
             found, tensor = next(rest)
@@ -247,13 +230,24 @@ class WatchedTrainer(Trainer):
             manifest = {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
                         "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
             try:
-                write_checkpoint(self.s.out, manifest, self.config, parallel.master_dtype(self.net.dtype), get)
-                remove_old(self.s.out, self.s.keep)
+                os.fsync(self.log.file)
+                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.dtype), get)
+                remove_old(s.out, s.keep)
             except OSError as error:
-                problem = error
+                problem = error.strerror
         for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
-        return problem
+        self.saved = not problem
+        if problem:
+            left = checkpoints(s.out)
+            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
+            now = "going on" if done < s.steps else "ended"
+            self.say(f"{self.where(done)}  not saved in {s.out}: {problem}; {now}, {there}")
+            self.write_log({"step": done, "not_saved": problem})
+        elif self.stopping or done == s.steps:
+            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
+            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
+        self.since += time.perf_counter() - started
 
     def load(self, saved):
         first = saved["step"] if saved else 0
@@ -347,8 +341,7 @@ class WatchedRun(Run):
             checkpoint, identity = start_of(s, identity, asked, self.rank == 0)
             if checkpoint is not asked:
                 source = checkpoint.open()[1]
-        moments = read_moments(checkpoint, config) if checkpoint else None
-        self.saved = checkpoint and checkpoint.manifest | {"tensors": moments}
+        self.saved = checkpoint and checkpoint.manifest | {"tensors": read_moments(checkpoint, config)}
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
             if folder and self.rank == 0:
                 check_folder(folder, name)
