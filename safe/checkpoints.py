@@ -8,13 +8,14 @@ import re
 import shutil
 import types
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import parallel
-from model import buffers, GPTConfig, shapes
+from model import buffers, shapes
 from safe.files import crc_of_file, read_safetensors, sync_folder, write_file, write_safetensors
 from safe.flags import BadInput, dashed, reject
 from safe.huggingface import open_hf, write_hf
@@ -106,31 +107,13 @@ def crc_of(value):
 class Checkpoint:
     path: str
     manifest: dict
-
-    def open(self):
-        """(GPTConfig, source of weights)"""
-        return open_hf(self.path)
-
-    def moments(self):
-        """{label: tensor}"""
-        return read_safetensors(os.path.join(self.path, "optimizer.safetensors"))
-
-
-@dataclass
-class PlainCheckpoint(Checkpoint):
-    """A file step-00000200.pt, as the reference writes it. Its manifest says nothing of the data but that it is bytes.
-    """
-    config: GPTConfig
-    tensors: dict
-
-    def open(self):
-        return self.config, lambda name: self.tensors["wte.weight" if name == "lm_head.weight" else name]
-
-    def moments(self):
-        return self.tensors
+    open: Callable     # open(): (GPTConfig, source of weights)
+    moments: Callable  # moments(): {label: tensor}
 
 
 def open_plain(path):
+    """A file step-00000200.pt, as the reference writes it. Its manifest says nothing of the data but that it is bytes.
+    """
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         s = types.SimpleNamespace(**{"on_nan": "stop", "init_from": "", **saved["flags"]})
@@ -142,7 +125,8 @@ def open_plain(path):
                     "scaler": saved["scaler"], "run": {**settled(s, config), "data": {"bytes": True}}}
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
-    return PlainCheckpoint(path, manifest, config, tensors)
+    weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
+    return Checkpoint(path, manifest, lambda: (config, weights.get), lambda: tensors)
 
 
 def why(error):
@@ -178,7 +162,8 @@ def open_checkpoint(path, read_all):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {file}: {why(error)}; move that folder away to go on from the checkpoint "
                        "before, or give a whole one") from None
-    return Checkpoint(path, manifest)
+    moments = os.path.join(path, "optimizer.safetensors")
+    return Checkpoint(path, manifest, lambda: open_hf(path), lambda: read_safetensors(moments))
 
 
 def find_checkpoint(s, read_all):
