@@ -79,8 +79,9 @@ def write_checkpoint(out, manifest, config, dtype, get):
         sync_folder(part)
         os.rename(part, os.path.join(out, name))
         sync_folder(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)  # what an error has left
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def remove_old(out, keep):

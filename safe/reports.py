@@ -19,7 +19,7 @@ import parallel
 from safe.flags import gpus_here, processes_here, schedule_of
 from safe.messages import tensors_of
 from theory.clock import most_held
-from theory.memory import memory_bytes, tensors_in
+from theory.memory import rank_bytes, tensors_in
 
 
 class Stopwatch:
@@ -124,13 +124,11 @@ def load_here(net, loads):
 
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
-    s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
-    return memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
-                                 s.recompute, s.batch_size // s.dp // s.micro_batches,
-                                 parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
-                                 math.ceil(most_held(lists[rank]) / s.virtual_stages),
-                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind,
-                                 s.ep, s.dp * s.cp // s.ep, load)
+    s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
+    held = math.ceil(most_held(schedule_of(s)[rank]) / s.virtual_stages)
+    fused = kernels.on_triton(torch.empty(0, device=trainer.device))
+    cuts = parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)
+    return rank_bytes(trainer.config, s, rank, held, fused, cuts, load)
 
 
 @contextlib.contextmanager
