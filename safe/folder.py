@@ -43,39 +43,35 @@ def start_of(s, identity, asked, read_all):
 
 
 class Lock:
-    """Keeps a second run from writing into the same --out, by a lock on its file .lock that lasts until this process
-    ends. The file names the process. Rank 0 empties it when all is saved; the process that started the ranks looks at
-    it to choose its exit code."""
+    """Makes --out this run's own, on rank 0, and keeps a second run from writing there.
 
-    def __init__(self, folder):
-        self.file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115  open, and locked, until the process ends
-        fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
+    It locks the file .lock until this process ends. The file names the process. Rank 0 empties it when all is saved;
+    the process that started the ranks looks at it to choose its exit code."""
+
+    def __init__(self, folder, identity):
+        path = pathlib.Path(folder, ".lock")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self.file = path.open("a+")
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self.file.flush()
+            write_file(os.path.join(folder, "run.json"), json.dumps(identity))
+            for name in os.listdir(folder):  # a killed run leaves folders half written or half removed
+                if re.fullmatch(r"\.step-\d+\.(part|old)", name):
+                    shutil.rmtree(os.path.join(folder, name))
+        except BlockingIOError:
+            raise BadInput(f"--out {folder}: {path.read_text().strip() or 'another run'} writes there; name another "
+                           f"folder, e.g. --out {folder.rstrip('/')}-2") from None
+        except OSError as error:
+            raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
 
     def mark_all_saved(self):
         self.file.truncate(0)  # possible even on a full disk
 
     def all_saved(self):
         return not os.path.getsize(self.file.name)
-
-
-def claim(folder, identity):
-    """Make --out this run's own, on rank 0. Returns its Lock."""
-    check_folder(folder, "--out")
-    try:
-        lock = Lock(folder)
-        write_file(os.path.join(folder, "run.json"), json.dumps(identity))
-        for name in os.listdir(folder):  # a killed run leaves folders half written or half removed
-            if re.fullmatch(r"\.step-\d+\.(part|old)", name):
-                shutil.rmtree(os.path.join(folder, name))
-    except OSError as error:
-        why = error.strerror
-        if error.errno == errno.EAGAIN:
-            why = f"{pathlib.Path(folder, '.lock').read_text().strip() or 'another run'} writes there"
-        raise BadInput(f"--out {folder}: {why}; name another folder, e.g. --out {folder.rstrip('/')}-2") from None
-    return lock
 
 
 def check_folder(folder, name):

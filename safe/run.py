@@ -22,7 +22,7 @@ from safe.data import check_data, check_tokens, load_data
 from safe.flags import (
     BadInput, check_layout, check_numbers, dashed, model_config, Parser, processes_here, refuse, reject,
     Settings)
-from safe.folder import check_folder, claim, Log, start_of
+from safe.folder import check_folder, Lock, Log, start_of
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
 from safe.reports import BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, traced
@@ -346,7 +346,7 @@ class WatchedRun(Run):
             if folder and self.rank == 0:
                 check_folder(folder, name)
         if self.saving and self.rank == 0:
-            self.lock = claim(s.out, identity)
+            self.lock = Lock(s.out, identity)
         self.s, self.config, self.source, self.data = s, config, source, data
         self.checkpoint, self.identity = checkpoint, identity
 
