@@ -15,7 +15,7 @@ import kernels
 import parallel
 from model import PRESETS
 from safe.huggingface import open_hf
-from safe.sizes import check_sizes, multiple, refuse_first
+from safe.sizes import check_sizes, multiple, raise_first
 from theory.speed import replayable
 from train import SIZES, config_of, device_for, flag, Flags, processes_of
 
@@ -141,7 +141,7 @@ def check_parts(s, c, world, local_world, processes):
     unit = s.dp * s.micro_batches
     replicas = s.dp * s.cp
     within = s.zero_within or replicas
-    refuse_first(BadInput, [
+    raise_first(BadInput, [
         (world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
          f"processes, {world} were started: give {instead}"),
         (world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
@@ -191,7 +191,7 @@ def check_device(s, config, world, local_world, processes):
     s.device = device_for(s.device, local)
     able = s.device == "cuda" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
-    refuse_first(BadInput, [
+    raise_first(BadInput, [
         (s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
          "1 --schedule 1f1b) and no --experts: leave it out"),
         (s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, bf16 "

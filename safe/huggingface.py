@@ -9,7 +9,7 @@ import torch
 
 from model import GPT, buffers, GPTConfig, materialize, names_of_experts, shapes
 from safe.files import read_safetensors, write_file, write_safetensors
-from safe.sizes import check_sizes, refuse_first
+from safe.sizes import check_sizes, raise_first
 
 KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
     "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
@@ -108,7 +108,7 @@ def config_from(hf):
     kind, experts = hf.get("model_type"), hf.get("num_experts")
     sizes = {field: hf.get(key, default) for field, (key, default) in KEYS.items()}
     name, inner = sizes["activation"], sizes["inner"]
-    refuse_first(ValueError, [
+    raise_first(ValueError, [
         ((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
          f"{WITH_EXPERTS!r} has num_experts, and at least 1"),
         *((hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")

@@ -9,7 +9,7 @@ from kernels import HAVE_TRITON, use
 from model import ACTIVATIONS, GPTConfig
 
 
-def refuse_first(error, rows):
+def raise_first(error, rows):
     """rows: [(whether it is wrong, text)]. Raises the error with the first text that holds."""
     for wrong, text in rows:
         if wrong:
@@ -32,7 +32,7 @@ def check_sizes(c, called=str):
         if field.type is int and not least <= value < 2**31:
             raise ValueError(f"{called(field.name)} {value} must be at least {least} and less than 2^31")
     experts, top_k, every = called("experts"), called("top_k"), called("expert_every")
-    refuse_first(ValueError, [
+    raise_first(ValueError, [
         (c.n_embd % c.n_head, f"{called('n_embd')} {c.n_embd} is not a multiple of {called('n_head')} {c.n_head}: give "
          f"{called('n_embd')} {multiple(c.n_embd, c.n_head)}"),
         (c.activation not in ACTIVATIONS, f"{called('activation')} {c.activation!r} is not one of "
