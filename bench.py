@@ -52,8 +52,8 @@ from lessons.plan import plan
 from lessons.strategies import WITHOUT, configs_of, layouts, strategies
 from model import PRESETS
 from safe import launch
-from safe.checkpoints import check_folder
 from safe.flags import BadInput, check_layout, gpus_here, model_config, Parser, refuse, reject, Settings
+from safe.folder import check_folder
 from safe.launch import is_forked
 from theory.speed import MACHINES, describe_machine
 from theory.traffic import sent

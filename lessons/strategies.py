@@ -32,7 +32,7 @@ from lessons.measure import (
     interleaved, left_out, of_all_ranks, patched, plain_rows, replaced, say, Table, write_json)
 from lessons.peers import PEERS
 from lessons.plan import describe_parameters
-from safe.reports import BirthLog, predicted_bytes, record_times, recorded_times
+from safe.reports import BirthLog, predicted_bytes, Stopwatch
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import simulate, split_pieces
@@ -157,10 +157,10 @@ def stage_costs(gradients, trainer, repeats):
     backward."""
     pipe, samples = trainer.net.pipeline, []
     for _ in range(repeats):
-        record_times(pipe)
+        stopwatch = Stopwatch(pipe)
         gradients()
         took = Counter()
-        for action, start, end in recorded_times(pipe):
+        for action, start, end in stopwatch.stop():
             took[action.kind] += (end - start) / trainer.s.micro_batches
         samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
     return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)

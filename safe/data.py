@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from safe.flags import BadInput, reject
+from safe.flags import reject
 from train import read_texts, split, standard_library
 
 
@@ -15,9 +15,10 @@ def load_data(s):
     try:
         is_bin = s.data.endswith(".bin") and os.path.isfile(s.data)
         tokens = read_tokens(s.data, where) if is_bin else read_texts(files_of(s))
+        problem = "" if len(tokens) else "it is empty"
     except OSError as error:
-        raise BadInput(f"{where}: {error.strerror}; leave the flag out for the standard library's source") from None
-    reject(not len(tokens), f"{where} is empty: give text, or leave the flag out for the standard library's source")
+        problem = error.strerror
+    reject(problem, f"{where}: {problem}; give text, or leave the flag out for the standard library's source")
     return *split(tokens), tokens.dtype == np.uint8
 
 
@@ -37,8 +38,7 @@ def check_data(s, config, train, held_out):
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
            f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
     for part in (train, held_out):
-        for start in range(0, min(len(part), 1 << 28), 1 << 24):  # 512 MiB; `micro_batches` checks the rest
-            check_tokens(part[start:start + (1 << 24)], config.vocab_size)
+        check_tokens(part[:1 << 28], config.vocab_size)  # 512 MiB; `micro_batches` checks the rest
 
 
 def check_tokens(tokens, vocab_size):

@@ -8,7 +8,6 @@ import json
 import math
 import mmap
 import os
-import struct
 import zlib
 
 import torch
@@ -23,7 +22,7 @@ def read_safetensors(path):
     try:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        start = 8 + struct.unpack("<Q", data[:8])[0]
+        start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:start].decode())
         header.pop("__metadata__", None)
         tensors = {}
@@ -32,22 +31,48 @@ def read_safetensors(path):
             count = math.prod(entry["shape"])
             if end - begin != count * dtype.itemsize or begin < 0 or start + end > len(data):
                 raise ValueError(f"{name} lies outside the file: it is cut short or damaged")
-            tensors[name] = (torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin) if count
-                             else torch.empty(0, dtype=dtype)).view(entry["shape"])
+            values = torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin)
+            tensors[name] = values.view(entry["shape"])
         return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error,
-            RecursionError) as error:
+    except Exception as error:  # noqa: BLE001  anything may stand in a damaged header
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 
+def write_safetensors(path, entries, get):
+    """Write tensors {name: (dtype, shape)}. get(name) returns one at a time, so that memory need not hold all."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in entries.items():
+        end = offset + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def blocks():
+        yield len(text).to_bytes(8, "little") + text
+        for name, (dtype, _) in entries.items():
+            yield get(name).detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy().data
+
+    return write_blocks(path, blocks())
+
+
 def write_file(path, text):
+    return write_blocks(path, [text.encode()])
+
+
+def write_blocks(path, blocks):
     """Write a file that has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}."""
+    size = crc = 0
     with open(path + ".part", "wb") as file:
-        file.write(text.encode())
+        for block in blocks:
+            file.write(block)
+            size += len(block)
+            crc = zlib.crc32(block, crc)
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + ".part", path)
-    return {"bytes": len(text.encode()), "crc32": zlib.crc32(text.encode())}
+    return {"bytes": size, "crc32": crc}
 
 
 def sync_folder(path):
@@ -63,29 +88,3 @@ def crc_of_file(path):
         while block := file.read(1 << 24):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def write_safetensors(path, entries, get):
-    """Write tensors {name: (dtype, shape)}. get(name) returns one at a time, so that memory need not hold all.
-
-    The file has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}.
-    """
-    names, header, offset = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, {}, 0
-    for name, (dtype, shape) in entries.items():
-        size = dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    start = struct.pack("<Q", len(text)) + text
-    with open(path + ".part", "wb") as file:
-        file.write(start)
-        crc = zlib.crc32(start)
-        for name, (dtype, _) in entries.items():
-            data = get(name).detach().to("cpu", dtype).contiguous().view(-1).numpy().data
-            file.write(data)
-            crc = zlib.crc32(data, crc)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".part", path)
-    return {"bytes": len(start) + offset, "crc32": crc}

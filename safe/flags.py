@@ -1,9 +1,7 @@
 """The command line of the whole program: every flag, and one line for each that cannot be obeyed."""
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import math
 import os
 import sys
@@ -17,6 +15,7 @@ import kernels
 import parallel
 from model import PRESETS
 from safe.huggingface import open_hf
+from safe.sizes import check_sizes, multiple, raise_first
 from theory.speed import replayable
 from train import SIZES, config_of, device_for, flag, Flags, processes_of
 
@@ -46,12 +45,7 @@ class Settings(Flags):
 
 def schedule_of(s):
     """The pipeline's actions, a list for each rank. ValueError if they cannot be made or would never finish."""
-    return checked(parallel.schedules()[s.schedule], s.pp, s.micro_batches, s.virtual_stages)
-
-
-@functools.cache  # bench.py's plan asks for the same lists in thousands of layouts
-def checked(schedule, p, m, v):
-    lists = schedule(p, m, v)
+    lists = parallel.schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
     parallel.check(parallel.lower(lists))
     return lists
 
@@ -80,6 +74,10 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(message.removeprefix("argument ") + "; see --help")
 
 
+def dashed(name):
+    return "--" + name.replace("_", "-")
+
+
 def check_numbers(s):
     """Reject numbers that are wrong whatever the other flags are."""
     at_least_1 = {"batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout",
@@ -88,123 +86,120 @@ def check_numbers(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # nan and inf, too
             value = f.default or getattr(PRESETS["tiny"], f.name, 2)
-            raise BadInput(f"--{f.name.replace('_', '-')} {given}: must be between {least} and a billion, e.g. {value}")
+            raise BadInput(f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {value}")
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
+
+
+OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 
 def model_config(s, checkpoint=None):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
-    where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
-    reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
-    if not folder:
-        n_head, n_embd = (given.get(name, getattr(PRESETS[s.model], name)) for name in ("n_head", "n_embd"))
-        reject(n_embd % n_head, f"--n-embd {n_embd} is not a multiple of {n_head} heads: give e.g. --n-embd "
-               f"{-(-n_embd // n_head) * n_head}")
-        top_k = given.get("top_k", PRESETS[s.model].top_k)
-        reject(0 < given.get("experts", 0) < top_k, f"--experts {s.experts} is less than the {top_k} that a token goes "
-               f"through: give --top-k {s.experts} or --experts {max(4, top_k)}")
-        for name in ("top_k", "expert_every"):
-            reject(name in given and not given.get("experts"), f"--{name.replace('_', '-')} is for a model with "
-                   "experts: give --experts 4, say, too")
-        every, blocks = given.get("expert_every", 1), given.get("n_layer", PRESETS[s.model].n_layer)
-        reject(every > blocks, f"--expert-every {every}: the last of each {every} blocks has experts, but the model "
-               f"has only {blocks}: give --expert-every {blocks}")
-        return config_of(s), None
+    if not checkpoint and not s.init_from:
+        config = config_of(s)
+        for name in OF_EXPERTS:
+            reject(name in given and not config.experts, f"{dashed(name)} is for a model with experts: give --experts "
+                   "4, say, too")
+        try:
+            check_sizes(config, dashed)
+        except ValueError as error:
+            raise BadInput(error) from None
+        return config, None
+    reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
+    where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
     try:
         config, source = checkpoint.open() if checkpoint else open_hf(folder)
     except (ValueError, OSError) as error:
         raise BadInput(f"{where} {folder}: {error}") from None
     for name, value in given.items():
-        there = getattr(config, name) if config.experts or name not in ("top_k", "expert_every") else "no experts"
-        reject(value != there, f"--{name.replace('_', '-')} {value}: the model in {where} has {there}; leave the flag "
-               "out")
+        there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name)
+        reject(value != there, f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source
 
 
 def check_layout(s, config, world, local_world):
     """Reject a layout whose sizes do not divide or that needs more GPUs than there are. Fills in s.dp, s.device and
     s.cuda_graphs. Returns how many processes the layout needs."""
-    processes, rest, unit = processes_of(s, world), s.tp * s.pp * s.cp, s.dp * s.micro_batches
-    instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
-    axes = f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp}" + f" x --cp {s.cp}" * (s.cp > 1)
-    reject(world > 1 and world != processes, f"{axes} needs {processes} processes, {world} were started: give "
-           f"{instead}")
-    reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
-           f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
-    reject(config.n_head % s.tp, f"--tp {s.tp} does not divide the model's {config.n_head} heads: give --tp "
-           f"{math.gcd(s.tp, config.n_head)}")
-    reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
-    chunks = s.cp * (2 if s.cp > 1 and s.cp_kind == "ring" else 1)
-    parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
-    who = f"--cp {s.cp}" * (s.cp > 1) + " with " * (s.cp > 1 and s.sp) + f"--tp {s.tp} --sp" * s.sp
-    reject(config.seq_len % parts, f"{who}: sequences of {config.seq_len} tokens cannot be cut into {parts} parts: "
-           f"give --seq-len {-(-config.seq_len // parts) * parts}")
-    heads = config.n_head // s.tp
-    reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
-           f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
-    fixed = s.init_from or s.resume  # then --experts cannot change the model
-    reject(s.ep > 1 and not config.experts, f"--ep {s.ep} shares out experts, and the model has none: "
-           + f"give --experts {2 * s.ep}, say, or " * (not fixed) + "leave --ep out")
-    shared, enough = math.gcd(s.ep, s.dp, config.experts), world == 1 and config.experts % s.ep == 0
-    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}"
-           + f" or --dp {-(-s.dp // s.ep) * s.ep}" * enough)
-    reject(config.experts % s.ep, f"--ep {s.ep} does not divide the {config.experts} experts: give --ep {shared}")
-    reject(config.inner < s.tp or config.vocab_size < s.tp, f"--tp {s.tp} is more than the MLP ({config.inner}) or "
-           f"the vocabulary ({config.vocab_size}) is wide: give a smaller --tp")
-    reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
-           f"{s.micro_batches}: give e.g. --batch-size {-(-s.batch_size // unit) * unit}")
+    processes = processes_of(s, world)
+    check_parts(s, config, world, local_world, processes)
     check_schedule(s, config)
+    check_device(s, config, world, local_world, processes)
+    return processes
+
+
+def check_parts(s, c, world, local_world, processes):
+    """Reject numbers of ranks that do not divide what they cut."""
+    rest = s.tp * s.pp * s.cp
+    instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
+    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
+    parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
+    heads = c.n_head // s.tp
+    new_model = not (s.init_from or s.resume)  # one whose experts --experts can count
+    shared = math.gcd(s.ep, s.dp, c.experts)
+    more_ranks = world == 1 and c.experts % s.ep == 0
+    unit = s.dp * s.micro_batches
     replicas = s.dp * s.cp
     within = s.zero_within or replicas
-    reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
-           f"give --zero-within {math.gcd(within, replicas)}")
-    reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
-    reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would lose what --dtype "
-           "fp64 keeps: leave one of them out")
+    raise_first(BadInput, [
+        (world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
+         f"processes, {world} were started: give {instead}"),
+        (world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
+         f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}"),
+        (c.n_head % s.tp, f"--tp {s.tp} does not divide the model's {c.n_head} heads: give --tp "
+         f"{math.gcd(s.tp, c.n_head)}"),
+        (s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out"),
+        (c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
+         f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}"),
+        (s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
+         f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring"),
+        (s.ep > 1 and not c.experts, f"--ep {s.ep} shares out experts, and the model has none: "
+         + f"give --experts {2 * s.ep}, say, or " * new_model + "leave --ep out"),
+        (s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}"
+         + f" or --dp {multiple(s.dp, s.ep)}" * more_ranks),
+        (c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"),
+        (s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
+         f"{s.micro_batches}: give e.g. --batch-size {multiple(s.batch_size, unit)}"),
+        (replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
+         f"give --zero-within {math.gcd(within, replicas)}"),
+        (s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3"),
+        (s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would lose what --dtype "
+         "fp64 keeps: leave one of them out")])
+
+
+def check_schedule(s, config):
+    """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
+    stages, most = s.pp * s.virtual_stages, config.n_layer + 2
+    reject(stages > most, f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the model's "
+           f"{config.n_layer} layers with embedding and head: give --pp {most} or fewer in all")
+    try:
+        made = parallel.stages_of(schedule_of(s))
+    except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
+        instead = f"give --micro-batches {multiple(s.micro_batches, s.pp)}"
+        raise BadInput(f"--schedule {s.schedule}: {problem}; {instead}") from None
+    reject(s.virtual_stages > 1 and (s.pp == 1 or made < stages), f"--virtual-stages {s.virtual_stages} needs "
+           "--schedule interleaved and --pp 2 or more")
+
+
+def check_device(s, config, world, local_world, processes):
+    """Reject kernels, graphs or processes that this machine's devices cannot take. Fills in s.device and
+    s.cuda_graphs."""
     local, gpus = local_world if world > 1 else processes, gpus_here()
     short = f"need as many GPUs and it has {gpus}: give --device cpu"
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
     able = s.device == "cuda" and replayable(s, config)
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
-           "1 --schedule 1f1b) and no --experts: leave it out")
-    if s.cuda_graphs == "auto":
-        s.cuda_graphs = "on" if able else "off"
-    try:
-        kernels.use(s.kernels)
-    except ValueError as problem:
-        raise BadInput(f"--kernels {s.kernels}: {problem}; give --kernels auto") from None
-    reject(s.kernels == "triton" and (s.dtype == "fp64" or s.device == "cpu" and not kernels.INTERPRETED),
-           "--kernels triton is for CUDA in fp32, bf16 or fp16: give --kernels auto")
-    reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
-           + f", or a layout of {gpus}" * (gpus > 0))
-    return processes
-
-
-def check_schedule(s, config):
-    """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
-    def stages_of(**change):
-        """How many stages the schedule has with some settings changed; 0 if it cannot be made."""
-        with contextlib.suppress(ValueError):
-            return parallel.stages_of(schedule_of(dataclasses.replace(s, **change)))
-        return 0
-
-    stages = s.pp * s.virtual_stages
-    reject(stages > config.n_layer + 2, f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the "
-           f"model's {config.n_layer} layers with embedding and head: give --pp {config.n_layer + 2} or fewer in all")
-    if s.virtual_stages > 1 and (s.pp == 1 or stages_of(micro_batches=s.pp) < stages):
-        some = [name for name in parallel.schedules() if stages_of(schedule=name, pp=2, micro_batches=2) > 2]
-        raise BadInput(f"--virtual-stages {s.virtual_stages} needs --schedule {' or '.join(some)} and --pp 2 or more")
-    try:
-        schedule_of(s)
-    except parallel.ScheduleError as problem:  # several lines, which show whoever adds a schedule where it stops
-        raise BadInput(f"--schedule {s.schedule}: {problem}") from None
-    except ValueError as problem:
-        works = [m for m in range(s.micro_batches, s.micro_batches + s.pp) if stages_of(micro_batches=m)]
-        instead = f"; give --micro-batches {works[0]}" if works else ""
-        raise BadInput(f"--schedule {s.schedule}: {problem}{instead}") from None
+    on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
+    raise_first(BadInput, [
+        (s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
+         "1 --schedule 1f1b) and no --experts: leave it out"),
+        (s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, bf16 "
+         "or fp16, and needs the package triton: give --kernels auto"),
+        (s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
+         + f", or a layout of {gpus}" * (gpus > 0))])
+    kernels.use(s.kernels)
+    s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
 
 
 def gpus_here():

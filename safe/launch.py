@@ -1,5 +1,6 @@
 """Starting the processes of a layout, and ending them together."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +20,10 @@ from safe.messages import PeerError
 waits = {"timeout": 600}  # seconds that a rank waits for another one's message
 
 
+LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
+              "TORCHELASTIC_")  # beginnings of what an outer torchrun sets, for a world of one
+
+
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
@@ -30,9 +35,8 @@ def start_again(processes, saved=lambda: True):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     end_with_launcher()
-    for name in list(os.environ):  # an outer torchrun set these, for a world of one
-        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
-                name.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))):
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_S):
             del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     here = ["--standalone", "--local-addr", "127.0.0.1"]  # else ranks look up a machine name that may not resolve
@@ -71,28 +75,22 @@ def may_fork():
     return 0 < threads() == _imported and not torch.cuda.is_available()
 
 
-_forked = False
-
-
 def is_forked():
     """Whether this process is a rank that `start_again` has forked. Its launcher waits for it to return."""
-    return _forked
+    return multiprocessing.parent_process() is not None
 
 
 def forked():
     """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
-    global _forked
-    _forked = True
     for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
         signal.signal(name, signal.SIG_DFL)
-    if os.environ["OMP_NUM_THREADS"].isdigit():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def end_after_sigterm():
     """Call it when all is saved. After SIGTERM the launcher no longer reads the result for which a forked rank waits
     at its end, and would kill it after 30 s. So it ends by itself."""
-    if _forked:
+    if is_forked():
         signal.alarm(3)
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import time
 from collections import Counter
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,7 +19,7 @@ import parallel
 from safe.flags import gpus_here, processes_here, schedule_of
 from safe.messages import tensors_of
 from theory.clock import most_held
-from theory.memory import memory_bytes, tensors_in
+from theory.memory import rank_bytes, tensors_in
 
 
 class Stopwatch:
@@ -59,16 +60,6 @@ class Stopwatch:
             torch.cuda.synchronize()
             return [(a, *(self.origin + self.zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in self.spans]
         return self.spans
-
-
-def record_times(pipeline):
-    """Time all actions from now on, until `recorded_times` is called."""
-    pipeline.stopwatch = Stopwatch(pipeline)
-
-
-def recorded_times(pipeline):
-    """[(action, start, end)] of what this rank ran since `record_times`, in seconds of the wall clock."""
-    return pipeline.stopwatch.stop()
 
 
 class BirthLog(TorchDispatchMode):
@@ -133,18 +124,24 @@ def load_here(net, loads):
 
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
-    s, rank, lists = trainer.s, trainer.mesh.get_coordinate()[0], schedule_of(trainer.s)
-    return memory_bytes(trainer.config, s.zero, s.zero_within or s.dp * s.cp, s.tp, trainer.net.dtype,
-                                 s.recompute, s.batch_size // s.dp // s.micro_batches,
-                                 parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)[rank::s.pp],
-                                 math.ceil(most_held(lists[rank]) / s.virtual_stages),
-                                 kernels.on_triton(torch.empty(0, device=trainer.device)), s.sp, s.cp, s.cp_kind,
-                                 s.ep, s.dp * s.cp // s.ep, load)
+    s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
+    held = math.ceil(most_held(schedule_of(s)[rank]) / s.virtual_stages)
+    fused = kernels.on_triton(torch.empty(0, device=trainer.device))
+    cuts = parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)
+    return rank_bytes(trainer.config, s, rank, held, fused, cuts, load)
 
 
-def write_trace(trainer, folder, say):
-    """Write what every rank ran in this step into one file, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    spans = recorded_times(trainer.net.pipeline)
+@contextlib.contextmanager
+def traced(trainer):
+    """Write what every rank runs in the step inside into one file, for Perfetto (ui.perfetto.dev) or
+    chrome://tracing."""
+    stopwatch = Stopwatch(trainer.net.pipeline)
+    yield
+    write_trace(stopwatch.stop(), trainer.s.trace, trainer.say)
+
+
+def write_trace(spans, folder, say):
+    """Rank 0 writes all ranks' spans, [(action, start, end)] in seconds."""
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every is None:
@@ -165,23 +162,15 @@ def write_trace(trainer, folder, say):
         say(f"no trace in {folder}: {problem.strerror}")
 
 
-@contextlib.contextmanager
 def named(owner, method, name):
     """Inside, the profile shows each call of owner.method as a range called `name`, or name(the call's arguments)."""
-    whole, own = getattr(owner, method), method in vars(owner)
+    whole = getattr(owner, method)
 
     def ranged(*args):
         with torch.profiler.record_function(name if isinstance(name, str) else name(*args)):
             return whole(*args)
 
-    setattr(owner, method, ranged)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, method, whole)
-        else:
-            delattr(owner, method)
+    return patch.object(owner, method, ranged)
 
 
 def collective_name(link, name, operation, arguments, async_op):

@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -17,27 +15,22 @@ import torch
 
 import collectives as dist
 import parallel
-from model import shapes
 from safe import launch
 from safe.checkpoints import (
-    check_folder, checkpoints, claim, crc_of, differences, find_checkpoint, Log, read_moments, run_of,
-    start_of)
+    checkpoints, differences, find_checkpoint, read_moments, remove_old, run_of, write_checkpoint)
 from safe.data import check_data, check_tokens, load_data
-from safe.files import sync_folder, write_file, write_safetensors
 from safe.flags import (
-    BadInput, check_layout, check_numbers, model_config, Parser, processes_here, refuse, reject,
+    BadInput, check_layout, check_numbers, dashed, model_config, Parser, processes_here, refuse, reject,
     Settings)
-from safe.huggingface import write_hf
+from safe.folder import check_folder, Lock, Log, start_of
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
-from safe.reports import (
-    BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, record_times,
-    write_trace)
+from safe.reports import BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, traced
 from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
 from theory.speed import HALF_COUNTED
-from train import ABOUT, MOMENTS, batch, parse, Run, Trainer
+from train import ABOUT, batch, parse, Run, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
@@ -78,22 +71,27 @@ class WatchedTrainer(Trainer):
     def step(self, step, births=None):
         """As in Trainer. births: a BirthLog that measures activations; the first step has one of its own."""
         progress("starting the step", step=step + 1)
-        looked_at = (self.s.trace or self.s.profile) and self.first is not None  # a benchmark has no first step
-        third = looked_at and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
-        trace = third and self.s.trace
-        if trace:
-            record_times(self.net.pipeline)
-        self.births = births or (BirthLog() if step == self.first else None)
-        self.net.pipeline.on_forward = self.note_activations if self.births else None
-        profile = profiled(self) if third and self.s.profile else contextlib.nullcontext()
-        with self.births or contextlib.nullcontext(), profile:
-            done = super().step(step)
-        if self.births and self.net.ep and self.loads is not None:
+        if step == self.first:
+            births = BirthLog()
+        third = self.first is not None and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
+        with contextlib.ExitStack() as around:
+            if births:
+                around.enter_context(self.measured(births))
+            if third and self.s.trace:
+                around.enter_context(traced(self))
+            if third and self.s.profile:
+                around.enter_context(profiled(self))
+            return super().step(step)
+
+    @contextlib.contextmanager
+    def measured(self, births):
+        """Inside, note how many bytes the activations take after each forward."""
+        self.births, self.net.pipeline.on_forward = births, self.note_activations
+        with births:
+            yield
+        if self.net.ep and self.loads is not None:
             self.share = load_here(self.net, self.loads)
         self.births = self.net.pipeline.on_forward = None
-        if trace:
-            write_trace(self, self.s.trace, self.say)
-        return done
 
     def micro_batches(self, tokens, seed, step):
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
@@ -209,7 +207,9 @@ class WatchedTrainer(Trainer):
         prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
         tokens = torch.tensor([prompt or [10]], device=self.device)
         for i in range(self.s.sample):
-            if not self.agree(self.terminated)[0] and dist.get_rank() == 0:
+            if self.agree(self.terminated)[0]:
+                break
+            if dist.get_rank() == 0:
                 tokens = whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i)
         tokens = tokens[0].tolist()
         text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
@@ -218,27 +218,8 @@ class WatchedTrainer(Trainer):
     # checkpoints
 
     def save(self, done):
-        s, started = self.s, time.perf_counter()
-        if self.log:
-            with contextlib.suppress(OSError):  # if the disk is full, writing the checkpoint says so
-                os.fsync(self.log.file)
-        problem = self.write(done)
-        self.saved = problem is None
-        if problem:
-            left = checkpoints(s.out)
-            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
-            now = "going on" if done < s.steps else "ended"
-            self.say(f"{self.where(done)}  not saved in {s.out}: {problem.strerror}; {now}, {there}")
-            self.write_log({"step": done, "not_saved": problem.strerror})
-        elif self.stopping or done == s.steps:
-            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
-            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
-        self.since += time.perf_counter() - started
-
-    def write(self, done):
-        """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time. Returns
-        the OSError if writing failed, else None; None on the other ranks."""
-        whole, problem, rest = shapes(self.config), None, self.whole_tensors()
+        """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
+        s, started, problem, rest = self.s, time.perf_counter(), None, self.whole_tensors()
 
         def get(label):
             found, tensor = next(rest)
@@ -246,31 +227,27 @@ class WatchedTrainer(Trainer):
             return tensor
 
         if dist.get_rank() == 0:
-            part, final = (os.path.join(self.s.out, name) for name in (f".step-{done:08}.part", f"step-{done:08}"))
+            manifest = {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
+                        "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
             try:
-                shutil.rmtree(part, ignore_errors=True)
-                dtype = parallel.master_dtype(self.net.dtype)
-                files = write_hf(part, self.config, get, dtype)
-                files["optimizer.safetensors"] = write_safetensors(
-                    os.path.join(part, "optimizer.safetensors"),
-                    {f"{key}.{name}": (dtype, shape) for key in MOMENTS for name, shape in whole.items()}, get)
-                manifest = {"format": 1, "step": done, "updates": done - self.skipped, "skipped": self.skipped,
-                            "scaler": self.scaler and vars(self.scaler), "files": files, "run": self.run.identity}
-                write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
-                sync_folder(part)
-                os.rename(part, final)
-                sync_folder(self.s.out)
-                ours = [path for path in checkpoints(self.s.out) if os.path.isdir(path)]  # --plain's files stay
-                for old in ours[:-self.s.keep] if self.s.keep else []:
-                    gone = os.path.join(self.s.out, f".{os.path.basename(old)}.old")
-                    os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
-                    shutil.rmtree(gone)
+                os.fsync(self.log.file)
+                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.dtype), get)
+                remove_old(s.out, s.keep)
             except OSError as error:
-                problem = error
-                shutil.rmtree(part, ignore_errors=True)
+                problem = error.strerror
         for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
-        return problem
+        self.saved = not problem
+        if problem:
+            left = checkpoints(s.out)
+            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
+            now = "going on" if done < s.steps else "ended"
+            self.say(f"{self.where(done)}  not saved in {s.out}: {problem}; {now}, {there}")
+            self.write_log({"step": done, "not_saved": problem})
+        elif self.stopping or done == s.steps:
+            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
+            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
+        self.since += time.perf_counter() - started
 
     def load(self, saved):
         first = saved["step"] if saved else 0
@@ -342,7 +319,7 @@ class WatchedRun(Run):
         checkpoint = find_checkpoint(s, self.rank == 0)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
-            arguments = [f"--{name.replace('_', '-')}={value}" for name, value in trained_with] + arguments
+            arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
         config, source = model_config(s, checkpoint)
@@ -364,13 +341,12 @@ class WatchedRun(Run):
             checkpoint, identity = start_of(s, identity, asked, self.rank == 0)
             if checkpoint is not asked:
                 source = checkpoint.open()[1]
-        moments = read_moments(checkpoint, config) if checkpoint else None
-        self.saved = checkpoint and checkpoint.manifest | {"tensors": moments}
+        self.saved = checkpoint and checkpoint.manifest | {"tensors": read_moments(checkpoint, config)}
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
             if folder and self.rank == 0:
                 check_folder(folder, name)
         if self.saving and self.rank == 0:
-            self.lock = claim(s.out, identity)
+            self.lock = Lock(s.out, identity)
         self.s, self.config, self.source, self.data = s, config, source, data
         self.checkpoint, self.identity = checkpoint, identity
 

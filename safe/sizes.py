@@ -9,26 +9,39 @@ from kernels import HAVE_TRITON, use
 from model import ACTIVATIONS, GPTConfig
 
 
+def raise_first(error, rows):
+    """rows: [(whether it is wrong, text)]. Raises the error with the first text that holds."""
+    for wrong, text in rows:
+        if wrong:
+            raise error(text)
+
+
 # --------------------------------------------------------------------------------------------------------- bad sizes
 
-def check_sizes(config):
-    """ValueError, which begins with a field's name, unless a model can have these sizes, fields of a GPTConfig."""
+def multiple(n, of):
+    """The smallest multiple of `of` that is not below n."""
+    return -(-n // of) * of
+
+
+def check_sizes(c, called=str):
+    """ValueError unless a model can have the sizes c, fields of a GPTConfig. called(field): what users call it."""
     for field in fields(GPTConfig):
-        value, least = getattr(config, field.name), 0 if field.name in ("inner", "experts") else 1
+        value, least = getattr(c, field.name), 0 if field.name in ("inner", "experts") else 1
         if type(value) is not field.type:  # not isinstance, by which True is an int
-            raise ValueError(f"{field.name} {value!r} must be of type {field.type.__name__}")
+            raise ValueError(f"{called(field.name)} {value!r} must be of type {field.type.__name__}")
         if field.type is int and not least <= value < 2**31:
-            raise ValueError(f"{field.name} {value} must be at least {least} and less than 2^31")
-    if config.n_embd % config.n_head:
-        raise ValueError(f"n_embd {config.n_embd} must be a multiple of n_head {config.n_head}")
-    if config.activation not in ACTIVATIONS:
-        raise ValueError(f"activation {config.activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if config.experts and config.top_k > config.experts:
-        raise ValueError(f"top_k {config.top_k} must be at most the number of experts, {config.experts}")
-    if config.experts and config.expert_every > config.n_layer:
-        raise ValueError(f"expert_every {config.expert_every} must be at most the number of blocks, {config.n_layer}")
-    if not 0 <= config.norm_eps <= 1:
-        raise ValueError(f"norm_eps {config.norm_eps} must be between 0 and 1")
+            raise ValueError(f"{called(field.name)} {value} must be at least {least} and less than 2^31")
+    experts, top_k, every = called("experts"), called("top_k"), called("expert_every")
+    raise_first(ValueError, [
+        (c.n_embd % c.n_head, f"{called('n_embd')} {c.n_embd} is not a multiple of {called('n_head')} {c.n_head}: give "
+         f"{called('n_embd')} {multiple(c.n_embd, c.n_head)}"),
+        (c.activation not in ACTIVATIONS, f"{called('activation')} {c.activation!r} is not one of "
+         f"{', '.join(ACTIVATIONS)}"),
+        (0 < c.experts < c.top_k, f"{experts} {c.experts} is less than the {c.top_k} that a token goes through: give "
+         f"{top_k} {c.experts} or {experts} {max(4, c.top_k)}"),
+        (c.experts and c.expert_every > c.n_layer, f"{every} {c.expert_every} must be at most the number of blocks, "
+         f"{c.n_layer}: give {every} {c.n_layer}"),
+        (not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")])
 
 
 # ------------------------------------------------------------------------------------------------------------- checks

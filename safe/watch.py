@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, name, timeout):
         self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
-        self.store, self.beats, self.ending, self.ended, self.done = None, 0, threading.Lock(), False, False
+        self.store, self.beats, self.end, self.ending, self.done = None, 0, None, threading.Lock(), False
 
     def start(self):
         """Call after `initialize`."""
@@ -41,16 +41,15 @@ class Watch:
     def stop(self):
         self.done = True
 
-    def _sign(self, end=None):
+    def _sign(self):
         self.beats += 1
-        self.store.set(f"watch/{get_rank()}", json.dumps([self.beats, end, *progress()]))
+        self.store.set(f"watch/{get_rank()}", json.dumps([self.beats, self.end, *progress()]))
 
     def _live(self):
         seen, since = None, 0.0
         while not self.done:
             with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
-                if not self.ended:
-                    self._sign()
+                self._sign()
             now = progress()
             if now != seen:
                 seen, since = now, time.monotonic()
@@ -81,8 +80,8 @@ class Watch:
             with contextlib.suppress(torch_dist.DistError):
                 lost = isinstance(error, (str, PeerError, torch_dist.DistError))
                 others = f"; {self._others()}" if lost else ""
-                self.ended = True
-                self._sign("" if lost else f"{type(error).__name__}: {error}")
+                self.end = "" if lost else f"{type(error).__name__}: {error}"
+                self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         # In one piece, because all ranks write at once.
         sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")

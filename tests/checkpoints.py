@@ -28,9 +28,10 @@ from tests.pool import close
 from tests.runs import (
     command, end_of, log_of, processes_with, Ranks, run_training, slow, TINY, TORCHRUN, TRAIN)
 from fast.run import FastRun
-from safe.checkpoints import checkpoints, crc_of, Log, open_checkpoint
+from safe.checkpoints import checkpoints, crc_of, open_checkpoint
 from safe.files import crc_of_file, read_safetensors, write_safetensors
 from safe.flags import Settings
+from safe.folder import Log
 from safe.huggingface import load
 from safe.reports import write_profile, write_trace
 from safe.run import NotFinite
@@ -330,9 +331,8 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
 
 
 def trace_into(folder):
-    stopwatch = types.SimpleNamespace(stop=lambda: [(parallel.Action("F", 0, 0), 0.0, 1.0)])
-    said, pipeline = [], types.SimpleNamespace(stopwatch=stopwatch)
-    write_trace(types.SimpleNamespace(net=types.SimpleNamespace(pipeline=pipeline)), folder, said.append)
+    said = []
+    write_trace([(parallel.Action("F", 0, 0), 0.0, 1.0)], folder, said.append)
     return said
 
 

@@ -164,8 +164,12 @@ def needed_bytes(config, s, fused):
                                              tokens_cut=s.tp if s.sp else 1, ep=s.ep) // s.cp
                    for recompute in ("none", s.recompute))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    return again - kept + max(
-        sum(memory_bytes(config, s.zero, s.zero_within or s.dp * s.cp, s.tp, dtype, s.recompute, each,
-                                  cuts[rank::s.pp], math.ceil(peak[rank]), fused, s.sp, s.cp, s.cp_kind, s.ep,
-                                  s.dp * s.cp // s.ep).values())
-        for rank in range(s.pp))
+    return again - kept + max(sum(rank_bytes(config, s, rank, math.ceil(peak[rank]), fused, cuts).values())
+                              for rank in range(s.pp))
+
+
+def rank_bytes(config, s, rank, held, fused, cuts, load=1.0):
+    """`memory_bytes` of a pipeline rank under the flags s. cuts: the runs of pieces of all stages."""
+    replicas, each = s.dp * s.cp, s.batch_size // s.dp // s.micro_batches
+    return memory_bytes(config, s.zero, s.zero_within or replicas, s.tp, train.DTYPES[s.dtype], s.recompute, each,
+                        cuts[rank::s.pp], held, fused, s.sp, s.cp, s.cp_kind, s.ep, replicas // s.ep, load)

@@ -1,0 +1,113 @@
+"""The folder of --out: whose run it holds, the lock that keeps others out, and its log."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import socket
+
+from safe.checkpoints import checkpoints, differences, open_checkpoint
+from safe.files import write_file
+from safe.flags import BadInput, reject
+
+
+def start_of(s, identity, asked, read_all):
+    """(the Checkpoint to go on from or None, the run's identity). asked: the Checkpoint of --resume; None takes the
+    newest in --out. BadInput if --out holds another run."""
+    found, folder = checkpoints(s.out), s.out.rstrip("/")
+    if asked:
+        home = os.path.dirname(os.path.abspath(asked.path))
+        reject(os.path.realpath(home) != os.path.realpath(s.out), f"--resume {asked.path}: a run goes on in its own "
+               f"folder: give --out {home}; or begin another run from its weights, with --init-from {asked.path}")
+        reject(os.path.realpath(found[-1]) != os.path.realpath(asked.path), f"--resume {asked.path}: {found[-1]} "
+               "would be in the way of what follows: move it away, or go on from there")
+        return asked, identity | {"start": asked.manifest["run"]["start"]}
+    newest = open_checkpoint(found[-1], read_all) if found else None
+    there = None
+    with contextlib.suppress(OSError, ValueError):
+        there = json.loads(pathlib.Path(s.out, "run.json").read_text())
+    if newest and not there:
+        there = newest.manifest["run"]
+    another = f"name a new folder, e.g. --out {folder}-2"
+    reject(not there and os.path.exists(os.path.join(s.out, "log.jsonl")), f"--out {s.out} already holds files of a "
+           f"run, and no run.json that says which: {another}")
+    if there and (how := differences(there, identity)):
+        raise BadInput(f"--out {s.out} holds another run ({'; '.join(how[:3])}): {another}"
+                       + ", or add --resume" * bool(newest and not differences(there, identity, ("model", "data"))))
+    return newest, identity
+
+
+class Lock:
+    """Makes --out this run's own, on rank 0, and keeps a second run from writing there.
+
+    It locks the file .lock until this process ends. The file names the process. Rank 0 empties it when all is saved;
+    the process that started the ranks looks at it to choose its exit code."""
+
+    def __init__(self, folder, identity):
+        path = pathlib.Path(folder, ".lock")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self.file = path.open("a+")
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self.file.flush()
+            write_file(os.path.join(folder, "run.json"), json.dumps(identity))
+            for name in os.listdir(folder):  # a killed run leaves folders half written or half removed
+                if re.fullmatch(r"\.step-\d+\.(part|old)", name):
+                    shutil.rmtree(os.path.join(folder, name))
+        except BlockingIOError:
+            raise BadInput(f"--out {folder}: {path.read_text().strip() or 'another run'} writes there; name another "
+                           f"folder, e.g. --out {folder.rstrip('/')}-2") from None
+        except OSError as error:
+            raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
+
+    def mark_all_saved(self):
+        self.file.truncate(0)  # possible even on a full disk
+
+    def all_saved(self):
+        return not os.path.getsize(self.file.name)
+
+
+def check_folder(folder, name):
+    try:
+        os.makedirs(folder, exist_ok=True)
+        probe = pathlib.Path(folder, ".writable")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
+
+
+class Log:
+    """log.jsonl, an entry a line. If the disk is full, entries wait in memory for room, and no line is cut in two.
+
+    step: a run that resumes drops the entries of later steps, because it will write them again."""
+
+    def __init__(self, path, step):
+        kept = []
+        with contextlib.suppress(FileNotFoundError), open(path) as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # a line that a power cut left incomplete
+                    kept += [line] if json.loads(line)["step"] <= step else []
+        write_file(path, "".join(kept))
+        self.file, self.waiting = os.open(path, os.O_WRONLY | os.O_APPEND), b""
+
+    def write(self, entry):
+        """Write entry, {"step": ..., ...}; nan and inf become text. Returns the OSError if entries have to wait, else
+        None."""
+        odd = {key: str(n) for key, n in entry.items() if isinstance(n, float) and not math.isfinite(n)}
+        self.waiting += json.dumps(entry | odd).encode() + b"\n"
+        size = os.fstat(self.file).st_size
+        try:
+            if os.write(self.file, self.waiting) < len(self.waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting = b""
+        except OSError as error:
+            os.ftruncate(self.file, size)
+            return error
