@@ -129,7 +129,8 @@ def averaged_over_all_replicas(*args, **options):
     ({"dp": 2}, "exchange"), ({"dp": 2}, "ParallelGPT.balance"), ({"dp": 2}, averaged_over_all_replicas),
     ({"dp": 4}, averaged_over_all_replicas), ({"dp": 2, "tp": 2}, "ParallelGPT.balance"),
     *(({"tp": 2}, name) for name in ("CopyToGroup.backward", "ReduceFromGroup.forward")),
-    *(({"tp": 2, "sequence": True}, name) for name in ("scatter_tokens", "ParallelGPT.balance"))], ids=lambda value: getattr(value, "__name__", str(value)))
+    *(({"tp": 2, "sequence": True}, name) for name in ("scatter_tokens", "ParallelGPT.balance"))],
+    ids=lambda value: getattr(value, "__name__", str(value)))
 def test_experts_are_wrong_without(pool, layout, how):
     """A collective, or the average over an expert's own copies."""
     change, sequence = {"experts": 4, "n_layer": 1}, "sequence" in layout
