@@ -18,6 +18,7 @@ from lessons.measure import say
 from model import GPT, PRESETS, GPTConfig
 from parallel import (
     average_gradients, check, cross_entropy, gpipe, lower, make_mesh, one_f_one_b, tensor_parallel)
+import safe
 from safe import launch
 from theory.clock import draw, simulate
 from theory.memory import memory_bytes
@@ -394,6 +395,7 @@ def main():
         return arguments.run(arguments)
     if "RANK" not in os.environ:
         launch.start_again(arguments.ranks)
+    safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal
     dist.initialize(getattr(arguments, "device", "cpu"))
     arguments.run(arguments)
     dist.barrier()

@@ -19,13 +19,13 @@ import kernels
 import model
 import parallel
 import train
-from fast import linear, nccl, norm, recorded, run
+from fast import attention, gloo, linear, nccl, norm, recorded, rings, run, windows
 from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
 from fast.overlap import Early
 from fast.pipeline import PatientPipeline
 from fast.zero import FetchingFSDP
-from further import experts
+from further import context, experts
 from lessons import peers
 from lessons.machine import measure_machine, sent_in
 from lessons.measure import (
@@ -246,6 +246,12 @@ def ring_for_ours(group, comm):
     return watched_link(group, "ring" if comm == "ours" else comm)
 
 
+def grouped_by_library(x, weight, bias, counts):
+    """kernels.grouped_linear by PyTorch's own product, which takes 16-bit tensors on GPUs."""
+    y = torch._grouped_mm(x, weight.transpose(1, 2), counts.cumsum(0).int())
+    return y if bias is None else y + bias.repeat_interleave(counts, 0, output_size=len(x))
+
+
 def add_and_norm(x, residual, weight, bias, eps=1e-5):
     """norm.add_layer_norm without its kernel."""
     x = x if residual is None else x + residual
@@ -267,7 +273,20 @@ WITHOUT = {
     "early": (lambda: [(Early, "computed", sends_late(Early.computed))], lambda s: s.dp > 1 and s.zero < 2),
     "fetching": (lambda: [(FetchingFSDP, "fetch", lambda self, unit: None)], lambda s: s.zero == 3),  # no unit ahead
     "rows": (lambda: [(nccl, "takes_rows", lambda *args: False)], lambda s: s.sp),   # tokens copied into one message
-    "patience": (lambda: [(PatientPipeline, "expect", PatientPipeline.post)], lambda s: s.pp > 1)}
+    "patience": (lambda: [(PatientPipeline, "expect", PatientPipeline.post)], lambda s: s.pp > 1),
+    "specialized": (lambda: [(attention, "specialized_takes", lambda *args: False)], always),  # the tuned Triton kernel
+    "norm": (lambda: [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)], always),
+    "padding": (lambda: [(linear, "pad_outputs", lambda x, weight: weight)], always),
+    "adamw": (lambda: [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))], always),  # PyTorch's
+    "copies": (lambda: [(windows, "WINDOW_FROM", 1 << 62)], always),                 # NCCL's messages, but for sums
+    "pieces": (lambda: [(rings, "PIECE_BYTES", {"gloo": 1 << 62, "nccl": 1 << 62})], always),  # whole chunks
+    "mailboxes": (lambda: [(gloo, "make_mailboxes", lambda link: None)], lambda s: s.device == "cpu"),  # gloo's TCP
+    "ring": (lambda: plain_rows(context), lambda s: s.cp > 1 and s.cp_kind == "ring"),  # the reference's
+    "routing": (lambda: plain_rows(experts, "Router", "Experts", "through_experts"), lambda s: s.ep > 1),
+    "hiding": (lambda: plain_rows(experts, "visit"), lambda s: s.ep > 1),            # all rows travel, then all compute
+    "grouped": (lambda: [(kernels, "grouped_linear", grouped_by_library)], lambda s: s.ep > 1),
+    "exchange": (lambda: [(NodeLink, "_all_to_all_at_once", lambda *args, **more: False),
+                          (NodeLink, "_by_one_kernel", lambda *args, **more: False)], lambda s: s.ep > 1)}
 
 
 def without(a, device):
