@@ -119,8 +119,10 @@ def lost_at_once():
     said = []
     for comm, call in [("ring", calls[0]), *(("ours", call) for call in calls)]:
         library = ["batch_isend_irecv"] if comm == "ring" else ["isend"]
-        with unittest.mock.patch.multiple(torch_dist, **dict.fromkeys(library, gone)), unittest.mock.patch.object(
-                dist, "irecv", dist.irecv if comm == "ring" else gone), gloo_alone():
+        irecv = dist.irecv if comm == "ring" else gone
+        with (unittest.mock.patch.multiple(torch_dist, **dict.fromkeys(library, gone)),
+              unittest.mock.patch.object(dist, "irecv", irecv), unittest.mock.patch.object(fast.gloo, "irecv", irecv),
+              gloo_alone()):
             if comm == "ring":
                 dist.use(None, "ring")
             with pytest.raises(PeerError) as error:
