@@ -84,7 +84,8 @@ def forked():
     """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
     for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
         signal.signal(name, signal.SIG_DFL)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if os.environ["OMP_NUM_THREADS"].isdigit():  # it may be a list, one number a level of nesting
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def end_after_sigterm():
