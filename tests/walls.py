@@ -365,8 +365,9 @@ ENTERED = [  # rows, and the layout that enters them: micro-batches, schedule, o
     ("further.experts.Router further.experts.Experts further.experts.visit further.experts.through_experts "
      "kernels.grouped_linear", {"dp": 2}, 1, "1f1b", {"ep": 2}, {"experts": 4}),
     ("kernels.Linear kernels.bias_gradient", {"pp": 2}, 2, "zb-h1", {}, {}),
-    ("kernels.LayerNorm kernels.flash_attention", {"dp": 1}, 1, "1f1b", {"choice": "triton", "dtype": torch.float32},
-     {"n_layer": 1, "n_embd": 32, "n_head": 2}),
+    ("kernels.LayerNorm kernels.flash_attention", {"dp": 1}, 1, "1f1b",
+     {"choice": "triton", "dtype": torch.float32, "batch": 1, "tokens": 4},
+     {"seq_len": 4, "n_layer": 1, "n_embd": 32, "n_head": 2}),
 ]
 
 
@@ -374,8 +375,9 @@ ENTERED = [  # rows, and the layout that enters them: micro-batches, schedule, o
 def test_rows_are_entered(pool, rows, layout, micro_batches, schedule, options, change):
     if "choice" in options:
         needs_kernels(pool)
-    for entered in pool(math.prod(layout.values())).run(rows_entered, in_layout, layout, "sgd", micro_batches, change, schedule=schedule,
-                               **options):
+    ranks = pool(math.prod(layout.values()))
+    for entered in ranks.run(rows_entered, in_layout, layout, "sgd", micro_batches, change, schedule=schedule,
+                             **options):
         assert set(rows.split()) <= entered
 
 
