@@ -127,9 +127,10 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder):
 def import_from(folder):
     """From now on modules come from this folder, none from this file's."""
     sys.path[:] = [folder, *(path for path in sys.path if path and os.path.abspath(path) not in (HERE, folder))]
+    here = pathlib.Path(HERE)
+    ours = {path.stem for path in here.glob("*.py")} | {path.parent.name for path in here.glob("*/*.py")}
     for name in [*sys.modules]:
-        file = getattr(sys.modules[name], "__file__", None)
-        if name != "__main__" and file and os.path.abspath(file).startswith(HERE + os.sep):
+        if name.split(".")[0] in ours:
             del sys.modules[name]
 
 

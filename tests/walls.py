@@ -267,7 +267,7 @@ def reached_from(value, path, depth=0):
     elif isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         parts = {"'s defaults": value.__defaults__, "'s keywords": value.__kwdefaults__, "'s closure": cells}
-    elif isinstance(value, type) and getattr(sys.modules.get(value.__module__), "__file__", "").startswith(HERE):
+    elif isinstance(value, type) and value.__module__.split(".")[0] in ROOMS:
         parts = {f".{name}": part for name, part in vars(value).items() if not name.startswith("__")}
     for name, part in parts.items():
         yield from reached_from(part, path + name, depth + 1)
