@@ -29,7 +29,6 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as torch_dist
@@ -189,7 +188,7 @@ class Library(Link):
 
     @torch.no_grad()
     def run(self, name, operation, arguments, async_op):
-        call = partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
+        call = functools.partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
         if name not in self.outputs:
             return call(**arguments)
         given = {key: t for key, t in arguments.items() if isinstance(t, torch.Tensor)}
@@ -586,10 +585,15 @@ def initialize(device_type, timeout=600):
         torch.cuda.set_device(gpu)
     init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu,
                        **rendezvous(device_type, timeout))
-    if get_world_size() > processes_of_a_node(get_world_size()):
-        from further import nodes
-        nodes.two_levels(None, [range(get_world_size())])
+    over_nodes(None, [range(get_world_size())])
     return gpu or torch.device("cpu")
+
+
+def over_nodes(group, groups):
+    """On several nodes, let a group work in two levels; arguments as of further/nodes.py's `two_levels`."""
+    if get_world_size() > processes_of_a_node(get_world_size()):
+        from further.nodes import two_levels
+        two_levels(group, groups)
 
 
 def rendezvous(device_type, timeout):

@@ -13,7 +13,7 @@ bytes and FLOPs it should cost. Activations, layer norm and attention also have 
 hand. All but attention and the products are bound by memory: best is to read every element once and write it once, at
 the speed of a copy.
 
-    python -m lessons kernels    errors against float64, and PyTorch's own beside them; on a GPU then times
+    python -m lessons kernels    errors against float64, and PyTorch's own beside them
 
 `use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, and PyTorch's
 own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS) PyTorch's operations run;

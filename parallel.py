@@ -87,9 +87,7 @@ def make_groups(mesh, zero_within, ep, tied):
     ranks, make = ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
     if mesh["cp"].size() > 1:
         groups.replicas, _ = make(ranks.tolist())
-    if (world := dist.get_world_size()) > dist.processes_of_a_node(world):
-        from further.nodes import two_levels
-        two_levels(groups.replicas, ranks.tolist())  # they send most, so they cross nodes in two levels
+    dist.over_nodes(groups.replicas, ranks.tolist())  # they send most, so they cross nodes in two levels
     groups.within = groups.replicas
     if zero_within not in (None, ranks.shape[1]):
         groups.within, groups.between = groups_of(ranks.unflatten(1, (-1, zero_within)))

@@ -32,14 +32,14 @@ import train
 from tests.collectives import nodes_of
 from tests.kernels import KERNEL_DEVICE, random
 from tests.pool import GPUS, close
-from tests.runs import named, Ranks, readme_commands, parse
+from tests.runs import Ranks, readme_commands, parse
 from fast.zero import FetchingFSDP
 from lessons.gpu import Lesson, three_sigmoids
 from lessons.machine import calls_of, fit, law_of, sent_in
 from lessons.measure import left_out, replaced
 from lessons.peers import world_mesh
 from lessons.strategies import communication_alone, configs_of, forget, make_trainer, predicted_traffic, routes_of
-from safe.flags import check_layout, Parser, Settings
+from safe.flags import check_layout, Settings
 from theory.speed import Machine
 from theory.traffic import sent
 

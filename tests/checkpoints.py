@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import collectives as dist
-import model
 import parallel
 import train
 from tests.models import Malice

@@ -20,7 +20,6 @@ import further.context
 import further.experts
 import kernels
 import model
-import parallel
 from tests.collectives import DirectGlooLink, served_by
 from tests.kernels import random
 from tests.layouts import SMALL, all_of, differences, in_layout, one_process

@@ -13,7 +13,6 @@ import fast.experts
 import further.experts
 import kernels
 import model
-import parallel
 from tests.further import ALL, FEW
 from tests.kernels import KERNEL_DEVICE, put_back, no_worse_than_pytorch, random
 from tests.layouts import BATCH, differences, in_layout, one_process

@@ -17,7 +17,6 @@ import collectives as dist
 import kernels
 import model
 import parallel
-import safe.run
 import train
 from tests.collectives import ring_only
 from tests.layouts import SMALL, tokens_of
@@ -28,7 +27,7 @@ from fast.graphs import LeanGPT
 from further.schedules import zero_bubble_h1
 from lessons.demos import main
 from safe.data import load_data
-from safe.flags import check_layout, model_config, Parser, Settings
+from safe.flags import check_layout, model_config
 from safe.reports import BirthLog, predicted_bytes
 from theory.memory import memory_bytes
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-import collectives as dist
 import fast.run
 import safe.checkpoints
 import safe.flags

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 import io
 import itertools
 import json
