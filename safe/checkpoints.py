@@ -54,12 +54,20 @@ def settled(s, config):
     return {"flags": flags, "start": start, "model": dataclasses.asdict(config)}
 
 
+OLDER = {"init_from": "", "experts": 0, "top_k": 2, "expert_every": 1}  # what a manifest without these keys means
+
+
 def differences(there, here, parts=("model", "flags", "start", "data")):
     """How two results of `run_of` differ in what both know, in words. Data counts by its contents, not its path, so it
     may move."""
-    return [f"{f'data: {key}' if part == 'data' else dashed(key)} {there[part][key]} there, {here[part][key]} here"
-            for part in parts for key in here[part]
-            if key != "data" and key in there[part] and there[part][key] != here[part][key]]
+    found = []
+    for part in parts:
+        known = {**OLDER, **there[part]}
+        for key, value in here[part].items():
+            if key != "data" and key in known and known[key] != value:
+                name = f"data: {key}" if part == "data" else dashed(key)
+                found.append(f"{name} {known[key] or 'none'} there, {value or 'none'} here")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- written

@@ -27,7 +27,7 @@ from tests.pool import close
 from tests.runs import (
     command, end_of, log_of, processes_with, Ranks, run_training, slow, TINY, TORCHRUN, TRAIN)
 from fast.run import FastRun
-from safe.checkpoints import checkpoints, crc_of, open_checkpoint
+from safe.checkpoints import checkpoints, crc_of, differences, open_checkpoint
 from safe.files import crc_of_file, read_safetensors, write_safetensors
 from safe.flags import Settings
 from safe.folder import Log
@@ -114,6 +114,15 @@ def test_checkpoint_of_experts_fits_every_layout(pool, text, tmp_path):
         assert [step for step, _ in got[1]] == [1, 2, 3, 4] and got[1][:2] == want[1][:2]
         assert all(abs(a - b) <= 1e-10 * b for (_, a), (_, b) in zip(got[1], want[1])), (layout, got, want)
         assert all(b.equal(biases(whole)[name]) for name, b in biases(out).items()), layout
+
+
+def test_manifests_of_older_runs_had_no_experts_and_no_folder_to_start_from():
+    older = {"model": {"n_layer": 2}, "flags": {}, "start": {}, "data": {}}
+    dense = {"model": {"n_layer": 2, "experts": 0, "top_k": 2, "expert_every": 1}, "flags": {"balance_rate": 1e-3},
+             "start": {"init_from": ""}, "data": {}}
+    assert differences(older, dense) == []
+    routed = {**dense, "model": dense["model"] | {"experts": 4}, "start": {"init_from": "/x"}}
+    assert differences(older, routed) == ["--experts none there, 4 here", "--init-from none there, /x here"]
 
 
 def test_checkpoints_cross_the_modes(text, tmp_path, capfd):
