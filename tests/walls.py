@@ -362,7 +362,7 @@ ENTERED = [  # rows, and the layout that enters them: micro-batches, schedule, o
     ("further.sequence.gather_tokens further.sequence.scatter_tokens", {"tp": 2}, 1, "1f1b", {"sequence": True}, {}),
     ("further.context.RingAttention further.context.going_round kernels.attend kernels.attend_backward", {"cp": 2}, 1,
      "1f1b", {"tokens": 8}, {"seq_len": 8}),
-    ("further.experts.Router further.experts.Experts further.experts.visit further.experts.through_experts "
+    ("further.experts.Experts further.experts.visit further.experts.through_experts "
      "kernels.grouped_linear", {"dp": 2}, 1, "1f1b", {"ep": 2}, {"experts": 4}),
     ("kernels.Linear kernels.bias_gradient", {"pp": 2}, 2, "zb-h1", {}, {}),
     ("kernels.LayerNorm kernels.flash_attention", {"dp": 1}, 1, "1f1b",
