@@ -18,7 +18,7 @@ from torch.distributed import irecv, ReduceOp
 
 import collectives as dist
 from collectives import TAG, Handle, Link, recursive_doubling, Traffic
-from fast.rings import Pending, PiecewiseLink
+from fast.rings import Pending, DoublingLink
 from safe.launch import waits
 
 
@@ -189,7 +189,7 @@ def make_mailboxes(link):
     return boxes
 
 
-class GlooLink(PiecewiseLink):
+class GlooLink(DoublingLink):
     """Processes on CPUs. Operations with async_op run in a thread beside the caller, first in, first out."""
 
     def __init__(self, group):

@@ -10,7 +10,7 @@ from collectives import _blocks, link_of
 from fast import recorded, rings, windows
 from fast.exchange import AllReduce, window_bytes
 from fast.recorded import Replays
-from fast.rings import Pending, PiecewiseLink
+from fast.rings import Pending, DoublingLink
 from fast.windows import KERNEL_OPS, _in_step, _sum_rows, make_window
 from safe.messages import progress, tensors_of
 
@@ -27,7 +27,7 @@ SUM_FROM = 1 << 12
 REPLAYED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "reduce", "gather", "scatter")
 
 
-class NcclLink(PiecewiseLink):
+class NcclLink(DoublingLink):
     """GPUs of several nodes. With async_op operations run on a side stream; REPLAYED ones are recorded."""
 
     def __init__(self, group):

@@ -284,7 +284,7 @@ WITHOUT = {
     "sums": (lambda: [(NodeLink, "kernel_for", lambda *args: None)], always),        # all-reduces by copies, messages
     "copies": (lambda: [(windows, "WINDOW_FROM", 1 << 62)], always),                 # NCCL's messages, but for sums
     "replay": (lambda: [(recorded, "REPLAY_BYTES", 0)], always),                     # collectives launched one by one
-    "pieces": (lambda: [(rings, "PIECE_BYTES", {"gloo": 1 << 62, "nccl": 1 << 62})], always),  # whole chunks
+    "doubling": (lambda: [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))], always),  # rings alone
     "mailboxes": (lambda: [(gloo, "make_mailboxes", lambda link: None)], lambda s, _: s.device == "cpu"),  # gloo's TCP
     "early": (lambda: [(Early, "computed", sends_late(Early.computed))], lambda s, _: s.dp > 1 and s.zero < 2),
     "fetching": (lambda: [(FetchingFSDP, "fetch", lambda self, unit: None)], lambda s, _: s.zero == 3),  # no unit ahead

@@ -139,12 +139,10 @@ def back_to_ours():
 def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours."""
     cuda = torch_dist.get_backend() == "nccl"
-    bounds = [(fast.rings, "PIECE_BYTES"), (fast.rings, "DOUBLING_BYTES"), (fast.windows, "WINDOW_FROM"),
-              (fast.nccl, "SUM_FROM"), (fast.windows, "WINDOW_BYTES"), (fast.gloo, "SLOT_BYTES"),
-              (fast.gloo, "make_mailboxes")]
+    bounds = [(fast.rings, "DOUBLING_BYTES"), (fast.windows, "WINDOW_FROM"), (fast.nccl, "SUM_FROM"),
+              (fast.windows, "WINDOW_BYTES"), (fast.gloo, "SLOT_BYTES"), (fast.gloo, "make_mailboxes")]
     kept, wants = [getattr(*bound) for bound in bounds], [library_results(name, *case) for case in cases]
     for way in ways:
-        fast.rings.PIECE_BYTES = fast.rings.PIECE_BYTES | {"gloo": 1 << 15}  # large tensors travel in pieces
         fast.rings.DOUBLING_BYTES = dict.fromkeys(fast.rings.DOUBLING_BYTES, 1 << 17)
         through_windows = way in ("windows", "kernel")
         fast.windows.WINDOW_FROM, fast.windows.WINDOW_BYTES = (0, 1 << 14) if through_windows else (1 << 40, 0)
