@@ -1,6 +1,5 @@
 """Grouped products, sorting by expert."""
 
-import functools
 import math
 import unittest.mock
 
@@ -14,15 +13,11 @@ import further.experts
 import kernels
 import model
 from tests.further import ALL, FEW
-from tests.kernels import KERNEL_DEVICE, put_back, no_worse_than_pytorch, random
+from tests.kernels import GROUPS, HALF, KERNEL_DEVICE, WITH_PRODUCTS, either_way, grouped_linear, random  # noqa: F401
 from tests.layouts import BATCH, differences, in_layout, one_process
-from tests.pool import GPUS, close, needs_kernels
+from tests.pool import close, needs_kernels
 from fast.experts import FusedExperts, visit_under_own_rows, without_sorting
 from further.experts import expert_parallel, MixtureOfExperts
-
-
-# Groups without rows, of one row, of many; all rows in one group; no rows at all.
-GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -39,33 +34,6 @@ def test_grouped_linear_in_float64(bias):
             assert all(not g.any() for g, count in zip(grad, counts) if not count)
 
 
-def grouped_by_loop(counts, x, w, b=None):
-    return torch.cat([F.linear(rows, w[e], None if b is None else b[e]) for e, rows in enumerate(x.split(counts))])
-
-
-def grouped_linear(counts, x, w, b=None):
-    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
-
-
-@pytest.fixture(params=["fast", "plain"])
-def either_way(request, triton_kernels, monkeypatch):
-    if request.param == "plain":
-        put_back(monkeypatch, kernels)
-
-
-HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_grouped_linear(dtype, either_way):
-    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
-        x, w, b = (random(*shape, dtype=dtype) for shape in ((sum(counts), K), (len(counts), N, K), (len(counts), N)))
-        strided = [x.T.contiguous().T, w.mT.contiguous().mT]
-        for inputs in ([x, w, b], *([[x, w], strided] if counts is GROUPS[0] else [])):
-            no_worse_than_pytorch(functools.partial(grouped_linear, counts), functools.partial(grouped_by_loop, counts),
-                                  inputs)
-
-
 def mixture_of(config, dtype):
     mixture, draw = MixtureOfExperts(config), torch.Generator("cpu").manual_seed(0)
     sizes = {name: t.shape for name, t in [*mixture.named_parameters(), *mixture.named_buffers()]}
@@ -74,7 +42,7 @@ def mixture_of(config, dtype):
     return mixture
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("dtype", WITH_PRODUCTS, ids=str)
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_sorting_follows_pytorch(k, dtype, triton_kernels):
     """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
