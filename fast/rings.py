@@ -1,6 +1,6 @@
 """Small all-reduces in few rounds, large ones in the reference's rings; over gloo and NCCL."""
 
-from collectives import Handle, recursive_doubling
+from collectives import recursive_doubling
 from safe.messages import Watched
 
 
@@ -10,13 +10,6 @@ from safe.messages import Watched
 # a GPU, both are equal at 4 MiB among 16 ranks. Where a switch joins all ranks, one round is enough: every rank sends
 # its whole tensor to every other (4 H200s: 1 MiB 36 us against 40 in two halves, 4 MiB 79 against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
-
-
-class Pending(Handle):
-    """The handle of an operation under way. `wait()` raises the operation's error."""
-
-    def __init__(self, wait, is_completed):
-        self.wait, self.is_completed = wait, is_completed
 
 
 class DoublingLink(Watched):

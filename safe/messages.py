@@ -49,13 +49,15 @@ class Watched(Link):
     name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
 
     def run(self, name, operation, arguments, async_op):
-        progress(name)
         self.check(name, arguments)
+        return super().run(name, operation, arguments, async_op)
+
+    def perform(self, name, operation, log):
+        progress(name)
         self.name = name
         self.prepare()
-        result = super().run(name, operation, arguments, async_op)
+        super().perform(name, operation, log)
         progress(f"after {name}")
-        return result
 
     def prepare(self):
         """Called on all ranks before each operation, when its arguments have been checked."""
@@ -109,12 +111,19 @@ class Watched(Link):
                 handle.wait()
 
     def close(self):
+        super().close()
         if self.backend == "nccl":
             gc.collect()  # NCCL frees a group only when all CUDA graphs of its kernels are gone
 
 
 class WatchedLibrary(Watched, Library):
     """torch.distributed's own collectives, reporting progress."""
+
+    def run(self, name, operation, arguments, async_op):
+        progress(name)
+        result = super().run(name, operation, arguments, async_op)
+        progress(f"after {name}")
+        return result
 
 
 def watched_link(group, comm):

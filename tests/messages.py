@@ -306,3 +306,21 @@ def library_takes_what_ours_take():
 def test_library_takes_what_ours_take(pool, size):
     for *some, (_, ring), (_, library) in pool(size).run(library_takes_what_ours_take):
         assert ring == library and [pair for pair in some if pair[-2] != pair[-1]] == []
+
+
+def call_that_returns_before_it_ends():
+    """Whether the operation was over when the call returned; the sum; then of a call that must wait its turn."""
+    x, word = torch.ones(5), torch.ones(1)
+    if dist.get_rank():
+        dist.recv(word, 0)  # which rank 0 sends once its own call has returned
+    handle = dist.all_reduce(x, async_op=True)
+    over = handle.is_completed() and not dist.get_rank()
+    if not dist.get_rank():
+        dist.send(word, 1)
+    dist.all_reduce(x)  # behind it
+    handle.wait()
+    return over, x.tolist()
+
+
+def test_async_op_returns_before_the_ring_has_run(plain_pool):
+    assert plain_pool(2).run(call_that_returns_before_it_ends) == [(False, [4.0] * 5)] * 2
