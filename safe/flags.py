@@ -12,7 +12,6 @@ import torch
 
 import kernels
 import parallel
-from model import PRESETS
 from safe.huggingface import open_hf
 from safe.sizes import check_sizes, multiple, raise_first
 from theory.speed import replayable
@@ -79,13 +78,11 @@ def dashed(name):
 
 def check_numbers(s):
     """Reject numbers that are wrong whatever the other flags are."""
-    at_least_1 = {"batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout",
-                  *SIZES} - {"experts"}
+    at_least_1 = "batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout"
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # nan and inf, too
-            value = f.default or getattr(PRESETS["tiny"], f.name, 2)
-            raise BadInput(f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {value}")
+            raise BadInput(f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {f.default or 2}")
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 

@@ -17,7 +17,7 @@ import collectives as dist
 import parallel
 from safe import launch
 from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, write_checkpoint
-from safe.data import check_data, check_tokens, load_data
+from safe.data import check_data, load_data
 from safe.flags import (
     BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
 from safe.folder import check_folder, Lock, Log, start_of
@@ -101,11 +101,11 @@ class WatchedTrainer(Trainer):
             self.share = load_here(self.net, self.loads)
 
     def micro_batches(self, tokens, seed, step):
+        if self.device.type != "cuda":
+            return super().micro_batches(tokens, seed, step)
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
-        for t in rows:
-            check_tokens(t, self.config.vocab_size)
-        if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
-            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
+        # A copy from pageable memory makes the CPU wait, and then the GPU.
+        rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
@@ -161,7 +161,7 @@ class WatchedTrainer(Trainer):
             if self.s.out:
                 self.save(done)
             kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
-            self.say(f"{self.where(done)}  SIGTERM: {kept}{'' if self.s.out else ' without --out'}")
+            self.say(f"{self.where(done)}  SIGTERM: {kept}")
             raise Terminated
 
     def raise_alarm(self, done):
@@ -179,20 +179,20 @@ class WatchedTrainer(Trainer):
     def record(self, entry):
         """Print and log the entry. Its speed is the mean over the steps since the last entry."""
         s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
-        speed, scale, mfu = (done - self.logged) * tokens / self.seconds, "", ""
+        speed, more = (done - self.logged) * tokens / self.seconds, ""
         entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
         if self.scaler:
             entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
-            scale = f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
-        load = f"load {entry['load_max']:.2f} x mean  " if "load_max" in entry else ""
+            more += f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
+        if "load_max" in entry:
+            more += f"load {entry['load_max']:.2f} x mean  "
         if self.gpu_flops:
             entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
-            mfu = f"MFU {100 * entry['mfu']:.1f} %  "
+            more += f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
             left = int((s.steps - done) * tokens / speed)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                     f"lr {entry['lr']:.1e}  {scale}{load}{speed / 1e3:.1f}k tokens/s  {mfu}"
-                     f"left {left // 60}:{left % 60:02}")
+                     f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
         if "val_loss" in entry:
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
                      f"{entry['val_loss'] / math.log(2):.2f} bits")
@@ -260,8 +260,8 @@ class WatchedTrainer(Trainer):
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
         if first < self.s.steps:
             super().load(saved)
-        for param in [p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]]:
-            if state := self.optimizer.state.get(param):
+        if self.optimizer.param_groups[0].get("fused"):  # it wants them there
+            for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
         # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
         # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.

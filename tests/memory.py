@@ -72,17 +72,25 @@ def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
             and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"])
 
 
-def memory_of(text, choice, flags):
-    """(bytes of activations alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, what
-    share of the tokens this rank's experts got)."""
+def make_trainer(flags):
+    """What a command line trains with, on this pool's device."""
     device = torch.get_default_device()
-    s = parse(["--data", text, "--n-layer", "1" if choice == "triton" else "2", "--seq-len", "64", "--n-head", "2",
-               "--n-embd", "32", "--batch-size", "2", "--device", device.type, *flags.split()])
+    s = parse(["--device", device.type, *flags])
     config, source = model_config(s)
     with torch.device("cpu"):
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-        kernels.use(choice)
-        trainer = fast.run.FastTrainer(s, config, source, load_data(s), device)
+        if is_plain():
+            return train.Trainer(s, config, source, load_data(s)[:2], device)
+        return fast.run.FastTrainer(s, config, source, load_data(s), device)
+
+
+def memory_of(text, choice, flags):
+    """(bytes of activations alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, what
+    share of the tokens this rank's experts got)."""
+    trainer = make_trainer(["--data", text, "--n-layer", "1" if choice == "triton" else "2", "--seq-len", "64",
+                            "--n-head", "2", "--n-embd", "32", "--batch-size", "2", "--kernels", choice,
+                            *flags.split()])
+    with torch.device("cpu"):
         trainer.step(0, BirthLog())
         measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
         kernels.use("auto")
@@ -176,14 +184,9 @@ def test_gradients_not_zeroed_add_up(pool, stage):
 
 def overflow_case(text, zero, *flags):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
-    s = parse(TINY + ["--data", text, "--dtype", "fp16", "--zero", str(zero), "--device",
-                      torch.get_default_device().type, *flags])
-    config, source = model_config(s)
-    check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-    kind, data = (train.Trainer, load_data(s)[:2]) if is_plain() else (fast.run.FastTrainer, load_data(s))
-    trainer = kind(s, config, source, data, torch.get_default_device())
-    biases = model.buffers(config)
-    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(config)]]
+    trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", "--zero", str(zero), *flags])
+    biases = model.buffers(trainer.config)
+    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(trainer.config)]]
     loss, factor = trainer.net.pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     trainer.net.pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
     assert trainer.step(0)[1].isfinite() and trainer.step(1)[1].isfinite()
