@@ -96,46 +96,41 @@ def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(parameters, weights))
 
 
-def test_trace_holds_every_rank_s_actions(pool, text, tmp_path):
-    pool(2).run(run_training, [*TINY, "--data", text, "--steps", "3", "--pp", "2", "--micro-batches", "4", "--schedule",
-                               "zb-h1", "--sample", "0", "--eval-every", "0", "--trace", str(tmp_path / "trace")])
-    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
-    for rank, actions in enumerate(parallel.lower(zero_bubble_h1(2, 4))):
-        mine = sorted((e for e in events if e["tid"] == rank), key=lambda e: e["ts"])
-        assert [e["name"] for e in mine] == [f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
-        assert all(e["dur"] >= 0 for e in mine)
-    span = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events}
-    # Waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs.
-    for (kind, first), i in itertools.product((("F", 0), ("I", 1)), range(4)):
-        there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, 1 - first))
-        assert here[0] > there[1] - 1e3
+def events_of(path):
+    """A trace's events with a duration, in the order in which they began."""
+    return sorted((e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"), key=lambda e: e["ts"])
 
 
 @pytest.mark.parametrize("layout,collective", [
     ("--dp 2", "all_reduce"), ("--dp 2 --zero 3 --ep 2 --experts 4", "all_to_all_single"),
-    ("--pp 2 --schedule zb-h1 --trace OUT", "all_reduce"), ("--tp 2 --comm torch", "all_reduce")])
-def test_profile_holds_every_rank_s_actions_and_collectives(pool, text, tmp_path, layout, collective):
-    """In their order; with the losses of a run without."""
+    ("--pp 2 --schedule zb-h1", "all_reduce"), ("--tp 2 --comm torch", "all_reduce")])
+def test_trace_and_profile_hold_every_rank_s_actions(pool, text, tmp_path, layout, collective):
+    """In their order, the profile also collectives; with the losses of a run without."""
     def run(*more):
         out = tmp_path / str(len(more))
         pool(2).run(run_training, [
-            *TINY, "--data", text, "--steps", "4", "--micro-batches", "2", "--dtype", "fp64", "--sample", "0",
+            *TINY, "--data", text, "--steps", "4", "--micro-batches", "4", "--dtype", "fp64", "--sample", "0",
             "--eval-every", "0", "--out", str(out), "--cuda-graphs", "off",  # a graph is seen as its launch alone
-            *layout.replace("OUT", str(tmp_path)).split(), *more])
+            *layout.split(), *more])
         return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log_of(out)]
 
-    assert run("--profile", str(tmp_path / "profile")) == run()
-    assert sorted(os.listdir(tmp_path / "profile")) == ["rank-0.json", "rank-1.json"]
-    lists = parallel.lower(zero_bubble_h1(2, 2) if "--pp" in layout else parallel.one_f_one_b(1, 2))
-    for rank in range(2):
-        events = json.loads((tmp_path / "profile" / f"rank-{rank}.json").read_text())["traceEvents"]
-        ranges = sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
-        names = [e["name"] for e in ranges]
-        actions = [f"{action} stage {action.stage}" for action in lists[rank % len(lists)]]
-        assert [name for name in names if " stage " in name] == actions
+    profile, pipeline = tmp_path / "profile", "--pp" in layout
+    assert run("--profile", str(profile), "--trace", str(tmp_path)) == run()
+    assert sorted(os.listdir(profile)) == ["rank-0.json", "rank-1.json"]
+    traced = events_of(tmp_path / "trace.json")
+    assert all(e["dur"] >= 0 for e in traced)
+    lists = parallel.lower(zero_bubble_h1(2, 4)) if pipeline else 2 * parallel.one_f_one_b(1, 4)
+    for rank, actions in enumerate(lists):
+        names = [e["name"] for e in events_of(profile / f"rank-{rank}.json") if e.get("cat") == "user_annotation"]
+        assert [name for name in names if " stage " in name] == [f"{action} stage {action.stage}" for action in actions]
         assert "finish_grad_sync" in names and any(re.match(rf"{collective} [\d,]+ bytes$", name) for name in names)
-    if "--trace" in layout:
-        assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 8
+        assert [e["name"] for e in traced if e["tid"] == rank] == [
+            f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
+    span = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in traced}
+    # Waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs.
+    for (kind, first), i in itertools.product((("F", 0), ("I", 1)), range(4 * pipeline)):
+        there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, 1 - first))
+        assert here[0] > there[1] - 1e3
 
 
 def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
