@@ -71,12 +71,10 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     save(net, tmp_path)
     again = load(tmp_path)
     assert again.config == net.config and again(tokens).equal(net(tokens))
-    state = {("" if n == "lm_head.weight" else "transformer.") + n: p.detach().t().contiguous()
-             if n.endswith(safe.huggingface.TRANSPOSED)
-             else p.detach() for n, p in net.named_parameters()}
-    os.remove(tmp_path / "model.safetensors")
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    assert load(tmp_path)(tokens).equal(net(tokens))
+    tensors = read_safetensors(tmp_path / "model.safetensors")
+    for name, p in net.named_parameters():
+        written = tensors[name if name == "lm_head.weight" else f"transformer.{name}"]
+        assert written.equal(p.t() if name.endswith(safe.huggingface.TRANSPOSED) else p), name
 
 
 def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
@@ -141,8 +139,7 @@ def damage(folder, how):
     elif how == "another activation":
         config.write_text(json.dumps({**edit, "activation_function": "relu"}))
     elif how == "pickled code":
-        weights.unlink()
-        torch.save({"wte.weight": Malice()}, folder / "pytorch_model.bin")
+        torch.save({"wte.weight": Malice()}, weights)
     elif how == "expert missing":
         weights.write_bytes(data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"))
     elif how == "expert of another shape":
@@ -158,10 +155,11 @@ def damage(folder, how):
 
 
 @pytest.mark.parametrize("how,says", [
-    ("cut short", "model.safetensors.*cut short"), ("no header", "model.safetensors"), ("no weights", "holds neither"),
-    ("empty", "model.safetensors"), ("wrong shape", r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
+    ("cut short", "model.safetensors.*cut short"), ("no header", "model.safetensors"),
+    ("no weights", "holds no model.safetensors"), ("empty", "model.safetensors"),
+    ("wrong shape", r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
     ("too many layers", "has no h.2."), ("not json", "config.json"), ("another model", "not the config of a GPT-2"),
-    ("another activation", "'relu'"), ("pickled code", "pytorch_model.bin: not a file of tensors"),
+    ("another activation", "'relu'"), ("pickled code", "model.safetensors: not a whole .safetensors file"),
     ("expert missing", "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
     ("expert of another shape", r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
     ("experts of a GPT-2", "config.json: model_type 'gpt2' with num_experts 2"),
