@@ -142,7 +142,12 @@ class Link:
         """
         log = _traffic[name]
         log.calls += 1
-        body = functools.partial(self.perform, name, operation, log)
+
+        @torch.no_grad()
+        def body():
+            self.log = log
+            operation(self)
+
         if self.device == "cuda":
             return self.on_a_stream(body, arguments) if async_op else body()
         if not async_op and self.last.is_completed():
@@ -150,11 +155,6 @@ class Link:
         self.worker = self.worker or Worker()
         self.last = self.worker.start(body)
         return self.last if async_op else self.last.wait()
-
-    @torch.no_grad()
-    def perform(self, name, operation, log):
-        self.log = log
-        operation(self)
 
     def on_a_stream(self, body, arguments):
         """Queue the operation on a stream of its own, which waits for what the caller has queued so far."""

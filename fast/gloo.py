@@ -168,9 +168,9 @@ def make_mailboxes(link):
     with contextlib.suppress(OSError, AttributeError):  # some builds of Python have no memfd_create
         boxes = Mailboxes(link)
         row = boxes.offer
-    # The link's own messages, which are not counted: they keep their order among its operations, whatever thread runs
-    # them, and the library's collectives would not.
-    link.log, offers = Traffic(), [torch.tensor(row, device="cpu") for _ in range(link.size)]
+    # The link's own messages keep their order among its operations, whatever thread runs them. The library's
+    # collectives would not.
+    offers = [torch.tensor(row, device="cpu") for _ in range(link.size)]
     Link.all_gather(link, offers)
     opened = torch.zeros(1, dtype=torch.int32, device="cpu")
     if boxes:
@@ -218,7 +218,9 @@ class GlooLink(DoublingLink):
 
     def prepare(self):
         if self.mailboxes is None:
+            log, self.log = self.log, Traffic()  # what follows is not counted
             self.mailboxes = make_mailboxes(self) or False
+            self.log = log
 
     def close(self):
         super().close()

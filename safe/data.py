@@ -37,8 +37,14 @@ def check_data(s, config, train, held_out):
     shortest = min(len(train), len(held_out) if s.eval_every else len(train))
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
            f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
-    largest = max(int(part[:1 << 28].max(initial=0)) for part in (train, held_out))  # of 512 MiB, a second
-    reject(largest >= config.vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
+    for part in (train, held_out):
+        check_tokens(part[:1 << 28], config.vocab_size)  # 512 MiB, a second; each batch is checked, too
+
+
+def check_tokens(tokens, vocab_size):
+    """A GPU that looks up a number beyond the vocabulary would stop the run with no word about the data."""
+    largest = int(tokens.max()) if len(tokens) else 0
+    reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
 
 
 def read_tokens(path, where):

@@ -1,6 +1,7 @@
 """Links that report progress, refuse wrong arguments, and say which operation lost its peer."""
 
 import contextlib
+import functools
 import gc
 import re
 
@@ -49,14 +50,16 @@ class Watched(Link):
     name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
 
     def run(self, name, operation, arguments, async_op):
+        progress(name)
         self.check(name, arguments)
-        return super().run(name, operation, arguments, async_op)
+        return super().run(name, functools.partial(self.perform, name, operation, arguments), arguments, async_op)
 
-    def perform(self, name, operation, log):
+    def perform(self, name, operation, arguments, link):
+        """operation(link), on whatever thread it runs."""
         progress(name)
         self.name = name
         self.prepare()
-        super().perform(name, operation, log)
+        operation(link)
         progress(f"after {name}")
 
     def prepare(self):

@@ -16,7 +16,6 @@ import collectives as dist
 import kernels
 import parallel
 from safe.flags import gpus_here, schedule_of
-from safe.messages import tensors_of
 from theory.clock import most_held
 from theory.memory import rank_bytes, tensors_in
 
@@ -166,9 +165,9 @@ def named(owner, method, name):
     return patch.object(owner, method, ranged)
 
 
-def collective_name(link, name, operation, arguments, async_op):
-    """From Watched.run's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
-    return f"{name} {max((t.nbytes for _, t in tensors_of(arguments)), default=0):,} bytes"
+def collective_name(link, name, operation, arguments, serving):
+    """From Watched.perform's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
+    return f"{name} {max((t.nbytes for t in dist.tensors_in(arguments.values())), default=0):,} bytes"
 
 
 def action_name(action):

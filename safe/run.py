@@ -17,7 +17,7 @@ import collectives as dist
 import parallel
 from safe import launch
 from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, write_checkpoint
-from safe.data import check_data, load_data
+from safe.data import check_data, check_tokens, load_data
 from safe.flags import (
     BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
 from safe.folder import check_folder, Lock, Log, start_of
@@ -101,11 +101,11 @@ class WatchedTrainer(Trainer):
             self.share = load_here(self.net, self.loads)
 
     def micro_batches(self, tokens, seed, step):
-        if self.device.type != "cuda":
-            return super().micro_batches(tokens, seed, step)
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
-        # A copy from pageable memory makes the CPU wait, and then the GPU.
-        rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
+        for t in rows:
+            check_tokens(t, self.config.vocab_size)
+        if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
+            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
@@ -275,7 +275,7 @@ class WatchedTrainer(Trainer):
 
     def profiled_collectives(self):
         """[(owner, method, name)] of the methods that a profile shows as collectives, as for `named`."""
-        return [(Watched, "run", collective_name)]
+        return [(Watched, "perform", collective_name)]
 
     def buffers_of_collectives(self):
         return []
