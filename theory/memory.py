@@ -156,15 +156,15 @@ def held(schedule, p, m, v):
     return [most_held(actions) / v for actions in parallel.SCHEDULES[schedule](p, m, v)]
 
 
-def needed_bytes(config, s, fused):
-    """Bytes that the fullest pipeline rank needs, with what a block recomputes. fused: as in `memory_bytes`."""
+def needed_bytes(config, s):
+    """Bytes that the fullest pipeline rank needs on a GPU, with what a block recomputes."""
     cuts, dtype = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
     each, i = s.batch_size // s.dp // s.micro_batches, min(config.expert_every, config.n_layer)  # a block with experts
     again, kept = (activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(i, i + 1)],
                                              tokens_cut=s.tp if s.sp else 1, ep=s.ep) // s.cp
                    for recompute in ("none", s.recompute))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    return again - kept + max(sum(rank_bytes(config, s, rank, math.ceil(peak[rank]), fused, cuts).values())
+    return again - kept + max(sum(rank_bytes(config, s, rank, math.ceil(peak[rank]), True, cuts).values())
                               for rank in range(s.pp))
 
 
