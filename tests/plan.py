@@ -96,6 +96,8 @@ def test_computation_hides_traffic_and_fills_the_step():
     wide = model.GPTConfig(256, 1024, 6, 16, 2048, 6 * 2048)
     moe, dense = (predict(some, layout("--dp 8"), ideal).compute for some in (MOE, wide))
     assert close(moe, dense, 1e-6)
+    updates = [predict(MOE, layout(f"--dp 8 --zero 1 --ep {ep}"), FAST).optimizer for ep in (1, 2, 8)]
+    assert close(updates[0], updates[1], 1e-6) and close(updates[0], updates[2], 1e-6)  # each rank's Nth of all
 
 
 @pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
@@ -176,6 +178,7 @@ def all_of(flags):
     a = bench.parse(["plan", *flags.split()])
     bench.check(a, 1)
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
+    assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule == "zb-h1")
     for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
         assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
     return a, found
