@@ -21,7 +21,6 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import subprocess
@@ -200,10 +199,8 @@ FLAGS = [
     *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
-    option(("collectives",), "--comm", "what to compare with torch's; ring: the textbook's", choices=["ours", "ring"],
-           default="ours"),
-    option(TRAINED, "--comm", "collectives under our strategies", choices=["ours", "ring", "torch"],
-           default="ours"),
+    option(("collectives", *TRAINED), "--comm", "whose collectives are ours; ring: the textbook's",
+           choices=["ours", "ring", "torch"], default="ours"),
     number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
     number(("strategies",), "--micro-batches", "micro-batches of a pipeline", default=8),
     number(("strategies",), "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
@@ -320,7 +317,7 @@ def check_files(a):
     a.drawn = {}
     for path in a.files:
         advice = f"give files that `bench.py {', '.join(CHARTS)} --json` or `train.py --trace` wrote"
-        with readable(lambda: path, advice), open(path) as file:
+        with readable(path, advice), open(path) as file:
             a.drawn |= draw_file(json.load(file))
     if int(os.environ.get("RANK", "0")) == 0:
         check_folder(a.into, "--into")

@@ -17,7 +17,7 @@ from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
-from safe.flags import BadInput, Parser, refuse
+from safe.flags import BadInput, Parser, refuse, Settings
 from theory.clock import draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 
@@ -55,18 +55,20 @@ def ring_states():
 def demo_collectives(arguments):
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    row = torch.tensor
+    row, tens, nothing = torch.tensor, [10 * rank + i for i in range(n)], [0] * n
 
     def show(title, call, *tensors):
         before = "   ".join(str(t.tolist()) for t in tensors)
-        call(*[list(t) if call in (dist.scatter, dist.gather) and t.dim() > 1 else t for t in tensors])
+        call(*[list(t) if t.dim() > 1 else t for t in tensors])  # scatter and gather take a list of parts
         say(f"\n{title}")
         say_in_order(f"  rank {rank}   {before}   ->   " + "   ".join(str(t.tolist()) for t in tensors))
 
-    tens, nothing, root = [10 * rank + i for i in range(n)], [0] * n, rank == 0
-    show("broadcast: one to all", dist.broadcast, row([1, 2, 3]) * root)
-    show("scatter: one sends each its part", dist.scatter, row([0]), *[10 * torch.arange(n).view(n, 1)] * root)
-    show("gather: scatter backwards", dist.gather, row([10 + rank]), *[torch.zeros(n, 1, dtype=int)] * root)
+    def at_root(parts):
+        return [parts] if rank == 0 else []
+
+    show("broadcast: one to all", dist.broadcast, row([1, 2, 3]) if rank == 0 else row([0, 0, 0]))
+    show("scatter: one sends each its part", dist.scatter, row([0]), *at_root(10 * torch.arange(n).view(n, 1)))
+    show("gather: scatter backwards", dist.gather, row([10 + rank]), *at_root(torch.zeros(n, 1, dtype=torch.int64)))
     show("reduce: gather, combining on the way", dist.reduce, row([rank, 10 * rank]))
     show("all-gather: gather, for everybody", dist.all_gather_into_tensor, row(nothing), row([10 + rank]))
     show("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor, row([0]), row(tens))
@@ -113,7 +115,8 @@ def demo_memory(arguments):
           f"{arguments.dtype}, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        kinds = memory_bytes(config, zero, arguments.dp, arguments.tp, getattr(torch, arguments.dtype))
+        s = Settings(dp=arguments.dp, tp=arguments.tp, zero=zero, dtype=arguments.dtype, batch_size=arguments.dp)
+        kinds = memory_bytes(config, s)
         sizes = [kinds[kind] / gib for kind in ("parameters", "gradients", "optimizer")]
         print(f"ZeRO-{zero}  {''.join(f'{size:12.2f}' for size in sizes)}{sum(sizes):10.2f}   {what}")
     print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
@@ -124,12 +127,13 @@ def demo_memory(arguments):
     # masks take 2, and flash attention keeps statistics instead of the T x T scores.
     gpt3, t = GPTConfig(50257, 2048, 96, 96, 12288), 8
     scores = 5 * gpt3.n_head * gpt3.seq_len / gpt3.n_embd
-    for flags, lecture, tp, tokens_cut, recompute in (
-            ("one GPU", 34 + scores, 1, 1, "none"), ("--tp 8", 10 + (24 + scores) / t, t, 1, "none"),
-            ("--tp 8 --sp", (34 + scores) / t, t, t, "none"),
-            ("--tp 8 --sp --recompute attention", 34 / t, t, t, "attention"), ("--recompute block", 2, 1, 1, "block")):
-        kept = activation_bytes(gpt3, 1, tp, 2, recompute, [range(1, 2)], tokens_cut=tokens_cut)
-        print(f"  {flags:36}{lecture:6.2f} | {kept / gpt3.seq_len / gpt3.n_embd:.2f}")
+    for name, lecture, flags in (
+            ("one GPU", 34 + scores, {}), ("--tp 8", 10 + (24 + scores) / t, {"tp": t}),
+            ("--tp 8 --sp", (34 + scores) / t, {"tp": t, "sp": True}),
+            ("--tp 8 --sp --recompute attention", 34 / t, {"tp": t, "sp": True, "recompute": "attention"}),
+            ("--recompute block", 2, {"recompute": "block"})):
+        kept = activation_bytes(gpt3, Settings(dp=1, batch_size=1, dtype="bf16", **flags), [range(1, 2)])
+        print(f"  {name:36}{lecture:6.2f} | {kept / gpt3.seq_len / gpt3.n_embd:.2f}")
     print("Here there is no dropout, and no T x T scores are kept.")
 
 
@@ -314,7 +318,7 @@ def positive(text):
 
 
 MEMORY = {"--model": {"choices": list(PRESETS), "default": "gpt2-xl"}, "--dp": {"default": 8}, "--tp": {"default": 1},
-          "--dtype": {"choices": ["float32", "bfloat16"], "default": "bfloat16"}}
+          "--dtype": {"choices": ["fp32", "bf16"], "default": "bf16"}}
 PIPELINE = {"--stages": {"default": 4}, "--micro-batches": {"default": 8}, "--virtual-stages": {"default": 2}}
 
 

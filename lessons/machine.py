@@ -125,7 +125,7 @@ def load_machine(a):
     machine = MACHINES.get(a.machine)
     if machine is None:
         advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
-        with readable(lambda: f"--machine {a.machine}", advice), open(a.machine) as file:
+        with readable(f"--machine {a.machine}", advice), open(a.machine) as file:
             machine = Machine(**json.load(file)["machine"])
     reject(machine.link is None,
            f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")

@@ -170,8 +170,8 @@ def without_collectives():
 
 @contextlib.contextmanager
 def readable(what, advice):
-    """Inside, an error in reading what() becomes BadInput."""
+    """Inside, an error in reading what the file holds becomes BadInput."""
     try:
         yield
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise BadInput(f"{what()}: {type(error).__name__} {error}; {advice}") from None
+        raise BadInput(f"{what}: {type(error).__name__} {error}; {advice}") from None

@@ -5,13 +5,12 @@ import itertools
 import os
 from collections import defaultdict
 
-import torch
-
 import collectives as dist
 import parallel
 from lessons.demos import ring_states
 from lessons.measure import of_all_ranks, say
 from model import PRESETS
+from safe.flags import Settings
 from theory.clock import simulate
 from theory.memory import memory_bytes
 
@@ -75,8 +74,8 @@ def draw_ring():
 
 
 def draw_zero_stages():
-    kinds = [memory_bytes(PRESETS["gpt2-xl"], zero, 8, dtype=torch.bfloat16, recompute="block", micro_batch=4)
-             for zero in range(4)]
+    kinds = [memory_bytes(PRESETS["gpt2-xl"], Settings(
+        dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)) for zero in range(4)]
     return 280, chart("GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB of a rank", {
         f"ZeRO-{zero}": {kind: n / 2**30 for kind, n in some.items()} for zero, some in enumerate(kinds)})
 

@@ -321,18 +321,17 @@ def build_peer(peer, config, s, device, batches):
 
 
 def memory_and_traffic(trainer):
-    """Columns: bytes that the fullest rank keeps, and that rank 0 sends by collective, predicted and found."""
+    """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
               for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
     trainer.step(2)
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
         trainer.step(2)
-    counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
-    formula = predicted_traffic(trainer, routes)
+    counted = sum(t.bytes for t in dist.traffic().values())
+    formula = sum(predicted_traffic(trainer, routes).values())
     return {"memory": memory[0], "memory_measured": memory[1],
-            "traffic_by_collective": formula, "counted_by_collective": counted,
-            "traffic": sum(formula.values()) / 2**20, "traffic_counted": sum(counted.values()) / 2**20}
+            "traffic": formula / 2**20, "traffic_counted": counted / 2**20}
 
 
 def measure_strategy(name, s, a, device, machine):
