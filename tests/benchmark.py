@@ -122,7 +122,8 @@ def steps_without_collectives(cases):
 
 def test_a_step_runs_without_its_collectives(pool):
     """Whichever way they are called, and waited for."""
-    cases = ["--dp 2", "--dp 2 --zero 2", "--dp 2 --zero 3", "--tp 2", "--tp 2 --sp", "--cp 2"]
+    cases = ["--dp 2", "--dp 2 --zero 2", "--dp 2 --zero 3", "--tp 2", "--tp 2 --sp", "--cp 2",
+             "--cp 2 --cp-kind ulysses", "--dp 2 --ep 2 --experts 4"]
     pool(2).run(steps_without_collectives, cases)
 
 
@@ -340,6 +341,7 @@ def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monke
     cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
     monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
     monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
+    monkeypatch.setattr(bench.os, "_exit", lambda code: pytest.fail("it ran"))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(SystemExit) as exit:
         bench.main()
