@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import time
 
 import torch
 import torch.distributed as torch_dist
@@ -12,16 +11,15 @@ import parallel
 from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
-from further.schedules import interleaved, zero_bubble_h1
 from lessons import kernels as errors
 from lessons.measure import say
 from model import GPT, PRESETS, GPTConfig
-from parallel import (
-    average_gradients, check, cross_entropy, gpipe, lower, make_mesh, one_f_one_b, tensor_parallel)
+from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
+from safe.flags import BadInput, Parser, refuse, Settings
 from theory.clock import draw, simulate
-from theory.memory import memory_bytes
+from theory.memory import activation_bytes, memory_bytes
 
 
 def say_in_order(text):
@@ -39,11 +37,11 @@ def traffic_of(operation):
     return sent
 
 
-def ring_states(device="cpu"):
+def ring_states():
     """This rank's tensor, as a list with a number for each chunk, before and after each step of a ring all-reduce. Rank
     r starts from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
     size, states = dist.get_world_size(), []
-    t = torch.full((size,), 1 << dist.get_rank(), device=device)
+    t = torch.full((size,), 1 << dist.get_rank())
 
     class Looking(dist.Link):
         def exchange(self, sends=(), receives=()):
@@ -56,52 +54,37 @@ def ring_states(device="cpu"):
 
 def demo_collectives(arguments):
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
-    device, rank, n = torch.device(arguments.device), dist.get_rank(), dist.get_world_size()
+    rank, n = dist.get_rank(), dist.get_world_size()
+    row, tens, nothing = torch.tensor, [10 * rank + i for i in range(n)], [0] * n
 
-    def row(*numbers):
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-    def values(tensors):
-        return "  ".join(f"{name} {t.tolist() if isinstance(t, torch.Tensor) else [x.tolist() for x in t]}"
-                         for name, t in tensors.items() if t is not None)
-
-    root, empty = rank == 0, [0] * n
-    tens = [10 * rank + i for i in range(n)]
-    for title, call, tensors in (
-            ("broadcast: one to all", dist.broadcast, {"t": row(1, 2, 3) if root else row(0, 0, 0)}),
-            ("scatter: one sends each its part", dist.scatter,
-             {"t": row(0), "parts": [row(10 * i) for i in range(n)] if root else None}),
-            ("gather: scatter backwards", dist.gather,
-             {"t": row(10 + rank), "parts": [row(0) for _ in range(n)] if root else None}),
-            ("reduce: gather, combining on the way", dist.reduce, {"t": row(rank, 10 * rank)}),
-            ("all-gather: gather, for everybody", dist.all_gather_into_tensor,
-             {"output": row(*empty), "input": row(10 + rank)}),
-            ("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor,
-             {"output": row(0), "input": row(*tens)}),
-            ("all-reduce = reduce-scatter + all-gather", dist.all_reduce, {"t": row(*tens)}),
-            ("all-to-all: a transpose over ranks", dist.all_to_all_single,
-             {"output": row(*empty), "input": row(*tens)})):
-        before = values(tensors)
-        call(*tensors.values())
+    def show(title, call, *tensors):
+        before = "   ".join(str(t.tolist()) for t in tensors)
+        call(*[list(t) if t.dim() > 1 else t for t in tensors])  # scatter and gather take a list of parts
         say(f"\n{title}")
-        say_in_order(f"  rank {rank}   {before}   ->   {values(tensors)}")
+        say_in_order(f"  rank {rank}   {before}   ->   " + "   ".join(str(t.tolist()) for t in tensors))
 
-    say("\nbarrier: rank r calls it after r/5 s, and all return when the last has called")
-    start = time.perf_counter()
-    time.sleep(rank / 5)
-    dist.barrier()
-    say_in_order(f"  rank {rank}   left after {time.perf_counter() - start:.2f} s")
+    def at_root(parts):
+        return [parts] if rank == 0 else []
+
+    show("broadcast: one to all", dist.broadcast, row([1, 2, 3]) if rank == 0 else row([0, 0, 0]))
+    show("scatter: one sends each its part", dist.scatter, row([0]), *at_root(10 * torch.arange(n).view(n, 1)))
+    show("gather: scatter backwards", dist.gather, row([10 + rank]), *at_root(torch.zeros(n, 1, dtype=torch.int64)))
+    show("reduce: gather, combining on the way", dist.reduce, row([rank, 10 * rank]))
+    show("all-gather: gather, for everybody", dist.all_gather_into_tensor, row(nothing), row([10 + rank]))
+    show("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor, row([0]), row(tens))
+    show("all-reduce = reduce-scatter + all-gather", dist.all_reduce, row(tens))
+    show("all-to-all: a transpose over ranks", dist.all_to_all_single, row(nothing), row(tens))
 
     say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
     steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
              *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
-    for step, state in zip(steps, ring_states(device), strict=True):
+    for step, state in zip(steps, ring_states(), strict=True):
         say(f"  {step}")
         chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
         say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
 
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
-    whole, part = torch.ones(n << 18, device=device), torch.ones(1 << 18, device=device)
+    whole, part = torch.ones(n << 18), torch.ones(1 << 18)
     k, rounds = whole.nbytes, (n - 1).bit_length()
     for call, tensors, formula, text in (
             (dist.all_reduce, [whole], 2 * (n - 1) * k // n, "2(N-1)/N K"),
@@ -131,32 +114,44 @@ def demo_memory(arguments):
     print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, "
           f"{arguments.dtype}, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
-    dtype = getattr(torch, arguments.dtype)
-    whole = None
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        kinds = memory_bytes(config, zero, arguments.dp, arguments.tp, dtype)
-        sizes = [kinds[kind] for kind in ("parameters", "gradients", "optimizer")]
-        whole = whole or sum(sizes)
-        print(f"ZeRO-{zero}  {''.join(f'{size / gib:12.2f}' for size in sizes)}{sum(sizes) / gib:10.2f}   {what}\n"
-              f"        {'#' * round(40 * sum(sizes) / whole)}")
+        s = Settings(dp=arguments.dp, tp=arguments.tp, zero=zero, dtype=arguments.dtype, batch_size=arguments.dp)
+        kinds = memory_bytes(config, s)
+        sizes = [kinds[kind] / gib for kind in ("parameters", "gradients", "optimizer")]
+        print(f"ZeRO-{zero}  {''.join(f'{size:12.2f}' for size in sizes)}{sum(sizes):10.2f}   {what}")
     print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
-          "16-bit weights exist only while its layer computes.")
+          "16-bit weights exist only while its layer computes.\n\n"
+          "activations that a block of GPT-3 keeps, bytes over BTC:  the lecture | here")
+    # The lecture's block keeps 34 + 5 heads T/C bytes for each of BTC elements, ours 32: model.py has no dropout, whose
+    # masks take 2, and flash attention keeps statistics instead of the T x T scores.
+    gpt3, t = GPTConfig(50257, 2048, 96, 96, 12288), 8
+    scores = 5 * gpt3.n_head * gpt3.seq_len / gpt3.n_embd
+    for name, lecture, flags in (
+            ("one GPU", 34 + scores, {}), ("--tp 8", 10 + (24 + scores) / t, {"tp": t}),
+            ("--tp 8 --sp", (34 + scores) / t, {"tp": t, "sp": True}),
+            ("--tp 8 --sp --recompute attention", 34 / t, {"tp": t, "sp": True, "recompute": "attention"}),
+            ("--recompute block", 2, {"recompute": "block"})):
+        kept = activation_bytes(gpt3, Settings(dp=1, batch_size=1, dtype="bf16", **flags), [range(1, 2)])
+        print(f"  {name:36}{lecture:6.2f} | {kept / gpt3.seq_len / gpt3.n_embd:.2f}")
+    print("Here there is no dropout, and no T x T scores are kept.")
 
 
 def demo_pipeline(arguments):
     p, m, v = arguments.stages, arguments.micro_batches, arguments.virtual_stages
-    schedules = [("GPipe", gpipe(p, m), 3 * (p - 1), 1), ("1F1B", one_f_one_b(p, m), 3 * (p - 1), 1),
-                 ("ZB-H1", zero_bubble_h1(p, m), p - 1 if m >= p else None, 1)]
-    if m % p == 0:
-        schedules.insert(2, (f"interleaved 1F1B, v={v}", interleaved(p, m, v), 3 * (p - 1) / v, v))
-    else:
-        print(f"(no interleaved schedule: {m} micro-batches are not a multiple of {p} stages)")
-    for name, lists, formula, chunks in schedules:
+    # at m >= p ranks are idle so long, in units of F = I = W; on each rank, and stages a rank
+    schedules = {"gpipe": (3 * (p - 1), 1), "1f1b": (3 * (p - 1), 1), "interleaved": (3 * (p - 1) / v, v),
+                 "zb-h1": (p - 1, 1)}
+    for name, (formula, chunks) in schedules.items():
+        try:
+            lists = parallel.SCHEDULES[name](p, m, chunks)
+        except ValueError as problem:
+            print(f"\n{name}: {problem}")
+            continue
         check(lower(lists))
         timeline = simulate(lists)
         idle = max(timeline.idle)
-        print(f"\n{name}: idle {'' if formula is None else f'{formula:g} by the formula | '}{idle:g} simulated, bubble "
+        print(f"\n{name}: idle {formula:g} by the formula | {idle:g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         print(draw(timeline, 1 / chunks))
@@ -188,6 +183,11 @@ def demo_data(arguments):
                               for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
                 say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}{lacks or 'nothing'}")
 
+    def show(what, other):
+        sent = traffic_of("all_reduce")
+        error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
+        say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
+
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
@@ -198,14 +198,11 @@ def demo_data(arguments):
     cross_entropy(one(x), y, config.vocab_size).backward()
     cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
     model.finish_grad_sync()
-    rows = [("DDP, in buckets", traffic_of("all_reduce"), net)]
+    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
+    show("DDP, in buckets", net)
     cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
     average_gradients(naive)
-    rows = [("naive, after backward", traffic_of("all_reduce"), naive)] + rows
-    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
-    for what, sent, other in rows:
-        error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
-        say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
+    show("naive, after backward", naive)
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
     dist.use(None, "ours")
 
@@ -242,20 +239,17 @@ def demo_tensor(arguments):
             f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
 
 
-def context_steps(n, kind):
-    """What each rank of a ring computes in each step: [step][rank] is (chunks of queries, chunks of keys, blocks).
+def context_work(rank, other, n, kind):
+    """What a rank of a ring of n computes with the keys of another: (chunks of queries, chunks of keys, blocks).
 
     A sequence has 2n chunks. A block is the scores of one chunk with another, half a block those of one with itself.
     """
-    held = [own_tokens(2 * n, rank, n, kind) for rank in range(n)]  # a sequence of 2n tokens, so a token is a chunk
-
-    def work(rank, other):
-        rows, keys, causal = seen(rank, other, 1) if kind == "ring" else (slice(None), slice(None), True)
-        mine, theirs = held[rank][rows], held[other][keys]
-        ahead = mine.unsqueeze(1) - theirs  # how many chunks the queries are ahead of the keys
-        blocks = (ahead > 0) + 0.5 * (ahead == 0) if causal else torch.ones(ahead.shape)
-        return mine.tolist(), theirs.tolist(), blocks.sum().item()
-    return [[work(rank, (rank - s) % n) for rank in range(n)] for s in range(n)]
+    mine, theirs = (own_tokens(2 * n, r, n, kind) for r in (rank, other))  # a sequence of 2n tokens: one is a chunk
+    if kind == "ring":
+        rows, keys, _ = seen(rank, other, 1)
+        mine, theirs = mine[rows], theirs[keys]
+    ahead = mine.unsqueeze(1) - theirs  # how many chunks the queries are ahead of the keys
+    return mine.tolist(), theirs.tolist(), ((ahead > 0) + 0.5 * (ahead == 0)).sum().item()
 
 
 def demo_context(arguments):
@@ -265,24 +259,24 @@ def demo_context(arguments):
           f"chunks K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, "
           f"because attention is causal.")
     for kind, title in ("ulysses", "contiguous chunks, if a ring used them"), ("ring", "zigzag, which our ring uses"):
-        steps = context_steps(n, kind)
-        longest = [max(blocks for _, _, blocks in row) for row in steps]
-
-        def cell(queries, keys, blocks):
-            text = "{} x {}: {:g}".format(*(",".join(map(str, some)) for some in (queries, keys)), blocks)
-            return (text if blocks else "idle").ljust(18)
-
-        print(f"\n{title}\n          holds     " + "".join(f"step {s}".ljust(18) for s in range(n)) + "blocks")
-        for rank, row in enumerate(zip(*steps)):
-            print(f"  rank {rank:<3} {','.join(map(str, row[0][0])):10}" + "".join(cell(*work) for work in row)
-                  + f"{sum(blocks for _, _, blocks in row):g}")
-        print("  the busiest        " + "".join(f"{most:g}".ljust(18) for most in longest) + f"{sum(longest):g}")
+        longest = [0] * n
+        print(f"\n{title}\n          " + "".join(f"step {s}".ljust(18) for s in range(n)) + "blocks")
+        for rank in range(n):
+            line, total = f"  rank {rank:<3}", 0
+            for s in range(n):
+                queries, keys, blocks = context_work(rank, (rank - s) % n, n, kind)
+                text = f"{','.join(map(str, queries))} x {','.join(map(str, keys))}: {blocks:g}"
+                line += (text if blocks else "idle").ljust(18)
+                total += blocks
+                longest[s] = max(longest[s], blocks)
+            print(f"{line}{total:g}")
+        print("  busiest " + "".join(f"{most:g}".ljust(18) for most in longest) + f"{sum(longest):g}")
     print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
           f"and zigzag takes just that.")
 
 
 def demo_experts(arguments):
-    """Experts over the ranks in float64: where tokens go, what the exchange sends, the errors; then balancing."""
+    """Experts over the ranks in float64: where tokens go, what the exchange sends, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config = GPTConfig(seq_len=5, n_embd=32, experts=2 * N)
     one, net, C, E = GPT(config).double().h["0"].mlp, GPT(config).double(), config.n_embd, config.experts
@@ -303,47 +297,18 @@ def demo_experts(arguments):
     counts = count_of_each(chosen, E)
     rows, incoming = counts.view(N, 2).sum(1), counts.new_empty(N)
     dist.all_to_all_single(incoming, rows)
-    say("\n           rows for expert" + "".join(f"{e:4}" for e in range(E)) + "    so for rank"
-        + "".join(f"{r:4}" for r in range(N)))
-    say_in_order(f"  rank {rank:<3}" + 16 * " " + "".join(f"{n:4}" for n in counts) + 15 * " "
-                 + "".join(f"{n:4}" for n in rows))
     dist.reset_traffic()
     Y_cut = cut.experts(x_cut, chosen, gates)
     there = traffic_of("all_to_all_single").bytes
     Y_cut.backward(dY[mine])
     back = traffic_of("all_to_all_single").bytes
     law = 8 * C * (rows.sum() + incoming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
-    errors = [off(Y_cut, Y[mine]), off(x_cut.grad, x.grad[mine])]
-    errors.append(max(off(p.grad, q.grad.chunk(N)[rank])
-                      for p, q in zip(cut.experts.parameters(), one.experts.parameters())))
-    say("\n           bytes sent by all-to-all: counted | formula     errors against one process\n"
-        "           forward             backward                Y       dX      its experts' gradients")
-    say_in_order(f"  rank {rank:<3}{there:8,} | {law + 16 * (N - 1):<8,}{back:8,} | {law:<8,}      "
-                 + "   ".join(f"{error:.0e}" for error in errors))
+    say("\n           rows for each expert, so for each rank; bytes sent by all-to-all: counted | formula; errors")
+    say_in_order(f"  rank {rank:<3}{counts.tolist()}   {rows.tolist()}   forward {there:,} | {law + 16 * (N - 1):,}   "
+                 f"backward {back:,} | {law:,}   Y {off(Y_cut, Y[mine]):.0e}, dX {off(x_cut.grad, x.grad[mine]):.0e}")
     say("\nIn forward a rank sends rows to other ranks' experts, and outputs for the rows that it received: C x 8 "
         "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each "
         "other rank, so that the\nother rank knows how many rows it will receive.")
-    demo_balance(cut.router, generator)
-
-
-def demo_balance(router, generator, rate=0.01, tokens=500):
-    """Balance a router on the same tokens, 50 times. The tokens are alike, so at first most prefer the same experts."""
-    N, rank, (E, C) = dist.get_world_size(), dist.get_rank(), router.weight.shape
-    batch = torch.randn(N, tokens, C, dtype=torch.float64, generator=generator)
-    batch += torch.randn(C, dtype=torch.float64, generator=generator)
-    say(f"\nBalancing: each round routes the same {tokens} tokens a rank. After it an expert's bias falls by {rate} if "
-        f"it got more\nthan the mean of {N * tokens * router.top_k // E} tokens, else it rises. The mean bias stays 0. "
-        f"Biases only decide which experts are chosen.\n\n  rounds   largest    " + "load".rjust(6).ljust(6 * E + 2)
-        + "  bias")
-    for done in range(51):
-        router.load = 0
-        _, gates = router(batch[rank:rank + 1])
-        gates.sum().backward()  # because the router counts its load in backward
-        dist.all_reduce(load := router.load)
-        if done in (0, 10, 50):
-            say(f"  {done:6}   {load.max() * E / load.sum():.2f} x mean" + "".join(f"{n:6}" for n in load) + "  "
-                + "".join(f"{b:+7.2f}" for b in router.bias))
-        router.balance(load, rate)
 
 
 def positive(text):
@@ -352,51 +317,45 @@ def positive(text):
     return int(text)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # one line, without argparse's usage
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see --help\n")
+MEMORY = {"--model": {"choices": list(PRESETS), "default": "gpt2-xl"}, "--dp": {"default": 8}, "--tp": {"default": 1},
+          "--dtype": {"choices": ["fp32", "bf16"], "default": "bf16"}}
+PIPELINE = {"--stages": {"default": 4}, "--micro-batches": {"default": 8}, "--virtual-stages": {"default": 2}}
 
 
-def count(default, help):
-    return {"type": positive, "default": default, "help": help}
+def ranks(count):
+    return {"--ranks": {"default": count}}
 
 
-MEMORY = {"--model": {"choices": list(PRESETS), "default": "gpt2-xl"}, "--dp": count(8, "replicas"),
-          "--tp": count(1, "ranks that share every layer"),
-          "--dtype": {"choices": ["float32", "bfloat16"], "default": "bfloat16"}}
-PIPELINE = {"--stages": count(4, "ranks"), "--micro-batches": count(8, "of a step"),
-            "--virtual-stages": count(2, "stages of a rank, if interleaved")}
-LESSONS = (  # name, function, processes to start, help, options
-    ("sizes", demo_sizes, 0, "parameters, FLOPs and training bytes of every preset", {}),
-    ("kernels", lambda arguments: errors.main(), 0, "each kernel's error beside PyTorch's", {}),
-    ("collectives", demo_collectives, 4, "every collective, step by step, and the bytes it sends",
-     {"--device": {"choices": ["cpu", "cuda"], "default": "cpu"}}),
-    ("memory", demo_memory, 0, "the ZeRO table: bytes a GPU at each stage", MEMORY),
-    ("data", demo_data, 2, "gradients sent in buckets, or one by one", {}),
-    ("tensor", demo_tensor, 2, "attention and MLP cut over ranks: shapes, f and g, bytes", {}),
-    ("pipeline", demo_pipeline, 0, "the schedules: grids, bubbles, activations", PIPELINE),
-    ("context", demo_context, 0, "a sequence cut over ranks: who holds and computes what in each step",
-     {"--ranks": count(4, "ranks of the ring; starts no processes")}),
-    ("experts", demo_experts, 2, "tokens that travel to experts; balancing their load", {}))
+DEMOS = (  # name, function, help, options; does it start --ranks processes
+    ("sizes", demo_sizes, "parameters, FLOPs and training bytes of every preset", {}, False),
+    ("kernels", lambda arguments: errors.main(), "each kernel's error beside PyTorch's", {}, False),
+    ("collectives", demo_collectives, "every collective, step by step, and the bytes it sends", ranks(4), True),
+    ("memory", demo_memory, "the ZeRO table: bytes a GPU at each stage", MEMORY, False),
+    ("data", demo_data, "gradients sent in buckets, or one by one", ranks(2), True),
+    ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes", ranks(2), True),
+    ("pipeline", demo_pipeline, "the schedules: grids, bubbles, activations", PIPELINE, False),
+    ("context", demo_context, "a sequence cut over ranks: who computes what in each step", ranks(4), False),
+    ("experts", demo_experts, "tokens that travel to experts", ranks(2), True))
 
 
 def main():
     parser = Parser(prog="python -m lessons", description="Lessons of the reading path. They run the reference.")
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
-    for name, run, ranks, help, options in LESSONS:
+    for name, run, help, options, starts in DEMOS:
         lesson = lessons.add_parser(name, help=help)
-        if ranks:
-            options = {"--ranks": count(ranks, "processes to start"), **options}
         for option, more in options.items():
-            lesson.add_argument(option, **more)
-        lesson.set_defaults(run=run, processes=ranks > 0)
-    arguments = parser.parse_args()
-    if not arguments.processes:
+            lesson.add_argument(option, **({} if "choices" in more else {"type": positive}), **more)
+        lesson.set_defaults(run=run, starts=starts)
+    try:
+        arguments = parser.parse_args()
+    except BadInput as problem:
+        refuse(parser.prog, problem, 0)
+    if not arguments.starts:
         return arguments.run(arguments)
     if "RANK" not in os.environ:
         launch.start_again(arguments.ranks)
     safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal
-    dist.initialize(getattr(arguments, "device", "cpu"))
+    dist.initialize("cpu")
     arguments.run(arguments)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,47 +1,116 @@
-"""Each kernel's error against float64: the reference's, the one that training runs, PyTorch's."""
+"""Kernels beside PyTorch's: the cases, which bench.py times; and each one's error against float64."""
 
+import functools
+import itertools
 import os
 import sys
 import warnings
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel, SDPBackend
 
-import kernels
 import fast
+import kernels
 from fast import linear, norm
+from kernels import HAVE_TRITON, tile_of
 from lessons.measure import patched, plain_rows
-from kernels import (
-    _gelu, cross_entropy, elu, FlashAttention, gelu, HAVE_TRITON, layer_norm, tile_of)
 
 
+class Case(NamedTuple):
+    """An operation of ours, and PyTorch's, each a function of the inputs."""
+    name: str
+    ours: object
+    plain: object
+    inputs: list
+    passes: tuple           # the fewest bytes that can move, forward and backward, over those of the first input
+    flops: tuple = (0, 0)
+    peers: dict = None      # {who: (function, its inputs)} to time beside ours; None: `plain`, eager and compiled
+    reference: bool = True  # whether kernels.py has this operation, too; fast/ fuses some
+
+    def who(self):
+        peers = self.peers or {"eager": (self.plain, self.inputs),
+                               "torch.compile": (torch.compile(self.plain, dynamic=False), self.inputs)}
+        return {**peers, "ours": (self.ours, self.inputs)}
 
 
-def operations(dtype, device):
-    """Yield (name, our function, PyTorch's, inputs) of each operation that `main` compares."""
-    def random(*shape):
-        return torch.randn(*shape, device=device).to(dtype)
+class Size(NamedTuple):
+    """What the next functions make inputs of: about n elements of a dtype on a device."""
+    device: torch.device
+    dtype: torch.dtype
+    n: int
 
-    yield "ELU", elu, F.elu, [random(3000)]
-    yield "GELU", gelu, lambda x: F.gelu(x, approximate="tanh"), [random(90, 33)]
-    for width in (24, 1600, 5000):
-        x, r, w, b = random(3, width), random(3, width), 1 + random(width), random(width)
-        yield f"layer norm {width}", layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), [x, w, b]
-        yield (f"add + norm {width}", norm.add_layer_norm,
-               lambda x, r, w, b: (x + r, F.layer_norm(x + r, w.shape, w, b)), [x, r, w, b])
-    for D, causal in (16, True), (16, False), (64, True), (64, False):
-        yield (f"attention {D}{' causal' * causal}", lambda *qkv, causal=causal: FlashAttention.apply(*qkv, causal),
-               lambda *qkv, causal=causal: F.scaled_dot_product_attention(*qkv, is_causal=causal),
-               [random(1, 2, 80, D) for _ in "qkv"])
-    targets = torch.randint(5000, (8,), device=device)
-    yield "linear", kernels.linear, F.linear, [random(2, 3, 16), random(37, 16), random(37)]
-    counts = torch.tensor([3, 0, 70, 17], device=device)
-    yield ("grouped product", lambda *xwb: kernels.grouped_linear(*xwb, counts),
-           lambda *xwb: kernels.grouped_reference(*xwb, counts), [random(90, 40), random(4, 72, 40), random(4, 72)])
-    yield ("cross-entropy", lambda z: cross_entropy(z, targets),
-           lambda z: F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets), [random(8, 5000)])
-    yield ("product + GELU", lambda a, b: kernels.matmul(a, b, _gelu), lambda a, b: F.gelu(a @ b, approximate="tanh"),
-           [random(300, 200), random(200, 130)])
+    @property
+    def large(self):
+        return self.n > 1 << 20
+
+    def random(self, *shape):
+        return torch.randn(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+
+def elu(size):
+    yield Case("ELU", kernels.elu, kernels.elu_reference, [size.random(size.n)], (2, 3))
+
+
+def gelu(size):
+    yield Case("GELU", kernels.gelu, functools.partial(F.gelu, approximate="tanh"), [size.random(size.n)], (2, 3))
+
+
+def layer_norm(size):
+    def plain(x, w, b):
+        return F.layer_norm(x, w.shape, w, b)
+
+    for c in (768, 1600, 4096, 16384):
+        x, w, b = size.random(max(2, size.n // 2 // c), c), size.random(c), size.random(c)
+        yield Case(f"layer norm {c}", kernels.layer_norm, plain, [x, w, b], (2, 3))
+        if c == 1600:  # x + r, and its norm
+            yield Case(f"add, norm {c}", norm.add_layer_norm, lambda x, r, w, b: (x + r, plain(x + r, w, b)),
+                       [x, size.random(*x.shape), w, b], (4, 4), reference=False)
+
+
+def cross_entropy(size):
+    v = 50304 if size.large else 300
+    rows = max(2, size.n // 2 // v)
+    y = torch.randint(v, (rows,), device=size.device)
+    yield Case("cross-entropy", lambda z: kernels.cross_entropy(z, y),
+               lambda z: F.cross_entropy(kernels.at_least_float32(z), y), [size.random(rows, v)], (1, 2))
+
+
+def attention(size):
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    backends = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    backends = backends if size.device.type == "cuda" else {"math": SDPBackend.MATH}
+    for d, t in itertools.product((64, 128), (1024, 4096, 16384)):
+        b, h, t = (16384 // t, 2048 // d, t) if size.large else (1, 2, t // 64)
+        packed, qkv = size.random(b, t, 3, h, d), [size.random(b, h, t, d) for _ in range(3)]
+        yield Case(f"attention T={t} D={d} causal", kernels.attention,
+                   lambda packed: causal(*packed.permute(2, 0, 3, 1, 4)).transpose(1, 2), [packed], (4 / 3, 8 / 3),
+                   (2 * b * h * t * t * d, 5 * b * h * t * t * d),
+                   {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()})
+
+
+def grouped(size):
+    """The product of sorted rows with each of 16 groups' own matrix. The loop is given its counts on the CPU, so it
+    does not wait for the GPU."""
+    rows, n_in, n_out = (16384, 1536, 6144) if size.large else (64, 16, 24)
+    x, w, counts = size.random(rows, n_in), size.random(16, n_out, n_in), torch.tensor([rows // 16] * 16)
+    flops, moved = 2 * rows * n_in * n_out, x.nbytes + w.nbytes + rows * n_out * x.itemsize
+    there, loop = counts.to(size.device), functools.partial(kernels.grouped_reference, bias=None, counts=counts)
+    yield Case("grouped product", lambda x, w: kernels.grouped_linear(x, w, None, there), loop, [x, w],
+               (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops),
+               {"cuBLAS, a loop": (loop, [x, w])})
+
+
+def matmul(size):
+    side = 8192 if size.large else 64
+    a, b = (size.random(side, side).detach() for _ in range(2))
+    yield Case(f"product {side}", lambda a, b: kernels.matmul(a, b), torch.matmul, [a, b], (3, 0), (2 * side**3, 0),
+               {"cuBLAS": (torch.matmul, [a, b])})
+
+
+CASES = {"elu": elu, "gelu": gelu, "layer_norm": layer_norm, "cross_entropy": cross_entropy, "attention": attention,
+         "grouped": grouped, "matmul": matmul}  # those that take most of a training step
 
 
 def errors(function, exact, inputs):
@@ -77,14 +146,14 @@ def main():
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
-          f"  {'':22} kernels.py           | fast/'s               | PyTorch's own")
-    for name, ours, theirs, inputs in operations(dtype, device):
+          f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
+    for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):
         with patched(plain_rows(kernels)):
-            columns = [errors(ours, theirs, inputs) if ours != norm.add_layer_norm else []]  # kernels.py has no such
+            columns = [errors(case.ours, case.plain, case.inputs) if case.reference else []]
         with patched(fast.SWAPS):
-            columns += [errors(ours, theirs, inputs), errors(theirs, theirs, inputs)]
+            columns += [errors(some, case.plain, case.inputs) for some in (case.ours, case.plain)]
         columns = ("  ".join(f"{e:.2e}" for e in column) for column in columns)
-        print(f"  {name:22} " + " | ".join(f"{column:18}" for column in columns), flush=True)
+        print(f"  {case.name:30} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     high, broad, _, group = linear.TILES
     tall, wide = 8192 // high, 8192 // broad
     print(f"product 8192 x 8192 x 8192 in tiles of {high} x {broad}: an element of A is read {wide} times, of B "

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import defaultdict
 from unittest.mock import patch
 
 import torch
@@ -84,11 +83,6 @@ def patched(rows):
         yield
 
 
-def reference():
-    """Inside, only the reference runs, as under train.py --plain, and links are made anew."""
-    return patched([*fast.PLAIN, (dist, "_links", defaultdict(dict))])
-
-
 class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
@@ -114,14 +108,15 @@ def write_json(path, what, device, tables, **more):
     """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
     if not path or int(os.environ.get("RANK", "0")):
         return
-    here, commit, cuda = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "unknown", device.type == "cuda"
+    here, commit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "unknown"
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
                                          stderr=subprocess.DEVNULL).strip()
-    hardware = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    found = {"what": what, "hardware": hardware, "processes": int(os.environ.get("WORLD_SIZE", "1")), "commit": commit,
-             "command": " ".join(sys.argv), "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
-             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, **more,
+    hardware = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        hardware = f"{torch.cuda.get_device_name(device)}, NCCL {torch.cuda.nccl.version()}"
+    found = {"what": what, "hardware": hardware, "commit": commit, "command": " ".join(sys.argv),
+             "torch": torch.__version__, "triton": getattr(triton, "__version__", None), **more,
              "rows": [row for table in tables for row in table.rows]}
     with open(path, "w") as file:
         json.dump(found, file, indent=1)
@@ -132,34 +127,22 @@ def seconds_of(functions, device, repeats):
     goes first: it empties L2, and while it runs the CPU launches what is measured."""
     samples = {who: [] for who in functions}
     flush = torch.empty(1 << (31 if device.type == "cuda" else 10), dtype=torch.uint8, device=device)
+
+    def timed(function, *arguments):
+        flush.zero_()
+        start = mark(device)
+        return function(*arguments), start, mark(device)
+
     for i in range(-2, repeats):
         for who, (function, inputs) in functions.items():
-            flush.zero_()
-            marks = [mark(device)]
-            out = function(*inputs)
-            marks.append(mark(device))
+            out, *marks = timed(function, *inputs)
             outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
             if outs:
-                grads = [torch.ones_like(o) for o in outs]
-                flush.zero_()
-                marks.append(mark(device))
-                torch.autograd.backward(outs, grads)
-                marks.append(mark(device))
+                marks += timed(torch.autograd.grad, outs, inputs, [torch.ones_like(o) for o in outs])[1:]
             synchronize(device)
             took = [b - a if device.type == "cpu" else a.elapsed_time(b) / 1e3 for a, b in zip(marks[::2], marks[1::2])]
             samples[who] += [took] * (i >= 0)
-            for x in inputs:
-                x.grad = None
     return {who: [statistics.median(column) for column in zip(*rows)] for who, rows in samples.items()}
-
-
-# The collectives of training. A pipeline's transfers are not among them, because its stages cannot run without them.
-TRAINING = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
-
-
-def replaced(make, names=TRAINING):
-    """Inside, make(function) replaces every collective of training."""
-    return patch.multiple(dist, **{name: make(getattr(dist, name)) for name in names})
 
 
 def left_out(function):
@@ -178,10 +161,17 @@ def left_out(function):
     return call
 
 
+def without_collectives():
+    """Inside, training's collectives send nothing. A pipeline's transfers stay, because its stages cannot run without
+    them."""
+    names = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"
+    return patched([(dist, name, left_out(getattr(dist, name))) for name in names])
+
+
 @contextlib.contextmanager
 def readable(what, advice):
-    """Inside, an error in reading what() becomes BadInput."""
+    """Inside, an error in reading what the file holds becomes BadInput."""
     try:
         yield
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise BadInput(f"{what()}: {type(error).__name__} {error}; {advice}") from None
+        raise BadInput(f"{what}: {type(error).__name__} {error}; {advice}") from None

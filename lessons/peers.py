@@ -5,7 +5,7 @@ import contextlib
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import collectives as dist
 import model
@@ -47,11 +47,12 @@ def token_loss(logits, targets):
 ADAMW = {"lr": 1e-4, "fused": True}
 
 
-def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, precision=None):
-    """A function that runs one training step. kinds: lists of parameters, each clipped by its own norm; left out, one
-    list of all. precision: the context of forward and backward; left out, autocast."""
-    kinds = kinds or [list(model.parameters())]
-    optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds], **ADAMW)
+def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None):
+    """A function that runs one training step. precision: the context of forward and backward; left out, autocast."""
+    kinds = {}  # DTensors and others are clipped apart, each by their own norm
+    for param in model.parameters():
+        kinds.setdefault(type(param), []).append(param)
+    optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds.values()], **ADAMW)
     loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
     precision = precision or (lambda: torch.autocast(device.type, train.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
 
@@ -61,7 +62,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, kinds=None, pr
             last = i == len(x) - 1 or not hasattr(model, "no_sync")
             with contextlib.nullcontext() if last else model.no_sync(), precision():
                 (loss(tokens, targets) / len(x)).backward()
-        for kind in kinds:
+        for kind in kinds.values():
             torch.nn.utils.clip_grad_norm_(kind, 1.0)
         optimizer.step()
     return step
@@ -94,40 +95,31 @@ def torch_fsdp(config, s, device, x, y):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
-    within = s.zero_within
-    mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
-    options = {"mesh": mesh, "reshard_after_forward": not kept,
+    options = {"mesh": world_mesh(device), "reshard_after_forward": not kept,
                "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
-    for block in model.h.values():
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    title = "fully_shard" + ", kept" * kept + f", within {s.zero_within}" * bool(s.zero_within)
-    return torch_step(model, s, device, x, y, precision=contextlib.nullcontext), title
+    for part in (*model.h.values(), model):
+        fully_shard(part, **options)
+    step = torch_step(model, s, device, x, y, precision=contextlib.nullcontext)
+    return step, "fully_shard" + ", kept" * kept
 
 
 def torch_tp(config, s, device, x, y):
-    """DTensor, with --sp sequence parallel. Weights are in the compute dtype without float32 masters, so it does less
-    work than ours. It cuts c_attn into N contiguous parts, not by heads, so its results differ, but not its work."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    """DTensor. Weights are in the compute dtype without float32 masters, so it does less work than ours. It cuts c_attn
+    into N contiguous parts, not by heads, so its results differ, but not its work."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
-        ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module)
-    net, tokens = plain_model(config, device, train.DTYPES[s.dtype]), Shard(1) if s.sp else Replicate()
-    plan = {"wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(output_layouts=tokens),
-            "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(output_layouts=tokens),
-            "lm_head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)}
-    if s.sp:
-        plan |= dict.fromkeys(("h.*.ln_1", "h.*.ln_2", "ln_f"), SequenceParallel(use_local_output=True))
-        whole = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
-        plan |= dict.fromkeys(("h.*.attn", "h.*.mlp"), whole)
-        positions = net.positions
-        net.positions = lambda every: positions(every).chunk(s.tp)[dist.get_rank()]
-    parallelize_module(net, world_mesh(device), plan)
+        ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module)
+    net = plain_model(config, device, train.DTYPES[s.dtype])
+    parallelize_module(net, world_mesh(device), {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
+        "h.*.mlp.c_fc": ColwiseParallel(), "h.*.mlp.c_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
     if config.tied:
         net.lm_head.weight = net.wte.weight
-    kinds = [[p for p in net.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-    return torch_step(net, s, device, x, y, lambda tokens, targets: token_loss(net(tokens), targets), kinds=kinds,
-                      precision=loss_parallel), "DTensor" + ", sp" * s.sp
+    step = torch_step(net, s, device, x, y, lambda tokens, targets: token_loss(net(tokens), targets),
+                      precision=loss_parallel)
+    return step, "DTensor"
 
 
 def torch_pipeline(config, s, device, x, y):
@@ -156,5 +148,5 @@ def torch_pipeline(config, s, device, x, y):
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "hsdp": torch_fsdp, "tp": torch_tp, "tp+sp": torch_tp, "dense twin": torch_ddp,
+         "tp": torch_tp, "dense twin": torch_ddp,
          **dict.fromkeys(parallel.SCHEDULES, torch_pipeline)}

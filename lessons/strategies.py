@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import inspect
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -30,37 +29,35 @@ from further import context, experts
 from lessons import peers
 from lessons.machine import measure_machine, sent_in
 from lessons.measure import (
-    interleaved, left_out, of_all_ranks, patched, plain_rows, replaced, say, Table, write_json)
+    interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.peers import PEERS
 from lessons.plan import describe_parameters
 from safe.reports import BirthLog, predicted_bytes, Stopwatch
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import simulate, split_pieces
-from theory.speed import attention_seconds, describe_machine, mfu, mfu_note, predict, ring_hides
-from theory.traffic import messages, tokens_of, widths
+from theory.speed import describe_machine, mfu, mfu_note, predict
+from theory.traffic import messages
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
 
 def layouts(n, m, virtual, experts=8):
     """{strategy: its fields of train.py's Settings} for n processes. experts: how many the strategy "experts" has."""
-    every = {"one": {"dp": n}} if n == 1 else {}
-    every |= {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
-    if n > 1:
-        every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
-                  "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
-    if n > 3 and n % 2 == 0:
-        every |= {"hsdp": {"dp": n, "zero": 3, "zero_within": n // 2},
-                  "dp+tp": {"dp": n // 2, "tp": 2}, "zero3+tp": {"dp": n // 2, "zero": 3, "tp": 2},
-                  "zero1+pp": {"dp": n // 2, "zero": 1, "pp": 2, "micro_batches": m},
-                  "tp+pp": {"tp": n // 2, "pp": 2, "micro_batches": m}}
-    if n > 1:  # last, because after them ranks have made different numbers of windows, and `make_window` makes no more
-        every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
-        every["interleaved"]["virtual_stages"] = virtual
+    every = {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     # Random tokens teach a router nothing, and training on them would soon send all tokens to a few experts.
     still = {"lr": 0.0, "min_lr": 0.0}
-    return every | {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
+    last = {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
+    if n == 1:
+        return {"one": {"dp": n}, **every, **last}
+    every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
+              "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
+    if n > 3 and n % 2 == 0:
+        every["dp+tp"] = {"dp": n // 2, "tp": 2}
+    # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
+    every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
+    every["interleaved"]["virtual_stages"] = virtual
+    return every | last
 
 
 def configs_of(config):
@@ -124,47 +121,31 @@ def predicted_traffic(trainer, routes=()):
     return {op: n for op, n in total.items() if n}
 
 
-def communication_alone(trainer, device, repeats, calls=1):
-    """(alone: seconds of a step's collectives, one after the other; without: seconds of the step without them). The
-    hidden share is 1 - (whole step - without) / alone. Without collectives gradients are wrong, but the time is right.
-    """
-    log, scratch = [], {}
-
-    def recorded(function):
-        def call(*args, **kwargs):
-            bound = inspect.signature(function).bind(*args, **kwargs).arguments
-            log.append(functools.partial(function, **{
-                key: scratch.setdefault((value.shape, value.dtype, key),
-                                        torch.zeros_like(value, memory_format=torch.contiguous_format))
-                if isinstance(value, torch.Tensor) else value for key, value in bound.items() if key != "async_op"}))
-            return function(*args, **kwargs)
-        return call
-
+def communication(trainer, device, seconds, repeats, calls):
+    """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
+    wrong, but the time is right. seconds: a step's."""
     trainer.net.pipeline.graphs = no_graphs()  # a recorded graph would call the real collectives
-    with replaced(recorded):
-        trainer.step(0)
-    alone = interleaved({"": lambda: [call() for call in log]}, device, repeats)[""]
-    log.clear(), scratch.clear()
-    trainer.net.pipeline.graphs = no_graphs()
-    with replaced(left_out):
+    with without_collectives():
         without = interleaved({"": lambda: trainer.step(0)}, device, repeats, calls)[""]
     trainer.net.pipeline.graphs = no_graphs()  # the graphs just recorded send nothing
-    return alone, without
+    return 100 - 100 * without / seconds
 
 
-def stage_costs(gradients, trainer, repeats):
-    """(F, I, W): seconds of one micro-batch through a rank's stages in the pipeline, without waiting, on the slowest
-    rank. If the schedule does not split backward, I and W are half of it each. gradients(): runs a step's forward and
-    backward."""
-    pipe, samples = trainer.net.pipeline, []
+def bubble(trainer, gradients, seconds, repeats):
+    """Columns: a pipeline's bubble, simulated from the measured times of F, I and W, and measured. seconds: what a
+    call of gradients(), a step's forward and backward, takes. If the schedule does not split backward, I and W are
+    half of it each. Stages take as long as the slowest rank's."""
+    s, samples = trainer.s, []
     for _ in range(repeats):
-        stopwatch = Stopwatch(pipe)
+        stopwatch, took = Stopwatch(trainer.net.pipeline), Counter()
         gradients()
-        took = Counter()
-        for action, start, end in stopwatch.stop():
-            took[action.kind] += (end - start) / trainer.s.micro_batches
+        for action, start, end in stopwatch.stop():  # without waiting
+            took[action.kind] += (end - start) / s.micro_batches
         samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
-    return max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
+    costs = max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
+    timeline = simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), *costs)
+    return {"bubble": 100 * max(timeline.idle) / timeline.length,
+            "bubble_measured": 100 - 100 * s.micro_batches * sum(costs) / seconds}
 
 
 def forget():
@@ -200,33 +181,19 @@ def strategies(a):
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
         say(f"left out: {reason}")
-    table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted | measured: "
-                  "GiB of tensors on rank 0\n"
-                  "(peak: the allocator's), MiB that rank 0 sends, bubble. hidden: communication under computation.", {
+    table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted, measured: GiB of "
+                  "tensors on the fullest rank\n(peak: the allocator's on rank 0), MiB that rank 0 sends, bubble. "
+                  "comm: the share of a step that its collectives cost", {
         "strategy": "strategy:<11", "who": "who:<31",
         "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
         "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
-        "traffic_counted": "counted:>9,.1f", "hidden": "hidden %:>8.0f", "bubble": "bubble %:>8.1f",
+        "traffic_counted": "counted:>9,.1f", "communication": "comm %:>8.1f", "bubble": "bubble %:>8.1f",
         "bubble_measured": "measured:>8.1f"})
     for name, s in a.layouts.items():
         for row in measure_strategy(name, s, a, device, machine):
             table.row(**row)
         forget()
-    say("\nGiB of tensors by rank, predicted | measured" + (" (allocator's peak)" if device.type == "cuda" else ""))
-    for row in (row for row in table.rows if "memory_by_rank" in row):
-        predicted, measured = ("  ".join(f"{sum(kinds.values()) / 2**30:.2f}" for kinds in column)
-                               for column in zip(*row["memory_by_rank"]))
-        peaks = "" if device.type == "cpu" else f"  ({'  '.join(f'{peak:.2f}' for peak in row['peak_by_rank'])})"
-        say(f"  {row['strategy']:<11}  {predicted}  |  {measured}{peaks}")
-    for name, s in a.layouts.items():
-        if s.cp > 1 and s.cp_kind == "ring":
-            say(describe_ring(name, s, a.configs[name], machine))
-    if "one" in a.layouts:
-        say(describe_one(next(row for row in table.rows if row["strategy"] == "one"), a.configs["one"],
-                         a.layouts["one"], machine))
-    if "experts" in a.layouts:
-        say(describe_experts(table.rows, a.configs["experts"]))
     write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
 
 
@@ -325,50 +292,6 @@ def without(a, device):
     return table
 
 
-def describe_ring(name, s, config, machine):
-    """A text: from which T/N on attention hides a ring's traffic, by the measured speeds."""
-    ways = [f"{factor:g} F/W = {factor * machine.attention / machine.link:,.0f} tokens {way}"
-            for factor, way in zip(ring_hides(1, 1, train.DTYPES[s.dtype]), ("forward", "backward"))]
-    return (f"\n{name}: T/N is {config.seq_len // s.cp:,}. Attention hides the ring's traffic from {', '.join(ways)},\n"
-            f"by the measured F = {machine.attention / 1e9:,.1f} GFLOP/s of causal attention and W = "
-            f"{machine.link / 1e9:.1f} GB/s between ranks")
-
-
-def parts_of_a_step(config, s, machine):
-    """{kind of work: its seconds in a step on one GPU}, each at its own best rate: products and attention as measured
-    alone, all that is bound by memory at the speed of a copy, and no kernel waits for the CPU."""
-    tokens, c, blocks = s.micro_batches * tokens_of(config, s), config.n_embd, config.n_layer
-    matrices = blocks * (4 * c * c + 2 * c * config.inner) + c * config.vocab_size
-    logit = 3 * widths(s)[0]  # bytes: cross-entropy reads a logit twice, and writes its gradient
-    costs = predict(config, dataclasses.replace(s, cuda_graphs="on"), dataclasses.replace(
-        machine, elementwise=machine.hbm, loss=machine.hbm / logit, launch=0.0))
-    products = 6 * matrices * tokens / machine.matmul
-    attention = 3.5 * blocks * s.micro_batches * attention_seconds(config, s, machine)
-    return {"products": products, "attention": attention, "clipping and AdamW": costs.optimizer,
-            "all other kernels": costs.compute - products - attention}
-
-
-def describe_one(row, config, s, machine):
-    parts = parts_of_a_step(config, s, machine)
-    alone = 1e3 * sum(parts.values())
-    each = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in parts.items())
-    return (f"\none: the parts of a step, each at its best rate, in ms: {each}; together {alone:.1f}. The step takes "
-            f"{row['ms']:.1f}, {row['ms'] / alone:.2f} times as long")
-
-
-def describe_experts(rows, config):
-    """A text: tokens/s with experts over those of the dense twin, and the share of a step that all-to-alls take."""
-    ours, twin = (next((row for row in rows if row["strategy"] == name), None) for name in ("experts", "dense twin"))
-    count = sum(map(config.has_experts, range(config.n_layer)))
-    lines = [f"\nexperts: {describe_parameters(config)}, in {count} of {config.n_layer} blocks"]
-    if twin:
-        lines.append(f"tokens/s with experts : of the dense twin   {ours['who']} {ours['tokens'] / twin['tokens']:.2f}")
-    if took := ours.get("all_to_all_ms"):
-        lines.append(f"all-to-alls take {took:.1f} ms of the step, {100 * took / ours['ms']:.0f} %, measured beside "
-                     f"a step without them; the largest load of an expert is {ours['load_max']:.2f} x the mean")
-    return "\n".join(lines)
-
-
 def in_a_row(a, device):
     """How many steps are timed at a time. On GPUs several, because a step may leave traffic to the next one's forward,
     and the CPU runs ahead, as both do in training."""
@@ -406,48 +329,18 @@ def build_peer(peer, config, s, device, batches):
     return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
 
 
-def memory_and_traffic(trainer, peak):
-    """Columns: bytes by kind on each rank, and by collective on rank 0, predicted and found."""
-    memory = of_all_ranks((predicted_bytes(trainer, trainer.share), trainer.measured_bytes()))
+def memory_and_traffic(trainer):
+    """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
+    memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
+              for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
     trainer.step(2)
     with routes_of(trainer.net) as routes:
         dist.reset_traffic()
         trainer.step(2)
-    counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
-    formula = predicted_traffic(trainer, routes)
-    predicted, measured = (sum(kinds.values()) / 2**30 for kinds in memory[0])
-    found = {"memory_by_rank": memory, "memory": predicted, "memory_measured": measured,
-             "peak_by_rank": of_all_ranks(peak), "traffic_by_collective": formula, "counted_by_collective": counted,
-             "traffic": sum(formula.values()) / 2**20, "traffic_counted": sum(counted.values()) / 2**20}
-    if trainer.s.ep > 1:
-        loads = torch.tensor(of_all_ranks([counts.tolist() for counts in routes])).sum(0)  # (blocks, E)
-        found |= train.how_even(loads)
-    return found
-
-
-def bubble(trainer, gradients, seconds, repeats):
-    """Columns: a pipeline's bubble, simulated from the measured times of F, I and W, and measured. seconds: what a
-    call of gradients(), a step's forward and backward, takes."""
-    s = trainer.s
-    costs = stage_costs(gradients, trainer, repeats)
-    timeline = simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), *costs)
-    return {"bubble": 100 * max(timeline.idle) / timeline.length, "f_i_w_ms": [1e3 * x for x in costs],
-            "bubble_measured": 100 - 100 * s.micro_batches * sum(costs) / seconds, "gradients_ms": 1e3 * seconds}
-
-
-def hidden(trainer, device, seconds, repeats, calls):
-    """Columns: a step's communication alone, the step without it, and the share that is hidden. seconds: a step's."""
-    found = {}
-    if trainer.s.ep > 1:
-        both = {"with": lambda: trainer.step(0),
-                "without": replaced(left_out, ["all_to_all_single"])(lambda: trainer.step(0))}
-        whole, rest = interleaved(both, device, repeats).values()
-        found["all_to_all_ms"] = 1e3 * (whole - rest)
-    alone, without = communication_alone(trainer, device, repeats, calls)
-    found |= {"communication_ms": 1e3 * alone, "without_communication_ms": 1e3 * without}
-    if alone > 0.05 * seconds:  # less would drown in the step's noise
-        found["hidden"] = 100 * (1 - (seconds - without) / alone)
-    return found
+    counted = sum(t.bytes for t in dist.traffic().values())
+    formula = sum(predicted_traffic(trainer, routes).values())
+    return {"memory": memory[0], "memory_measured": memory[1],
+            "traffic": formula / 2**20, "traffic_counted": counted / 2**20}
 
 
 def measure_strategy(name, s, a, device, machine):
@@ -459,11 +352,11 @@ def measure_strategy(name, s, a, device, machine):
     def row(who, seconds, peak, **more):
         speed = tokens / seconds
         return dict(strategy=name, who=who, ms=1e3 * seconds, tokens=speed, mfu=mfu(config, speed, machine), peak=peak,
-                    settings=dataclasses.asdict(s), **more)
+                    **more)
 
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
-    more = memory_and_traffic(trainer, peak)
+    more = memory_and_traffic(trainer)
     for group in trainer.net.groups:
         dist.use(group, a.comm)
     trainer.net.pipeline.graphs = no_graphs()  # a graph sends as it was recorded
@@ -476,10 +369,11 @@ def measure_strategy(name, s, a, device, machine):
     if s.pp > 1:
         more |= bubble(trainer, steps["gradients"], seconds["gradients"], a.repeats)
     elif a.gpus > 1:
-        more |= hidden(trainer, device, seconds["ours"], a.repeats, calls)
-    labels = {"ours": "ours", "ring": "ours, textbook ring", "torch": f"ours, {torch_dist.get_backend()}"}
-    planned = predict(config, s, machine).step
-    yield row(labels[a.comm], seconds["ours"], peak, plan=1e3 * planned, off=planned / seconds["ours"],
-              ratio=seconds["peer"] / seconds["ours"] if peer else None, **more)
+        more["communication"] = communication(trainer, device, seconds["ours"], a.repeats, calls)
+    planned = sum(predict(config, s, machine))
+    if peer:
+        more["ratio"] = seconds["peer"] / seconds["ours"]
+    yield row("ours" if a.comm == "ours" else f"ours, {a.comm}", seconds["ours"], peak, plan=1e3 * planned,
+              off=planned / seconds["ours"], **more)
     if peer:
         yield row(title, seconds["peer"], peer_peak)

@@ -17,7 +17,7 @@ import kernels
 import parallel
 from safe.flags import gpus_here, schedule_of
 from theory.clock import most_held
-from theory.memory import rank_bytes, tensors_in
+from theory.memory import memory_bytes, tensors_in
 
 
 class Stopwatch:
@@ -120,7 +120,7 @@ def predicted_bytes(trainer, load=1.0):
     held = math.ceil(most_held(schedule_of(s)[rank]) / s.virtual_stages)
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
     cuts = parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)
-    return rank_bytes(trainer.config, s, rank, held, fused, cuts, load)
+    return memory_bytes(trainer.config, s, cuts[rank::s.pp], held, fused, load)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import sys
-import types
 from collections import Counter
 
 import pytest
@@ -17,11 +16,21 @@ def test_pipeline_demo_draws_all_four(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lessons", "pipeline", "--stages", "4", "--micro-batches", "8"])
     lessons.demos.main()
     printed = capsys.readouterr().out
-    for line in ("GPipe: idle 9 by the formula | 9 simulated", "1F1B: idle 9 by the formula | 9 simulated",
-                 "interleaved 1F1B, v=2: idle 4.5 by the formula | 4.5 simulated",
-                 "ZB-H1: idle 3 by the formula | 3 simulated",
+    for line in ("gpipe: idle 9 by the formula | 9 simulated", "1f1b: idle 9 by the formula | 9 simulated",
+                 "interleaved: idle 4.5 by the formula | 4.5 simulated", "zb-h1: idle 3 by the formula | 3 simulated",
                  "peak activations 4 3 2 1", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0"):
         assert line in printed
+
+
+def test_memory_demo_shows_the_lecture_s_activations(monkeypatch, capsys):
+    """Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of norms and heads are small."""
+    monkeypatch.setattr(sys, "argv", ["lessons", "memory"])
+    lessons.demos.main()
+    rows = [line.split()[-3::2] for line in capsys.readouterr().out.splitlines() if re.match("  .*[|]", line)]
+    norms, heads = 16 / 12288, 4 * 96 / 12288
+    ours = 32 + norms + heads, 8 + norms + (24 + heads) / 8, (32 + norms + heads) / 8, (24 + norms) / 8, 2
+    lecture = 34 + 80, 10 + 104 / 8, 114 / 8, 34 / 8, 2
+    assert rows == [[f"{a:.2f}", f"{b:.2f}"] for a, b in zip(lecture, ours)]
 
 
 def demo_lines(name, argument=None):
@@ -31,7 +40,7 @@ def demo_lines(name, argument=None):
 
 
 def test_collectives_demo_shows_steps_and_counts_bytes(plain_pool):
-    lines = plain_pool(4).run(demo_lines, "demo_collectives", types.SimpleNamespace(device="cpu"))[0]
+    lines = plain_pool(4).run(demo_lines, "demo_collectives")[0]
     ring = lines[lines.index("  all-gather step 2: chunk r-2, complete, goes right") + 1:][:4]
     assert [line.split()[2:] for line in ring] == [["abcd"] * 4] * 4
     counts = [line.split()[1:4:2] for line in lines if " | " in line and "counted" not in line]
@@ -44,7 +53,7 @@ def test_data_demo_shows_buckets_that_are_complete_before_backward_ends(plain_po
     leaves = [int(row.split()[0]) for row in rows]
     assert leaves == sorted(set(leaves)) and len(leaves) > 2 and leaves[-1] == 52
     assert "ln_f, h.3" in rows[0] and "h.0, wpe, wte" in rows[0] and rows[-1].endswith(" nothing")
-    law, (naive, ddp) = 4 * 8 * model.PRESETS["tiny"].parameters() // 3, (line.split()[-4:] for line in lines[-3:-1])
+    law, (ddp, naive) = 4 * 8 * model.PRESETS["tiny"].parameters() // 3, (line.split()[-4:] for line in lines[-3:-1])
     assert f"{law:,}" in lines[-1] and abs(int(ddp[2].replace(",", "")) - law) <= 4 * 8 * len(leaves)  # padding
     assert int(naive[0]) == 52 and int(ddp[0]) == len(leaves) and max(float(naive[3]), float(ddp[3])) < 1e-13
 
@@ -59,27 +68,19 @@ def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(plain_pool):
     assert len(errors) == 2 and all(len(pair) == 2 and max(pair) < 1e-13 for pair in errors)
 
 
-def test_experts_demo_sends_the_rows_that_travel_and_evens_out_the_load(plain_pool):
+def test_experts_demo_sends_the_rows_that_travel(plain_pool):
     lines = plain_pool(2).run(demo_lines, "demo_experts")[0]
     tokens = [re.findall(r"(0\.\d\d) x expert (\d)", line) for line in lines if " token " in line]
     assert len(tokens) == 10 and all(abs(float(a) + float(b) - 1) < 0.02 and e != f for (a, e), (b, f) in tokens)
-    table = [[int(n) for n in line.split()[2:]] for line in lines if re.fullmatch(r"  rank \d( +\d+){6}", line)]
-    for rank, row in enumerate(table):
+    table = [line.replace(",", "") for line in lines if "forward" in line and " | " in line]
+    rows = [[int(n) for n in re.findall(r"\d+", line.split("forward")[0])][1:] for line in table]
+    for rank, row in enumerate(rows):
         chosen = Counter(int(e) for token in tokens[5 * rank:5 * rank + 5] for _, e in token)
         assert row == [chosen[e] for e in range(4)] + [chosen[0] + chosen[1], chosen[2] + chosen[3]]
-    law = 8 * 32 * (table[0][5] + table[1][4])  # of the rows that travel, a rank sends some and the others' outputs
-    sent = [line.replace(",", "").split() for line in lines if " | " in line and "counted" not in line]
-    assert len(sent) == 2 and law and table[0][5] != table[1][4]
-    for _, _, there, _, there_law, back, _, back_law, *errors in sent:
-        assert int(there) == int(there_law) == law + 2 * 8 and int(back) == int(back_law) == law
-        assert len(errors) == 3 and max(map(float, errors)) < 1e-14
-    rounds = [line.split() for line in lines if " x mean " in line]
-    loads, biases = ([[float(n) for n in row[part]] for row in rounds] for part in (slice(4, 8), slice(8, 12)))
-    largest = [max(load) / 500 for load in loads]
-    assert [row[0] for row in rounds] == ["0", "10", "50"] and [sum(load) for load in loads] == [2000] * 3
-    assert all(abs(float(row[1]) - most) < 0.01 for row, most in zip(rounds, largest))
-    assert largest[0] > 1.3 and largest[0] > largest[1] > largest[2] and largest[2] < 1.05 and biases[0] == [0] * 4
-    assert [b < 0 for b in biases[1]] == [n > 500 for n in loads[0]] and abs(sum(biases[2])) < 0.03
+    law = 8 * 32 * (rows[0][5] + rows[1][4])  # of the rows that travel, a rank sends some and the others' outputs
+    for line in table:
+        assert f"forward {law + 2 * 8} | {law + 2 * 8}   backward {law} | {law} " in line
+        assert len(errors := re.findall(r"\de[-+]\d+", line)) == 2 and max(map(float, errors)) < 1e-14
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -94,8 +95,8 @@ def test_context_demo_has_equal_work_by_zigzag_alone(n, monkeypatch, capsys):
     assert contiguous == [[2] + [4] * r + [0] * (n - 1 - r) for r in range(n)] and zigzag == [[2] * n] * n
     assert [float(row[-1]) for row in rows] == [2 + 4 * r for r in range(n)] + [2 * n] * n
     assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == 2 * n * n  # half of all 2N x 2N blocks
-    assert [row[1] for row in rows[n:]] == [f"{r},{2 * n - 1 - r}" for r in range(n)]
-    longest = [float(line.split()[-1]) for line in lines if "busiest  " in line]
+    assert [row[1] for row in rows[n:]] == [f"{r},{2 * n - 1 - r}" for r in range(n)]  # the chunks of its queries
+    longest = [float(line.split()[-1]) for line in lines if "  busiest " in line]
     assert longest == [2 + 4 * (n - 1), 2 * n] and f"are {2 * n} a rank" in lines[-1]
 
 

@@ -25,7 +25,7 @@ from fast.graphs import LeanGPT
 from further.schedules import zero_bubble_h1
 from lessons.demos import main
 from safe.data import load_data
-from safe.flags import check_layout, model_config
+from safe.flags import check_layout, model_config, Settings
 from safe.reports import BirthLog, predicted_bytes
 from theory.memory import memory_bytes
 
@@ -62,7 +62,7 @@ def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
     k = model.PRESETS["gpt2-xl"].parameters()
     for zero, (parameters, gradients, optimizer) in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8),
                                                                (0, 4 / 8, 12 / 8)]):
-        b = memory_bytes(model.PRESETS["gpt2-xl"], zero, dp=8, dtype=torch.bfloat16)
+        b = memory_bytes(model.PRESETS["gpt2-xl"], Settings(dp=8, zero=zero, dtype="bf16", batch_size=8))
         assert close(torch.tensor([b["parameters"], b["gradients"], b["optimizer"]]) / k,
                      torch.tensor([parameters, gradients, optimizer]), 1e-2)  # 1-D ones stay whole
     monkeypatch.setattr(sys, "argv", ["lessons", "memory", "--model", "gpt2-xl", "--dp", "8"])

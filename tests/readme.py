@@ -5,12 +5,12 @@ import dataclasses
 import importlib.util
 import inspect
 import os
-import pathlib
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import types
 from collections import Counter
 
 import pytest
@@ -26,11 +26,11 @@ import safe.flags
 import safe.launch
 import theory.clock
 import train
+from further.experts import split_experts
 from tests.kernels import no_worse_than_pytorch, random
 from tests.pool import HERE
 from tests.runs import (
-    command, FILES, files_in, FURTHER, LECTURE, module_of, named, Ranks, README, readme_commands, readme_levels, TRAIN,
-    WHOLE)
+    command, FILES, files_in, FURTHER, LECTURE, module_of, named, README, readme_commands, readme_levels, TRAIN, WHOLE)
 
 
 def test_readme_names_what_is_there():
@@ -74,12 +74,13 @@ def test_readme_names_what_is_there():
 
 
 def test_readme_commands_are_understood(monkeypatch, capsys):
-    def only_parse(self):
-        parse_args(self)
-        sys.exit(0)
+    class OnlyParses(safe.flags.Parser):
+        def parse_args(self):
+            super().parse_args()
+            sys.exit(0)
 
-    understood, parse_args = Counter(), lessons.demos.Parser.parse_args
-    monkeypatch.setattr(lessons.demos.Parser, "parse_args", only_parse)
+    understood = Counter()
+    monkeypatch.setattr(lessons.demos, "Parser", OnlyParses)
     for line in readme_commands():
         words = [word for word in shlex.split(line) if not word.startswith("SLOW=")]
         if "sh" in words:  # what its shell runs
@@ -114,7 +115,7 @@ def test_readme_commands_are_understood(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line,says", [("python -m lessons sizes", "6 (K - T C) + 12 L C T"),
-                                       ("python bench.py plan --gpus 64", "beside computation")])
+                                       ("python bench.py plan --gpus 64", "layouts that fit")])
 def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert line in readme_commands()
     words = line.split()[1:]
@@ -126,19 +127,29 @@ def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert says in capsys.readouterr().out
 
 
-def test_readme_command_that_starts_processes_runs(tmp_path, monkeypatch):
+def test_a_command_that_starts_processes_runs_and_ends():
+    """As a shell runs it: the ranks are copies of the launcher, which waits for what each of them returns."""
     line = "python -m lessons data --ranks 4"
     assert line in readme_commands()
+    process = command(sys.executable, *line.split()[1:])
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0 and "DDP, in buckets" in printed, (printed, errors)
 
-    def start_again(processes):
-        ranks = Ranks(line.split()[3:], processes, tmp_path / "log", program="lessons/demos")
-        assert ranks.end() == [0] * 4 and "DDP, in buckets" in ranks.printed(), ranks.printed()
-        sys.exit(0)
 
-    monkeypatch.setattr(sys, "argv", line.split()[2:])
-    monkeypatch.setattr(safe.launch, "start_again", start_again)
-    with pytest.raises(SystemExit, match="0"):
-        lessons.demos.main()
+def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda device, sizes, mesh_dim_names: types.SimpleNamespace(
+        mesh=torch.arange(16).view(sizes), mesh_dim_names=mesh_dim_names))
+    monkeypatch.setattr(dist, "rows_and_columns", lambda grid: [grid])  # which would make groups
+    mesh = parallel.make_mesh("cpu", dp=2, tp=2, pp=2, cp=2)
+    experts = torch.tensor(split_experts(mesh, 2))
+    groups = {name: mesh.mesh.movedim(i, 3).reshape(8, 2) for i, name in enumerate(mesh.mesh_dim_names)}
+    groups |= {"dp x cp": parallel.ranks_of_replicas(mesh), "ep 2, of dp": experts.flatten(0, 1),
+               "copies of experts": experts.transpose(1, 2).flatten(0, 1)}
+    for name, ranks in groups.items():
+        letters = re.search(rf"(?m)^{name}  +((?:[a-h] +){{16}})", README)[1].split()
+        assert sorted(ranks.tolist()) == sorted(
+            [rank for rank in range(16) if letters[rank] == letter] for letter in {*letters}), name
 
 
 def test_readme_debugger_stops_in_what_was_read():
@@ -158,16 +169,6 @@ def test_readme_library_code_is_fast():
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 0 and printed.split()[0] == "fast.overlap", (printed, errors)
     assert printed.split(" ", 1)[1].strip() == str([[4.0] * 3] * 2)
-
-
-def test_a_command_that_starts_processes_ends(tmp_path):
-    """As a shell runs it: the ranks are copies of the launcher, which waits for what each of them returns. One of the
-    pictures shows the calls of a step; the launcher's own are none of them."""
-    process = command(sys.executable, "bench.py", "pictures", "--into", str(tmp_path))
-    printed, errors = process.communicate(timeout=100)
-    assert process.returncode == 0 and "calls.svg" in printed, (printed, errors)
-    if sys.version_info >= (3, 11):  # before, a method's name lacks its class
-        assert (tmp_path / "calls.svg").read_text() == pathlib.Path(HERE, "assets", "calls.svg").read_text()
 
 
 def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):

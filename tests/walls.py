@@ -43,6 +43,7 @@ from tests.pool import HERE, forkserver, needs_kernels, pools
 from tests.runs import log_of, Ranks, TRAIN
 from tests.windows import test_all_to_all_equals_library
 from tests.zero import test_zero_sends_what_the_table_says
+from safe.flags import Settings
 from theory.memory import memory_bytes
 
 ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
@@ -125,7 +126,8 @@ def test_zero_keeps_what_the_table_says(pool, plain_pool, way):
     if pool.device_type == "cuda":
         pytest.skip("the table is that of any device")
     for zero, within in [*((zero, 4) for zero in range(4)), (2, 2), (3, 2)]:
-        table = memory_bytes(model.GPTConfig(**KEEPER), zero, within, dtype=torch.bfloat16)
+        s = Settings(dp=within, zero=zero, dtype="bf16", batch_size=within)
+        table = memory_bytes(model.GPTConfig(**KEEPER), s)
         table = sum(table[kind] for kind in ("parameters", "gradients", "optimizer"))
         for kept in (plain_pool if way == "plain" else pool)(4).run(bytes_kept, zero, within):
             assert abs(kept / table - 1) < 0.05, (zero, kept, table)

@@ -2,6 +2,7 @@
 of a running model by kind, which the predictions are held against.
 """
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -10,11 +11,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import parallel
-import train
 from model import GPT
 from parallel import (
     CopyToGroup, gpt2_plan, is_matrix, master_dtype, planned, ReduceFromGroup, RowParallelLinear)
 from theory.clock import most_held, split_pieces
+from theory.traffic import tokens_of, widths
 
 
 def tensors_in(value):
@@ -24,28 +25,26 @@ def tensors_in(value):
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
 
-def memory_bytes(config, zero=0, dp=1, tp=1, dtype=torch.float32, recompute="none", micro_batch=1, pieces=None,
-                 held=1, fused=True, sequence=False, cp=1, context="ring", ep=1, copies=None, load=1.0):
-    """Predicted bytes a rank: {"parameters", "gradients", "optimizer", "activations"}.
+def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
+    """Predicted bytes a rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    dtype: what layers compute in. optimizer: AdamW's two moments, and float32 master weights if dtype is bf16 or fp16.
-    activations: those of `held` micro-batches of `micro_batch` sequences, by activation_bytes. pieces: a pipeline
-    rank's runs of pieces, from `split_pieces`; None means all. fused: our cross-entropy kernel computes the loss.
-    sequence, context: as for parallelize. Ranks: dp share out the shards, cp share a sequence, ep share out the
-    experts, `copies` keep the same experts (None: dp / ep). load: tokens of a rank's experts over an equal share.
+    s: train.py's settings. optimizer: AdamW's two moments, and float32 master weights if layers compute in bf16 or
+    fp16. activations: those of `held` micro-batches, by activation_bytes. pieces: a pipeline rank's runs of pieces,
+    from `split_pieces`; None means all. fused: our cross-entropy kernel computes the loss. load: tokens of a rank's
+    experts over an equal share.
     """
-    tokens_cut, twice = tp if sequence else 1, cp > 1 and (context == "ulysses" or config.n_head > tp)
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    wide, narrow, whole, vector, mine = master_dtype(dtype).itemsize, dtype.itemsize, 0, 0, 0
-    for some, shared, ranks in zip(local_elements(config, tp, tuple(pieces)), (1, ep), (dp, copies or dp // ep)):
+    replicas, (narrow, wide), whole, vector, mine = s.dp * s.cp, widths(s), 0, 0, 0
+    # Of experts ep ranks share out the parameters, and replicas / ep keep the same.
+    for some, shared, ranks in zip(local_elements(config, s.tp, tuple(pieces)), (1, s.ep),
+                                   (s.zero_within or replicas, replicas // s.ep)):
         m, v = some[True] / shared, some[False] / shared  # of matrices, of vectors, on this rank
         whole, vector = whole + m + v, vector + v
-        mine += m / ranks + v if zero == 3 else (m + v) / (ranks if zero else 1)  # what this rank's optimizer steps
+        mine += m / ranks + v if s.zero == 3 else (m + v) / (ranks if s.zero else 1)  # what this rank's optimizer steps
     masters = wide * mine if wide != narrow else 0
-    return {"parameters": int(narrow * whole if zero < 3 else narrow * vector + (0 if masters else wide * mine)),
-                "gradients": int(wide * (whole if zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
-                "activations": held * activation_bytes(config, micro_batch, tp, narrow, recompute, pieces, fused,
-                                                       tokens_cut, twice, ep, load) // cp}
+    return {"parameters": int(narrow * whole if s.zero < 3 else narrow * vector + (0 if masters else wide * mine)),
+            "gradients": int(wide * (whole if s.zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
+            "activations": held * activation_bytes(config, s, pieces, fused, load)}
 
 
 @functools.cache
@@ -74,14 +73,13 @@ def elements_of(config, tp, i):
     return count
 
 
-def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=True, tokens_cut=1, twice=False, ep=1,
-                     load=1.0):
-    """Bytes that autograd keeps from the forward of `micro_batch` sequences to their backward. Of a block, in elements
+def activation_bytes(config, s, pieces, fused=True, load=1.0):
+    """Bytes that autograd keeps from a micro-batch's forward to its backward. Of a block, in elements
     a token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C / tokens_cut
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-                     attention's output once more, if `twice`                     C
+                     attention's output once more, where --cp keeps it `twice`    C
 
     Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
@@ -93,22 +91,22 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
     over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
     ZB-H1 keeps more than this: the output gradients that its W actions need.
     """
-    tokens, c = micro_batch * config.seq_len, config.n_embd
+    tokens, c, width, tp = tokens_of(config, s), config.n_embd, widths(s)[0], s.tp
+    tokens_cut, twice = tp if s.sp else 1, s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
     blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
     first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
     attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut
-    mlps = sum(routed_bytes(config, tp, width, tokens_cut, ep, load, fused) if routed else 2 * config.inner * width / tp
-               for routed in blocks)
-    every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[recompute] * len(blocks)
-    every += mlps if recompute != "block" else 0
+    mlps = sum(routed_bytes(config, s, load, fused) if routed else 2 * config.inner * width / tp for routed in blocks)
+    every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[s.recompute] * len(blocks)
+    every += mlps if s.recompute != "block" else 0
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    ids, targets = 8 / micro_batch + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
+    ids, targets = 8 * config.seq_len / s.cp / tokens + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
     last = (c * width + 8) / tokens_cut + c * width + logits + targets
     return int(tokens * (every + first * ids + head * last))
 
 
-def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
+def routed_bytes(config, s, load, fused):
     """Bytes a token that a router and k experts keep for backward:
 
                                                                          elements                 if `fused`: int32
@@ -122,13 +120,13 @@ def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
 
     A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
     """
-    c, k, wide = config.n_embd, config.top_k, max(width, 4)
-    rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
+    c, k, width, tokens_cut, travel = config.n_embd, config.top_k, widths(s)[0], s.tp if s.sp else 1, s.ep > 1
+    wide, rows = max(width, 4), k * load * (c + 2 * config.inner / s.tp) * width + k * c * width
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
     if fused:
-        sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * (ep > 1)
+        sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * travel
     else:
-        sorting = 24 + 16 * load * (ep > 1) + width * (wide > width)
+        sorting = 24 + 16 * load * travel + width * (wide > width)
     return rows + router / tokens_cut + k * sorting
 
 
@@ -157,20 +155,11 @@ def held(schedule, p, m, v):
     return [most_held(actions) / v for actions in parallel.SCHEDULES[schedule](p, m, v)]
 
 
-def needed_bytes(config, s, fused):
-    """Bytes that the fullest pipeline rank needs, with what a block recomputes. fused: as in `memory_bytes`."""
-    cuts, dtype = split_pieces(config, s.pp * s.virtual_stages), train.DTYPES[s.dtype]
-    each, i = s.batch_size // s.dp // s.micro_batches, min(config.expert_every, config.n_layer)  # a block with experts
-    again, kept = (activation_bytes(config, each, s.tp, dtype.itemsize, recompute, [range(i, i + 1)],
-                                             tokens_cut=s.tp if s.sp else 1, ep=s.ep) // s.cp
-                   for recompute in ("none", s.recompute))
+def needed_bytes(config, s):
+    """Bytes that the fullest pipeline rank needs on a GPU, with what a block recomputes."""
+    cuts, i = split_pieces(config, s.pp * s.virtual_stages), min(config.expert_every, config.n_layer)
+    again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
+                   for some in (dataclasses.replace(s, recompute="none"), s))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    return again - kept + max(sum(rank_bytes(config, s, rank, math.ceil(peak[rank]), fused, cuts).values())
+    return again - kept + max(sum(memory_bytes(config, s, cuts[rank::s.pp], math.ceil(peak[rank])).values())
                               for rank in range(s.pp))
-
-
-def rank_bytes(config, s, rank, held, fused, cuts, load=1.0):
-    """`memory_bytes` of a pipeline rank under the flags s. cuts: the runs of pieces of all stages."""
-    replicas, each = s.dp * s.cp, s.batch_size // s.dp // s.micro_batches
-    return memory_bytes(config, s.zero, s.zero_within or replicas, s.tp, train.DTYPES[s.dtype], s.recompute, each,
-                        cuts[rank::s.pp], held, fused, s.sp, s.cp, s.cp_kind, s.ep, replicas // s.ep, load)

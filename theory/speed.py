@@ -3,8 +3,6 @@
 Read with: Ultra-Scale Playbook, "finding the best training configuration" and its formulas.
 """
 
-import contextlib
-import functools
 import math
 import re
 from collections import Counter
@@ -54,13 +52,10 @@ class Machine:
     hbm: float            # bytes/s of a copy, read plus written
     launch: float         # s that the CPU takes to issue a block's kernels, forward and backward; CUDA graphs take 0
     link: float = None         # bytes/s from one GPU to another of its node
-    hop: float = None          # s of latency of a message inside a node
+    hop: float = None          # s of latency of a collective inside a node
     network: float = None      # bytes/s from one GPU to another node; None: not known
-    network_hop: float = None  # s of latency of a message between nodes
+    network_hop: float = 8e-6  # s of latency of a collective between nodes
     node: int = 8              # GPUs of a node
-    switched: bool = True      # a switch joins the GPUs of a node, so they need no ring
-    units: float = None        # `launch` under ZeRO-3, with its hooks but without its collectives
-    fused: bool = True         # --kernels auto takes our kernels, for the loss and AdamW, too: Hopper and later
     long_attention: float = None  # what attention reaches in ever longer rows; None: `attention` has the model's length
 
     def attention_with(self, tokens):
@@ -72,65 +67,43 @@ class Machine:
 # `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them. Rates of the
 # other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured.
 MACHINES = {
-    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
+    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9,
                     long_attention=450e12),
-    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9, 8e-6,
+    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9,
                     long_attention=430e12),
-    "a100": Machine("A100", 312e12, 85e9, 250e12, 100e12, 2.5e12, 1.5e11, 1.7e12, 1.7e-3, 200e9, 2.7e-5, 22e9, 8e-6,
-                    fused=False, long_attention=170e12),
 }
 
 
-def rounds(op, elements, width, n, direct, small=False):
-    """(number of rounds, one after the other; bytes sent) of a collective. direct: a switch joins all ranks. small: an
-    all-reduce sends the whole tensor in few rounds."""
-    if op == "all_reduce" and small:
-        count = 1 if direct else math.log2(n)
-        return count, elements * width * (n - 1 if direct else count)
-    return (2 if op == "all_reduce" else 1) * (1 if direct or op == "isend" else n - 1), sent(op, elements, width, n, 0)
-
-
 def message_seconds(item, n, machine, here):
-    """Seconds of a Message in a group of n ranks, `here` of them on each node: rounds x hop + bytes / bandwidth for
-    each of its calls.
+    """Seconds of a Message in a group of n ranks, `here` of them on each node: latency + bytes / bandwidth for each of
+    its calls.
 
     If a node has several of the ranks but not all, the group works in two levels, and each rank sends its part through
-    its own network card. If a node has one of them, that rank has a card, too. An all-reduce is taken to use the faster
-    of its two ways; fast/rings.py decides by DOUBLING_BYTES.
+    its own network card. If a node has one of them, that rank has a card, too.
     """
-    def seconds(op, elements, n, near):
-        hop, rate = (machine.hop, machine.link) if near else (machine.network_hop, min(machine.link, machine.network))
-        ways = [rounds(op, elements, item.width, n, machine.switched and near, small)
-                for small in ((False, True) if op == "all_reduce" else (False,))]
-        return min(count * hop + k / rate for count, k in ways)
-
-    def call(op, elements):
-        if here in (1, n) or op not in ("all_reduce", *HALVES):
-            return seconds(op, elements, n, here == n)
-        return sum(times * seconds(part, count, here if near else n // here, near)
-                   for times, part, count, near in in_two_levels(op, elements, here, n // here, here - 1))
-
-    if n == 1:
-        return 0.0
-    return item.times * sum(count * call(item.op, elements) for elements, count in Counter(item.elements).items())
+    halves = item.op in ("all_reduce", *HALVES)
+    here = here if halves or here == n else 1
+    total = 0.0
+    for elements, count in Counter(item.elements).items():
+        parts = [(1, item.op, elements, here == n)] if here in (1, n) else in_two_levels(
+            item.op, elements, here, n // here, here - 1)
+        for times, op, some, near in parts:
+            hop, rate = (machine.hop, machine.link) if near else (
+                machine.network_hop, min(machine.link, machine.network))
+            total += count * times * (hop + sent(op, some, item.width, here if near else n // here, 0) / rate)
+    return item.times * total
 
 
 class Costs(NamedTuple):
-    """Predicted seconds of a step on the busiest pipeline rank. A step is the sum of all but the last two."""
+    """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
     tp: float           # tensor parallelism's collectives, which nothing hides
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
-    transfers: float    # the pipeline's that a rank waits for, and the tied embedding's gradient between its ends
+    pp: float           # a pipeline's transfers that a rank waits for
     dp: float           # data parallelism's collectives, less the time that computation hides
     optimizer: float
-    cp_all: float       # all of context parallelism's traffic, hidden or not
-    dp_all: float       # all of data parallelism's
-
-    @property
-    def step(self):
-        return sum(self) - self.cp_all - self.dp_all
 
 
 def passes(config, tp=1, sp=False, ep=1, routed=False):
@@ -138,16 +111,14 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the sums of the biases'
     gradients, 2C + (3C + inner). tp cuts (3C + inner), sp also the other C. routed: the block has experts, with equal
-    loads. Then a token has a row of C for each of its experts. Sorting reads the token and writes its rows; weighing
-    and adding up reads the rows and writes the token. The router takes C, in I 3C. With ep > 1 rows are sorted by
-    expert and back once more.
+    loads. Then a token has a row of C for each of its experts. Sorting reads the token and writes its rows, weighing
+    reads the rows and writes the token, and the router reads it: about 3 of each. With ep > 1 rows are sorted by expert
+    and back once more.
     """
     c, k = config.n_embd, config.top_k if routed else 1
     own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
-    block = 10 * own + 2 * inner, 16 * own + 3 * inner, 2 * own + 3 * c / tp + inner
-    travelled = 4 * rows * (ep > 1)
-    more = own + 2 * (c + rows) + travelled, 3 * own + 2 * c + 3 * rows + travelled, rows - own
-    return [n + routed * experts for n, experts in zip(block, more)]
+    more = routed * (3 * (c + rows) + 4 * rows * (ep > 1))
+    return 10 * own + 2 * inner + more, 16 * own + 3 * inner + more, 2 * own + 3 * c / tp + inner
 
 
 def block_seconds(config, s, machine, routed):
@@ -164,36 +135,25 @@ def block_seconds(config, s, machine, routed):
     return f, i + again, w
 
 
-# With ep > 1 the CPU waits for the counts of rows in each block. Meanwhile the GPU has nothing to do for so many
-# seconds, those of a copy and a launch: a rough estimate, not measured.
-WAIT = 2e-5
-
-
 def stage_seconds(config, s, machine, stages):
     """(F, I, W): seconds of one micro-batch on a rank with these stages, in layout s, each kind of work at its rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
     CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
-    all blocks and the head. If the CPU waits for counts in forward (ep > 1), this holds for forward and backward
-    separately. The CPU's seconds are proportional to autograd's functions: 9 in a dense block, 3 more with experts, or
-    7 more with ep > 1.
+    all blocks and the head. The CPU's seconds are proportional to autograd's functions: 9 in a dense block, 3 more with
+    experts, or 7 more with ep > 1.
     """
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
-    replayed = replayable(s, config) and s.cuda_graphs != "off"
-    issue = machine.units if s.zero == 3 and machine.units else machine.launch
-    once = 0.0 if replayed else (blocks + routed * (7 if s.ep > 1 else 3) / 9) * issue
-    launch = once * (1 if s.recompute == "none" else 4 / 3)
     if head:
         logits = tokens * config.vocab_size / s.tp
         product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss
         f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
-    if s.ep > 1 and routed:
-        waits = routed * WAIT
-        slow = max(1.0, (launch - once / 3) / (i + w))  # issuing forward takes a third of `once`
-        return max(f, once / 3) + waits, slow * i + waits * (s.recompute == "block"), slow * w
-    slow = max(1.0, launch / (f + i + w)) if blocks else 1.0
+    if not blocks or replayable(s, config) and s.cuda_graphs != "off":
+        return f, i, w
+    launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 if s.recompute == "none" else 4 / 3)
+    slow = max(1.0, launch / (f + i + w))
     return slow * f, slow * i, slow * w
 
 
@@ -218,27 +178,17 @@ def ring_hides(flops, link, dtype):
 
 
 def context_seconds(config, s, machine, blocks, spent):
-    """(seconds of context parallelism's traffic in a training step, those of them that attention does not hide).
+    """Seconds of context parallelism's traffic in a training step that attention does not hide.
 
     A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
     follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
     """
-    every = sum(seconds for (axis, _), seconds in spent.items() if axis == "cp")
+    every = seconds_of_axis(spent, "cp")
     if s.cp == 1 or s.cp_kind == "ulysses":
-        return every, every
-    runs, gradients = 1 + (s.recompute != "none"), spent["cp", "their gradients"]  # of attention's forward
-    keys = spent["cp", "keys and values"] / (runs + 1)
-    over = s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    return every, runs * max(0.0, keys - over) + max(gradients / (s.cp - 1), keys + gradients - 2.5 * over)
-
-
-@functools.cache
-def splits_backward(schedule, p, m, v):
-    """Whether weight gradients are actions of their own, or None if the schedule refuses these numbers. It is tried
-    with the fewest micro-batches that fill it and leave m's remainder when divided by p."""
-    with contextlib.suppress(ValueError):
-        lists = parallel.SCHEDULES[schedule](p, p + m % p, v)
-        return any(action.kind == "W" for actions in lists for action in actions)
+        return every
+    runs = 1 + (s.recompute != "none") + 2.5  # of attention's forward; backward takes 2.5 times as long
+    over = runs * s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
+    return max(spent["cp", "their gradients"] / (s.cp - 1), every - over)
 
 
 # Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
@@ -263,6 +213,8 @@ def seconds_by_axis(s, machine, items):
     spent, touched, groups = Counter(), Counter(), groups_of(s)
     for item in items:
         n, distance = groups[item.axis]
+        if n == 1:
+            continue
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
         spent[item.axis, item.what] += message_seconds(item, n, machine, here)
@@ -271,91 +223,77 @@ def seconds_by_axis(s, machine, items):
     return spent, touched
 
 
-def buckets_of(s, elements, units, ranks=1):
-    """Buckets as for `messages`, the 1-D parameters' last. elements: {is a matrix: elements}, which `ranks` share out;
-    units: of ZeRO-3."""
-    wide = widths(s)[1]
-    matrices, vectors = (int(elements[is_matrix] / ranks) for is_matrix in (True, False))
+def seconds_of_axis(spent, axis):
+    return sum(seconds for (some, _), seconds in spent.items() if some == axis)
+
+
+def buckets_of(s, elements, units):
+    """Buckets as for `messages`, of so many elements on a rank. units: of ZeRO-3."""
     if s.zero == 3:
-        unit = matrices // max(1, units)
-        return [(unit, 2)] * (units - 1) + [(unit, 1), (vectors, 0)]
-    count = -(-matrices * wide // (100 << 20))
-    return [(matrices // max(1, count), 0)] * count + [(vectors, 0)]
+        return [(elements // units, 2)] * (units - 1) + [(elements // units, 1)]
+    count = max(1, math.ceil(elements * widths(s)[1] / (100 << 20)))
+    return [(elements // count, 0)] * count
 
 
-def optimizer_seconds(s, machine, shared, experts):
-    """Clipping reads gradients once, and scales them; AdamW reads four numbers and writes three; then weights are cast
-    down. Our kernel does all of this in one pass, except the first reading."""
-    narrow, wide = widths(s)
-    moved = 8 * wide + narrow if machine.fused and wide != narrow else 10 * wide + (wide != narrow) * (wide + narrow)
-    shards, copies = (s.zero_within or s.dp * s.cp, s.dp * s.cp // s.ep) if s.zero else (1, 1)
-    return (shared[True] / shards + experts[True] / s.ep / copies) * moved / machine.hbm
-
-
-def data_seconds(config, s, machine, spent, touched, count, times, optimizer):
-    """(seconds of data parallelism's traffic, those of them that computation does not hide). count: buckets sent in a
-    row; times: (forward, backward) of a micro-batch.
+def data_seconds(s, spent, touched, count, forward, backward, updates):
+    """Seconds of data parallelism's traffic that computation does not hide. count: buckets sent in a row; forward,
+    backward: seconds of a micro-batch; updates: seconds of work that goes on while weights are gathered.
 
     Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights while
-    our AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3 gathers each
+    AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3 gathers each
     unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
     whole.
     """
-    m, (forward, backward) = s.micro_batches, times
-    axis = "within" if s.zero_within and s.zero_within != s.dp * s.cp else "dp"
+    m, axis = s.micro_batches, "within" if s.zero_within and s.zero_within != s.dp * s.cp else "dp"
     gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
-        late = machine.fused and s.cuda_graphs != "off" and replayable(s, config)
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
-        seen += max(gather / count, gather - optimizer * machine.fused - forward * late)
+        seen += max(gather / count, gather - updates)
     lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     between = spent["between", "averages of shards"]  # starts when all else has arrived
-    return gather + reduce + between, seen + (gather + reduce - seen) * lost + between
+    return seen + (gather + reduce - seen) * lost + between
 
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
     m, cuts = s.micro_batches, list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
-    (f, i, w), stages = max(((stage_seconds(config, s, machine, cuts[rank::s.pp]), cuts[rank::s.pp])
-                             for rank in range(s.pp)), key=lambda found: sum(found[0]))
+    stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
+                 key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
+    f, i, w = stage_seconds(config, s, machine, stages)
     blocks, routed, _, _ = contents(config, stages)
-    shared, experts = local_elements(config, s.tp, tuple(run for _, run in stages))  # {is a matrix: elements}
+    shared, experts = (sum(some.values()) for some in local_elements(config, s.tp, tuple(run for _, run in stages)))
     if s.ep == 1:  # else experts have buckets of their own
-        shared, experts = shared + experts, Counter()
-    buckets = buckets_of(s, shared, blocks + 1)
-    of_experts = buckets_of(s, experts, routed, s.ep) if s.ep > 1 and routed else []
-    mine = [item for item in messages(config, s, stages, buckets, of_experts=of_experts) if item.axis != "ends"]
-    ends = [item for item in messages(config, s, cuts[:1], []) if item.axis == "ends"]  # all ranks wait
-    spent, touched = seconds_by_axis(s, machine, mine + ends)
-    tp, ep = (sum(seconds for (axis, _), seconds in spent.items() if axis == some) for some in ("tp", "ep"))
-    cp_all, cp = context_seconds(config, s, machine, blocks, spent)
-    f, i = f + (tp + cp + ep) / m / 2, i + (tp + cp + ep) / m / 2
+        shared, experts = shared + experts, 0
+    buckets = buckets_of(s, int(shared), blocks + 1)
+    of_experts = buckets_of(s, int(experts / s.ep), routed) if experts else []
+    spent, touched = seconds_by_axis(s, machine, messages(config, s, stages, buckets, of_experts=of_experts))
+    tp, ep = (seconds_of_axis(spent, axis) for axis in ("tp", "ep"))
+    cp = context_seconds(config, s, machine, blocks, spent)
+    waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
 
-    # The lecture's bubble. Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end
-    # for a tied embedding's gradient.
-    splits = splits_backward(s.schedule, s.pp, m, s.virtual_stages)
-    bubble = (s.pp - 1) * (f + i + (-w if splits else w)) / s.virtual_stages
+    # The lecture's bubble: ZB-H1 fills it with W. Ranks wait for transfers where the pipeline fills and drains, once a
+    # stage, and at the end for a tied embedding's gradient.
+    bubble = (s.pp - 1) * (f + i + 2 * waits + (-w if s.schedule == "zb-h1" else w)) / s.virtual_stages
     transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
-    optimizer = optimizer_seconds(s, machine, shared, experts)
-    count = len(buckets) - 1 + max(0, len(of_experts) - 1) * (s.zero < 3)  # how many are sent in a row
-    dp_all, dp = data_seconds(config, s, machine, spent, touched, count, (f, i + w), optimizer)
-    return Costs(m * (f + i + w) - tp - cp - ep, tp, cp, ep, bubble, transfers, dp, optimizer, cp_all, dp_all)
+    # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
+    narrow, wide = widths(s)
+    shards, copies = (s.zero_within or s.dp * s.cp, s.dp * s.cp // s.ep) if s.zero else (1, 1)
+    optimizer = (shared / shards + experts / s.ep / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    count = len(buckets) + len(of_experts) * (s.zero < 3)  # how many are sent in a row
+    updates = optimizer + (f + waits) * (s.cuda_graphs != "off" and replayable(s, config))
+    dp = data_seconds(s, spent, touched, count, f + waits, i + w + waits, updates)
+    return Costs(m * (f + i + w), tp, cp, ep, bubble, transfers, dp, optimizer)
 
 
 def describe_machine(machine):
-    unit, scale = ("TFLOP/s", 1e12) if machine.matmul > 1e12 else ("GFLOP/s", 1e9)
-    by_length = f" to {machine.long_attention / scale:.0f} by length" if machine.long_attention else ""
-    parts = [f"{machine.name}: products {machine.matmul / scale:.0f} {unit}, causal attention "
-             f"{machine.attention / scale:.0f}{by_length}", f"memory {machine.hbm / 1e9:,.0f} GB/s, a block's other "
-             f"operations {machine.elementwise / 1e9:,.0f}, {machine.memory / 2**30:.0f} GiB",
-             f"{1e3 * machine.launch:.2f} ms to launch a block"
-             + (f", {1e3 * machine.units:.2f} under ZeRO-3" if machine.units else "")]
-    parts += [f"link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a message"] if machine.link else []
-    parts += [f"network {machine.network / 1e9:.0f} GB/s a GPU, {machine.node} GPUs a node"] if machine.network else []
-    return "; ".join(parts)
+    text = (f"{machine.name}, {machine.memory / 2**30:.0f} GiB; GFLOP/s: products {machine.matmul / 1e9:,.0f}, causal "
+            f"attention {machine.attention / 1e9:,.0f}; GB/s: copies {machine.hbm / 1e9:,.0f}, a block's other "
+            f"operations {machine.elementwise / 1e9:,.0f}; {1e3 * machine.launch:.2f} ms to launch a block")
+    return text + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a collective"
+                   if machine.link else "")
 
 
 def mfu(config, tokens, machine):
