@@ -5,7 +5,7 @@ import contextlib
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import collectives as dist
 import model
@@ -95,12 +95,14 @@ def torch_fsdp(config, s, device, x, y):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device), s.zero == 2
-    options = {"mesh": world_mesh(device), "reshard_after_forward": not kept,
+    within = s.zero_within
+    mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
+    options = {"mesh": mesh, "reshard_after_forward": not kept,
                "mp_policy": MixedPrecisionPolicy(train.DTYPES[s.dtype], torch.float32)}
     for part in (*model.h.values(), model):
         fully_shard(part, **options)
     step = torch_step(model, s, device, x, y, precision=contextlib.nullcontext)
-    return step, "fully_shard" + ", kept" * kept
+    return step, "fully_shard" + ", kept" * kept + f", within {within}" * bool(within)
 
 
 def torch_tp(config, s, device, x, y):
@@ -148,5 +150,5 @@ def torch_pipeline(config, s, device, x, y):
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "tp": torch_tp, "dense twin": torch_ddp,
+         "hsdp": torch_fsdp, "tp": torch_tp, "dense twin": torch_ddp,
          **dict.fromkeys(parallel.SCHEDULES, torch_pipeline)}
