@@ -23,12 +23,27 @@ from theory.memory import tensors_in
 
 
 class Tape(TorchDispatchMode):
-    """A CUDA graph for the CPU: keeps what runs inside and undoes it; `replay` runs it again, on the same tensors."""
-    recording = None
+    """A CUDA graph for the CPU, in place of fast.recorded.RecordedGraph: it keeps what runs in `body()` and undoes it;
+    `replay` runs it again, on the same tensors."""
+    recording = None  # the one in whose body the process is
 
-    def __init__(self):
+    def __init__(self, body, pool=None):
         super().__init__()
         self.steps, self.before, self.born, self.alive = [], {}, set(), []
+        real, sent, Tape.recording = torch.UntypedStorage.resize_, dist.traffic(), self
+
+        def resize(storage, size):
+            real(storage, size)
+            self.born.add(storage.data_ptr())
+            self.steps.append(lambda: real(storage, size))
+
+        with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
+            self.result = body()
+        Tape.recording = None
+        for storage, values in self.before.values():
+            storage.copy_(values)
+        self.sends = traffic_since(sent)
+        count_traffic(self.sends, -1)
 
     def writes(self, tensor):
         storage = tensor.untyped_storage()
@@ -56,24 +71,11 @@ class Tape(TorchDispatchMode):
             self.steps.append(step)
         return out
 
+    @torch.no_grad()
     def replay(self):
-        with torch.no_grad():
-            for step in self.steps:
-                step()
-
-    @contextlib.contextmanager
-    def record(self):
-        real, Tape.recording = torch.UntypedStorage.resize_, self
-
-        def resize(storage, size):
-            real(storage, size)
-            self.born.add(storage.data_ptr())
-            self.steps.append(lambda: real(storage, size))
-        with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
-            yield
-        Tape.recording = None
-        for storage, values in self.before.values():
-            storage.copy_(values)
+        for step in self.steps:
+            step()
+        count_traffic(self.sends)
 
 
 @contextlib.contextmanager
@@ -104,21 +106,8 @@ def graphs_on_tape():
         Tape.recording.steps.append(again)
         return dist.Handle() if async_op else None
 
-    class TapedGraph(Tape):
-        def __init__(self, body, pool=None):
-            super().__init__()
-            before = dist.traffic()
-            with self.record():
-                self.result = body()
-            self.sends = traffic_since(before)
-            count_traffic(self.sends, -1)
-
-        def replay(self):
-            super().replay()
-            count_traffic(self.sends)
-
     with (unittest.mock.patch.object(torch.cuda, "graph_pool_handle", object),
-          unittest.mock.patch.object(fast.recorded, "RecordedGraph", TapedGraph),
+          unittest.mock.patch.object(fast.recorded, "RecordedGraph", Tape),
           unittest.mock.patch.object(dist, "_call", taped),
           unittest.mock.patch.object(GuardedOptimizer, "wait_for_weights", waits)):
         yield
@@ -132,31 +121,38 @@ def in_layout_on_tape(*args, without=None, **options):
         return in_layout(*args, cuda_graphs=True, **options)
 
 
-@pytest.mark.parametrize("layout, m, schedule, options", [
-    ({"dp": 1}, 1, "1f1b", {}), ({"dp": 2}, 1, "1f1b", {}), ({"dp": 2}, 4, "1f1b", {"zero": 1}),
-    ({"dp": 2}, 4, "1f1b", {}), ({"dp": 2}, 4, "gpipe", {}),
-    ({"dp": 2, "tp": 2}, 1, "zb-h1", {}), ({"pp": 4}, 4, "1f1b", {}), ({"pp": 4}, 4, "gpipe", {}),
-    ({"pp": 2}, 4, "interleaved", {"virtual_stages": 2}), ({"pp": 4}, 4, "zb-h1", {}),
-    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "1f1b", {"recompute": "block"}),
-    *(({"dp": 2}, m, "1f1b", {"zero": zero}) for zero in (2, 3) for m in (1, 4)), ({"dp": 1}, 2, "1f1b", {"zero": 3}),
-    ({"dp": 4}, 2, "1f1b", {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, "1f1b", {"zero": 3, "zero_within": 2}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block", "sequence": True})], ids=str)
-def test_replayed_graphs_equal_one_process(pool, layout, m, schedule, options):
+ZB_H1, GPIPE = {"schedule": "zb-h1"}, {"schedule": "gpipe"}
+
+
+@pytest.mark.parametrize("layout, m, options", [
+    ({"dp": 1}, 1, {}), ({"dp": 2}, 1, {}), ({"dp": 2}, 4, {}), ({"dp": 2}, 4, GPIPE),
+    ({"dp": 2, "tp": 2}, 1, ZB_H1), ({"pp": 4}, 4, {}), ({"pp": 4}, 4, GPIPE), ({"pp": 4}, 4, ZB_H1),
+    ({"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 2}), ({"dp": 2, "pp": 2}, 4, ZB_H1 | {"zero": 1}),
+    ({"tp": 2, "pp": 2}, 4, {"recompute": "block"}), ({"dp": 2}, 4, {"zero": 1}), ({"dp": 1}, 2, {"zero": 3}),
+    *(({"dp": 2}, m, {"zero": zero}) for zero in (2, 3) for m in (1, 4)),
+    ({"dp": 4}, 2, {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, {"zero": 3, "zero_within": 2}),
+    ({"dp": 2, "tp": 2}, 2, {"zero": 3, "recompute": "block", "sequence": True})], ids=str)
+def test_replayed_graphs_equal_one_process(pool, layout, m, options):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
     want = one_process("sgd")
-    for got in pool(math.prod(layout.values())).run(in_layout_on_tape, layout, "sgd", m, {}, schedule=schedule,
-                                                    **options):
+    for got in pool(math.prod(layout.values())).run(in_layout_on_tape, layout, "sgd", m, {}, **options):
         assert not differences(got, want)
+
+
+def recorded_net(**options):
+    """(a model whose micro-batches are replayed, its optimizer, a batch)"""
+    device = torch.get_default_device()
+    mesh = parallel.make_mesh(device.type, dp=dist.get_world_size())
+    net = parallel.parallelize(SMALL, mesh, device, torch.float64, **options)
+    replay_micro_batches(net)
+    return net, net.make_optimizer(torch.optim.SGD, lr=0.1), [t.to(device) for t in tokens_of(0)]
 
 
 def recordings_left(zero):
     """Whether a step of another number of micro-batches finds memory of the graphs before."""
-    device = torch.get_default_device()
     with graphs_on_tape():
-        net = parallel.parallelize(SMALL, parallel.make_mesh(device.type), device, torch.float64, zero=zero)
-        replay_micro_batches(net)
-        optimizer, (x, y) = net.make_optimizer(torch.optim.SGD, lr=0.1), (t.to(device) for t in tokens_of(0))
+        net, optimizer, (x, y) = recorded_net(zero=zero)
         for m in 1, 1, 1, 2:
             closing = net.pipeline.graphs.closing
             last = weakref.ref(closing[0]) if closing else None
@@ -189,11 +185,10 @@ def test_replayed_graphs_of_zero_are_wrong_without(pool, without, m, zero):
 def replayed_steps(zero, micro_batches):
     """Of three steps, the first eager, the second recorded, the third replayed alone: [(bytes sent by collective, bytes
     of units that were whole when a block began, in forward or backward)]; and whether each step has left nothing."""
-    device, found, whole = torch.get_default_device(), [], []
+    found, whole = [], []
     with graphs_on_tape():
-        net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2), device, torch.float64, zero=zero)
-        replay_micro_batches(net)
-        optimizer, buckets = net.make_optimizer(torch.optim.SGD, lr=0.1), net.reducers[0].buckets
+        net, optimizer, batch = recorded_net(zero=zero)
+        buckets = net.reducers[0].buckets
 
         def look(*_):
             whole.append(sum(b.weights.untyped_storage().size() for b in buckets))
@@ -205,11 +200,11 @@ def replayed_steps(zero, micro_batches):
         for block in net.module(0).h.values():  # after FSDP's own hooks
             block.register_forward_pre_hook(look)
             block.register_forward_hook(look_in_backward)
-        x, y = (t.to(device).split(4 // micro_batches) for t in tokens_of(0))
+        batch = [t.split(4 // micro_batches)[:micro_batches] for t in batch]
         for _ in range(3):
-            want = net.forward(x[:micro_batches], y[:micro_batches])  # eager
+            want = net.forward(*batch)  # eager
             whole.clear(), dist.reset_traffic(), optimizer.zero_grad()
-            assert close(net.forward_backward(x[:micro_batches], y[:micro_batches]), want)
+            assert close(net.forward_backward(*batch), want)
             optimizer.step()
             if zero == 2:
                 optimizer.wait_for_weights(optimizer.buckets)  # a CPU counts bytes as it sends them

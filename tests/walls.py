@@ -27,8 +27,9 @@ import model
 import parallel
 import safe
 from tests.collectives import (
-    test_between_nodes_every_rank_sends_its_share, test_bytes_sent_are_the_formulas, test_examples_print_the_same,
-    test_handles_say_that_they_are_done, test_point_to_point_equals_library)
+    COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
+    test_bytes_sent_are_the_formulas, test_collective_equals_library, test_examples_print_the_same,
+    test_point_to_point_equals_library)
 from tests.data import test_data_parallel_sends_two_n_minus_one_over_n
 from tests.further import (
     averaged_over_all_replicas, FEW, test_context_parallel_equals_one_process,
@@ -41,7 +42,6 @@ from tests.memory import (
     test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, test_overflow_is_skipped_on_all_ranks_alike)
 from tests.pool import HERE, forkserver, needs_kernels, pools
 from tests.runs import log_of, Ranks, TRAIN
-from tests.windows import test_all_to_all_equals_library
 from tests.zero import test_zero_sends_what_the_table_says
 from safe.flags import Settings
 from theory.memory import memory_bytes
@@ -75,8 +75,8 @@ def cases_of(test):
     (test_experts_are_wrong_without, [({"dp": 2}, "exchange"), ({"dp": 2}, averaged_over_all_replicas)]),
     (test_point_to_point_equals_library, [(4,)]),
     (test_examples_print_the_same, [(4,)]),
-    (test_handles_say_that_they_are_done, [(3,)]),
-    (test_all_to_all_equals_library, [(3,)]),
+    (test_collective_equals_library, [(name, 3) for name in COLLECTIVES]),
+    (test_blocks_may_be_uneven, [(4, "plain")]),
     (test_data_parallel_sends_two_n_minus_one_over_n, [(3, "monkeypatch")]),
     (test_zero_sends_what_the_table_says, [(3, 1), (2, 3)]),
     (test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, [()]),

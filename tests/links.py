@@ -1,0 +1,183 @@
+"""What carries the messages of a test: each link of ours, on CPUs as where GPUs share memory or nodes stand apart."""
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import time
+import unittest.mock
+
+import torch
+import torch.distributed as torch_dist
+
+import collectives as dist
+import fast.exchange
+import fast.gloo
+import fast.links
+import fast.nccl
+import fast.recorded
+import fast.rings
+import fast.windows
+import further.nodes
+import kernels
+from tests.pool import is_plain
+
+
+class DirectGlooLink(fast.nccl.Direct, fast.gloo.GlooLink):
+    """What GPUs of a node do, but for memory of their own, on CPUs."""
+
+
+class FileWindow(fast.windows.Window):
+    """A window between CPUs: files that all processes map. Behind its bytes, flags for each (sender, channel)."""
+
+    def __init__(self, link, nbytes):
+        folder = [tempfile.mkdtemp() if link.rank == 0 else None]
+        torch_dist.broadcast_object_list(folder, device="cpu")
+        files = [torch.from_file(f"{folder[0]}/{r}", True, nbytes + 3 * link.size, dtype=torch.uint8)
+                 for r in range(link.size)]
+        torch_dist.barrier()
+        shutil.rmtree(folder[0], ignore_errors=True)  # all have mapped them
+        self.link, self.handle, self.of = link, self, [file[:nbytes] for file in files]
+        self.mine, self.flags = self.of[link.rank], [file[nbytes:].view(link.size, 3) for file in files]
+        self.others = [(link.rank + i) % link.size for i in range(1, link.size)]
+        if nbytes == fast.exchange.window_bytes(link.size):
+            counters = -4 * fast.exchange.SUM_PROGRAMS * (2 * link.size + 2)  # of AllReduce; they soon pass 2^31
+            self.mine[counters:].view(torch.int32).fill_((1 << 31) - 4)
+            self.make_kernels("cpu")
+            torch_dist.barrier()
+
+    def barrier(self):
+        torch_dist.barrier()
+
+    def put_signal(self, to, channel, patience):
+        """Set a flag that is down; `wait_signal` takes down one that is set."""
+        self.change(self.flags[to][self.link.rank], channel, 0)
+
+    def wait_signal(self, source, channel, patience):
+        self.change(self.flags[self.link.rank][source], channel, 1)
+
+    def change(self, flags, channel, before):
+        while flags[channel] != before:
+            time.sleep(0.0001)
+        flags[channel] = 1 - before
+
+
+class WindowGlooLink(DirectGlooLink):
+    """What GPUs of a node do, on CPUs. With async_op operations take the ways of those beside the caller."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.replays, self.windows = fast.recorded.Replays(), {}
+
+    def run(self, name, operation, arguments, async_op):
+        self.aside = async_op
+        if name in fast.nccl.NTHS:
+            whole, own = (arguments[key] for key in fast.nccl.NTHS[name])
+            operation = functools.partial(fast.nccl.Direct.exchange_nths, operation=operation, whole=whole, own=own,
+                                          op=arguments.get("op"))
+        super().run(name, operation, arguments, False)
+        return dist.Handle() if async_op else None
+
+    def window(self, nbytes):
+        key = nbytes, self.aside
+        if key not in self.windows:
+            self.windows[key] = FileWindow(self, nbytes)
+        return self.windows[key]
+
+
+def serve_world_by(kind):
+    """A new link, which knows nothing of earlier calls; `back_to_ours` brings back the old one."""
+    dist._links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
+
+
+def back_to_ours():
+    link = dist.link_of(None)
+    dist.use(None, "ours")
+    if link is not dist.link_of(None):
+        link.close()
+
+
+@contextlib.contextmanager
+def served_by(kind):
+    dist.link_of(None)  # one to come back to
+    serve_world_by(kind)
+    try:
+        yield dist.link_of(None)
+    finally:
+        back_to_ours()
+
+
+@contextlib.contextmanager
+def nodes_of(count):
+    """As if torchrun had started nodes of so many ranks: the world works in two levels, even if one has no use for it.
+    """
+    size = dist.get_world_size()
+    dist.use(None, "ours")  # a link to come back to, made before there are nodes
+    with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
+        grid = [range(first, first + count) for first in range(0, size, count)]
+        dist._levels[torch_dist.group.WORLD] = dist.rows_and_columns(grid)
+        kinds = {"gloo": fast.links.TwoLevelGlooLink, "nccl": fast.links.TwoLevelNcclLink}
+        serve_world_by(further.nodes.TwoLevels if is_plain() else kinds[torch_dist.get_backend()])
+        try:
+            yield
+        finally:
+            levels = dist._levels.pop(torch_dist.group.WORLD)
+            back_to_ours()
+            for group in levels:
+                dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def replaced(owners, values):
+    """Names of modules, each with another value for a while. owners: name -> module."""
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(unittest.mock.patch.object(owners[name], name, value))
+        yield
+
+
+OWNERS = {"DOUBLING_BYTES": fast.rings, "SLOT_BYTES": fast.gloo, "make_mailboxes": fast.gloo,
+          "WINDOW_FROM": fast.windows, "WINDOW_BYTES": fast.windows, "SUM_FROM": fast.nccl, "ROW_BYTES": fast.nccl}
+NEVER = 1 << 40
+NO_DOUBLING = {"gloo": 0, "nccl": 0, "switched": 0}
+THROUGH_WINDOWS = {"WINDOW_FROM": 0, "WINDOW_BYTES": 1 << 14, "ROW_BYTES": 0}
+WAYS = {  # way: which link carries the messages, and what is set otherwise than in SMALL
+    "plain": (lambda cuda: dist.Link, {}),
+    "torch": (lambda cuda: dist.Library, {}),
+    "ring": (lambda cuda: fast.nccl.NcclLink if cuda else fast.gloo.GlooLink, {}),
+    "messages": (lambda cuda: fast.nccl.NodeLink if cuda else DirectGlooLink, {"make_mailboxes": lambda link: None}),
+    "windows": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink,
+                THROUGH_WINDOWS | {"DOUBLING_BYTES": NO_DOUBLING}),
+    "kernel": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink, THROUGH_WINDOWS | {"SUM_FROM": 0})}
+# So small that large tensors travel in pieces, through many slots, and without the ways that are not asked for.
+SMALL = {"SLOT_BYTES": 1 << 12, "SUM_FROM": NEVER,
+         "DOUBLING_BYTES": dict.fromkeys(NO_DOUBLING, 1 << 17), "WINDOW_FROM": NEVER, "WINDOW_BYTES": 0}
+# Blocks take many rounds.
+SMALL_KERNELS = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32, "SUM_PROGRAMS": 2,
+                 "sum_slot_bytes": lambda ranks: 64}
+
+
+@contextlib.contextmanager
+def carried(way, **changes):
+    """The world's messages by one of WAYS or, if it is a number, between nodes of so many ranks."""
+    cuda = torch_dist.get_backend() == "nccl"
+    kind, values = WAYS.get(way, (None, {}))
+    with replaced(OWNERS, SMALL | values | changes), contextlib.ExitStack() as stack:
+        if way == "kernel" and not cuda:
+            stack.enter_context(unittest.mock.patch.multiple(fast.exchange, **SMALL_KERNELS))
+            stack.enter_context(unittest.mock.patch.object(kernels, "_choice", "triton"))
+        stack.enter_context(served_by(kind(cuda)) if kind else nodes_of(way))
+        yield
+
+
+def ring_only(function):
+    """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
+    @functools.wraps(function)
+    def run(*args):
+        kind = type(dist.link_of(None))
+        if kind is dist.Link:  # in the reference no size is chosen for speed
+            return function(*args)
+        with replaced(OWNERS, {"DOUBLING_BYTES": NO_DOUBLING}), served_by(kind):  # without graphs that do otherwise
+            return function(*args)
+    return run
