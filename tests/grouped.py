@@ -13,9 +13,8 @@ import fast.experts
 import further.experts
 import kernels
 import model
-from tests.further import ALL, FEW
 from tests.kernels import KERNEL_DEVICE, put_back, no_worse_than_pytorch, random
-from tests.layouts import BATCH, differences, in_layout, one_process
+from tests.layouts import ALL, BATCH, FEW, differences, in_layout, one_process
 from tests.pool import GPUS, close, needs_kernels
 from fast.experts import FusedExperts, FusedRouter, route, visit_under_own_rows, without_sorting
 from further.experts import expert_parallel, MixtureOfExperts

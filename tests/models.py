@@ -19,6 +19,13 @@ from safe.huggingface import load, save, write_hf
 
 # ---------------------------------------------------------------------------------------------------------------- model
 
+TOKENS = torch.arange(20).view(2, 10)
+
+
+def small(seed=3, pieces=None, **change):
+    return model.GPT(model.GPTConfig(37, 10, 2, 4, 16, **change), seed, pieces)
+
+
 def test_sizes_are_the_model_s():
     for config in model.PRESETS.values():
         assert sum(math.prod(shape) for shape in model.shapes(config).values()) == config.parameters()
@@ -28,25 +35,23 @@ def test_sizes_are_the_model_s():
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
-    config = model.GPTConfig(37, 10, 3, 4, 16)
-    whole, part = model.GPT(config, seed=5), model.GPT(config, seed=5, pieces=range(2, 5))
+    whole, part = small(), small(pieces=range(2, 4))
     for name, p in part.named_parameters():
         assert torch.equal(p, whole.get_parameter(name)), name
     assert "wte.weight" not in dict(part.named_parameters()) and part.lm_head.weight.equal(whole.wte.weight)
-    assert not model.GPT(config, seed=6).wte.weight.equal(whole.wte.weight)
+    assert not small(seed=6).wte.weight.equal(whole.wte.weight)
     assert whole.get_parameter("h.0.mlp.c_proj.weight").std() < 0.6 * whole.get_parameter("h.0.mlp.c_fc.weight").std()
 
 
 def test_pieces_in_a_row_are_the_model():
-    config, tokens = model.GPTConfig(37, 10, 3, 4, 16, tied=False), torch.arange(20).view(2, 10)
-    x = tokens
-    for pieces in (range(2), range(2, 3), range(3, 5)):
-        x = model.GPT(config, pieces=pieces)(x)
-    assert torch.equal(x, model.GPT(config)(tokens))
+    x = TOKENS
+    for pieces in range(1), range(1, 2), range(2, 4):
+        x = small(pieces=pieces, tied=False)(x)
+    assert x.equal(small(tied=False)(TOKENS))
 
 
 def test_generate():
-    net = model.GPT(model.GPTConfig(37, 10, 1, 2, 8)).double()
+    net = small().double()
     start = torch.tensor([[1, 2], [3, 4]])
     out = net.generate(start, 15, seed=1)  # longer than the context
     assert out.shape == (2, 17) and out[:, :2].equal(start) and out.max() < 37
@@ -58,30 +63,28 @@ def test_generate():
 
 
 def test_causal():
-    net, tokens = model.GPT(model.GPTConfig(37, 10, 2, 2, 8)).double(), torch.arange(10).view(1, 10)
-    other = tokens.clone()
-    other[0, 6:] += 9
-    assert net(tokens)[:, :6].equal(net(other)[:, :6]) and not net(tokens)[:, 6:].equal(net(other)[:, 6:])
+    net, other = small().double(), TOKENS.clone()
+    other[:, 6:] += 9
+    assert net(TOKENS)[:, :6].equal(net(other)[:, :6]) and not net(TOKENS)[:, 6:].equal(net(other)[:, 6:])
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"}])
 def test_hugging_face_folder_round_trip(tmp_path, change):
-    net, tokens = model.GPT(model.GPTConfig(37, 10, 2, 4, 16, **change), seed=3), torch.arange(20).view(2, 10)
+    net = small(**change)
     save(net, tmp_path)
     again = load(tmp_path)
-    assert again.config == net.config and again(tokens).equal(net(tokens))
+    assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
     state = {("" if n == "lm_head.weight" else "transformer.") + n: p.detach().t().contiguous()
              if n.endswith(safe.huggingface.TRANSPOSED)
              else p.detach() for n, p in net.named_parameters()}
     os.remove(tmp_path / "model.safetensors")
     torch.save(state, tmp_path / "pytorch_model.bin")
-    assert load(tmp_path)(tokens).equal(net(tokens))
+    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
 
 
 def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
     """Only blocks that have experts; and the routers' biases, which are no parameters, to the bit."""
-    net = model.GPT(model.GPTConfig(37, 10, 2, 4, 16, experts=3, expert_every=2), seed=3)
-    tokens = torch.arange(20).view(2, 10)
+    net = small(experts=3, expert_every=2)
     router, experts = net.h["1"].mlp.router, net.h["1"].mlp.experts
     router.bias += torch.tensor([0.1, -0.3, 0.2])
     for dtype in (torch.float32, torch.float64):
@@ -94,7 +97,7 @@ def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
         assert tensors["transformer.h.1.mlp.experts.1.c_proj.bias"].equal(experts.c_proj.bias[1].to(dtype))
         assert tensors["transformer.h.1.mlp.router.bias"].equal(router.bias.to(dtype))
         assert again.h["1"].mlp.router.bias.equal(router.bias) and again.h["1"].mlp.router.bias.dtype == torch.float32
-        assert again.config == net.config and again(tokens).equal(net(tokens))
+        assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
 
 
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):
@@ -153,7 +156,7 @@ def damage(folder, how):
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damaged_folder_is_named(tmp_path, how):
-    save(model.GPT(model.GPTConfig(37, 10, 2, 4, 16, experts=2 * how.startswith("expert"))), tmp_path)
+    save(small(experts=2 * how.startswith("expert")), tmp_path)
     damage(tmp_path, how)
     with pytest.raises(ValueError, match=DAMAGE[how][1]):
         load(tmp_path)
@@ -161,7 +164,7 @@ def test_damaged_folder_is_named(tmp_path, how):
 
 def test_pickled_code_does_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save(model.GPT(model.GPTConfig(37, 10, 2, 4, 16)), tmp_path)
+    save(small(), tmp_path)
     os.remove("model.safetensors")
     torch.save({"wte.weight": Malice()}, "pytorch_model.bin")
     with pytest.raises(ValueError, match="pytorch_model.bin: not a file of tensors"):
@@ -192,7 +195,7 @@ def says_of(folder, within=5):
 @pytest.mark.parametrize("experts", [0, 2])
 def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     """Each key with each value: the folder loads, or one ValueError names the file and the key, at once."""
-    save(model.GPT(model.GPTConfig(37, 10, 2, 4, 16, experts=experts)), tmp_path)
+    save(small(experts=experts), tmp_path)
     path, loaded, refused = tmp_path / "config.json", [], 0
     config = json.loads(path.read_text())
     keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
