@@ -36,25 +36,27 @@ def bytes_alive():
 @ring_only
 def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
     """(bytes of each collective, of K elements) of a step, for K float32 elements in four units that divide evenly."""
-    groups, ranks = {}, range(size := dist.get_world_size())
+    groups, ranks, x = {}, range(size := dist.get_world_size()), torch.ones(2, 48)
+    n = within or size
     if within:
         grid = [ranks[first:first + within] for first in range(0, size, within)]
         groups = dict(zip(("group", "between"), dist.rows_and_columns(grid)))
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     k = 4 * sum(p.numel() for p in net.parameters())
+    start = bytes_alive() - k
     model, sync, opt = laid_out(net, stage, lr=0.1, reduce_dtype=reduce_dtype, **groups)
-    x, before = torch.ones(2, 48), bytes_alive()
+    before = bytes_alive()
+    assert stage != 3 or before - start < k  # a shard, no whole unit
     dist.reset_traffic()
     for i in range(micro_batches):
         with sync.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
             model(x).sum().backward()
         # A shard of the gradients lives on. Of four buckets at most two are under way, with room for their averages.
-        n = within or size
         assert stage in ("ddp", 1) or bytes_alive() - before <= k / n + 2 * (k / 4 + k / 4 / n)
     sync.finish_grad_sync()
     opt.step()
     opt.zero_grad()
-    assert bytes_alive() == before  # the next forward needs the room
+    assert bytes_alive() <= before  # the next forward needs the room
     return {name: t.bytes for name, t in dist.traffic().items()}, k
 
 
@@ -178,16 +180,21 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     assert not whole() and not any(bucket.handle for bucket in model.buckets)
 
 
+@on_both
 @on_ranks(2)
 def test_fsdp_computes_with_the_weights_of_the_last_step():
     """A forward between backward and step gathers weights that the step then replaces."""
-    model = parallel.FSDP(Rows().to(torch.get_default_device()))
-    optimizer, x = torch.optim.SGD(model.parameters(), 1.0), torch.ones(1, 8)
-    model(x, range(4)).sum().backward()
-    model.finish_grad_sync()
-    model(x, range(4))
-    optimizer.step()
-    assert model(x, range(4)).equal(model(x, range(4)))
+    torch.manual_seed(0)
+    one, x = Rows().to(torch.get_default_device()), torch.ones(1, 8)
+    model = parallel.FSDP(copy.deepcopy(one))
+    for net in one, model:
+        optimizer = torch.optim.SGD(net.parameters(), 1.0)
+        net(x, range(4)).sum().backward()
+        if net is model:
+            net.finish_grad_sync()
+        net(x, range(4))
+        optimizer.step()
+    assert close(model(x, range(4)).detach().cpu(), one(x, range(4)).detach().cpu(), 1e-5)
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
