@@ -25,8 +25,11 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 
 import functools
 import os
+import queue
 import sys
+import threading
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -82,13 +85,37 @@ def node_of(rank):
 
 
 class Handle:
-    """What `async_op=True` returns. `wait` until the result may be used; here the operation has finished already."""
+    """What `async_op=True` returns. wait(): until the result may be used; raises what went wrong in the operation."""
 
-    def wait(self):
-        return None
+    def __init__(self, wait=lambda: None, is_completed=lambda: True):
+        self.wait, self.is_completed = wait, is_completed
 
-    def is_completed(self):
-        return True
+
+class Worker:
+    """A thread that calls functions one after the other, in the order in which they come."""
+
+    def __init__(self):
+        self.jobs = queue.SimpleQueue()
+        # A daemon thread, because a process that fails must be able to exit while a receive is still blocked.
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def start(self, function):
+        done = Future()
+        self.jobs.put((done, function))
+        return Handle(done.result, done.done)
+
+    def work(self):
+        for done, function in iter(self.jobs.get, None):
+            try:
+                done.set_result(function())
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
+                done.set_exception(error)
+            done = function = None  # else they would keep this operation's tensors until the next one
+
+    def close(self):
+        self.jobs.put(None)
+        self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
 
 
 class Link:
@@ -104,18 +131,41 @@ class Link:
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
         self.log = Traffic()  # of the operation under way
+        self.worker = self.stream = None  # which do what has `async_op`: a thread on CPUs, a stream on GPUs
+        self.last = Handle()  # of the latest operation that the worker was given
 
-    @torch.no_grad()
     def run(self, name, operation, arguments, async_op):
         """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
 
-        `async_op`: here the operation has finished on return; the links of fast/ return earlier. arguments: those of
-        torch.distributed's function of this name, for `Library`.
+        With `async_op` return a handle at once. The operation then runs beside the caller, after those before it.
+        arguments: those of torch.distributed's function of this name.
         """
-        self.log = _traffic[name]
-        self.log.calls += 1
+        log = _traffic[name]
+        log.calls += 1
+        body = functools.partial(self.perform, name, operation, log)
+        if self.device == "cuda":
+            return self.on_a_stream(body, arguments) if async_op else body()
+        if not async_op and self.last.is_completed():
+            return body()
+        self.worker = self.worker or Worker()
+        self.last = self.worker.start(body)
+        return self.last if async_op else self.last.wait()
+
+    @torch.no_grad()
+    def perform(self, name, operation, log):
+        self.log = log
         operation(self)
-        return Handle() if async_op else None
+
+    def on_a_stream(self, body, arguments):
+        """Queue the operation on a stream of its own, which waits for what the caller has queued so far."""
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            body()
+            done = self.stream.record_event()
+        for t in tensors_in(arguments.values()):
+            t.record_stream(self.stream)  # the allocator must not reuse their memory before
+        return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
     def exchange(self, sends=(), receives=()):
         """Start all these messages at once, or a ring would hang; then wait for all. Lists of (flat tensor, peer)."""
@@ -141,6 +191,8 @@ class Link:
 
     def close(self):
         """Called before the group is destroyed."""
+        if self.worker:
+            self.worker.close()
 
     # Subclasses replace these four. chunks: N flat tensors; chunk r is mine.
 
@@ -177,6 +229,12 @@ class Link:
             self.exchange([(outgoing[to], to)], [(incoming[source], source)])
 
 
+def tensors_in(values):
+    """The tensors among some values, and in lists among them."""
+    return [t for value in values for t in (value if isinstance(value, list) else [value])
+            if isinstance(t, torch.Tensor)]
+
+
 class Library(Link):
     """torch.distributed's own collectives in place of ours. They are not counted.
 
@@ -197,24 +255,14 @@ class Library(Link):
             arguments |= {key: flat.view(given[key].shape) for key, flat in flats.items()}
         else:
             arguments |= flats
-        handle, output = call(**arguments), self.outputs[name]
-        result = CopiedBack(handle or Handle(), flats[output], given[output])
-        return result if async_op else result.wait()
+        handle, output = call(**arguments) or Handle(), self.outputs[name]
 
+        @torch.no_grad()
+        def wait():  # and copy back what was made contiguous
+            handle.wait()
+            _unflatten(flats[output], given[output])
 
-class CopiedBack(Handle):
-    """The handle of an operation into `flat`, which is the tensor itself, or a copy if the tensor is not contiguous."""
-
-    def __init__(self, handle, flat, tensor):
-        self.handle, self.flat, self.tensor = handle, flat, tensor
-
-    @torch.no_grad()
-    def wait(self):
-        self.handle.wait()
-        _unflatten(self.flat, self.tensor)
-
-    def is_completed(self):
-        return self.handle.is_completed()
+        return Handle(wait, handle.is_completed) if async_op else wait()
 
 
 _levels = {}  # group -> (this rank's group inside its node, its group between the nodes), where TwoLevels serves it

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 import kernels
 from fast import grouped
 from kernels import (
-    attention_backward_reference, attention_reference, DTYPES, finite_or_inf, flash_takes, HEAD_DIMS,
+    attention_backward_reference, attention_forward, attention_reference, DTYPES, finite_or_inf, flash_takes, HEAD_DIMS,
     last_key, programs_at_once, TensorDescriptor, tiled, tl, triton)
 
 
-try:  # Gluon is a part of Triton whose names still change. Without it tuned_forward_kernel serves Hopper GPUs, too.
+try:  # Gluon is a part of Triton whose names still change. Without it kernels.py serves Hopper GPUs, too.
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,50 +33,16 @@ except (ImportError, AttributeError):
 # ---------------------------------------------------------------------------------------------------------- attention
 #
 # The kernels of kernels.py spend time on exponentials in base e, and on masks where nothing is masked. Here `scale` has
-# a factor log2(e), because the hardware's exponential is 2^x; so LSE is in base 2. static_range compiles each loop over
-# blocks twice: without a mask for blocks that all rows see whole, with one for blocks on the diagonal or at an edge.
-
-@triton.jit
-def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr, D: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """O and LSE of BM rows of one head."""
-    bh = tl.program_id(1)
-    # The last rows see the most keys and go first, so that short programs fill the GPU at the end.
-    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    rows = m0 + tl.arange(0, BM)
-    last = last_key(rows, Tq, Tk, CAUSAL)
-    full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
-    end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
-    q = Q.load([b, h, m0, 0]).reshape(BM, D)
-    m = tl.full([BM], -float("inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
-    for MASK in tl.static_range(2):
-        for n0 in range(full if MASK else 0, end if MASK else full, BN):
-            k = K.load([b, h, n0, 0]).reshape(BN, D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)                         # (BM, BN)
-            if MASK:
-                s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * scale)
-            top = tl.where(m_new == -float("inf"), 0.0, m_new) if MASK else m_new  # no key yet: -inf - -inf is NaN
-            p = tl.exp2(s * scale - top[:, None])
-            alpha = tl.exp2(m - top)                                # online softmax: l and acc used the old m
-            v = V.load([b, h, n0, 0]).reshape(BN, D)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-            l = l * alpha + tl.sum(p, 1)
-            m = m_new
-    some = l > 0
-    l = tl.where(some, l, 1.0)
-    O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
-    tl.store(LSE + bh.to(tl.int64) * T_pad + rows, tl.where(some & (rows < Tq), m + tl.log2(l), float("inf")))
-
-
-# Forward again, for Hopper GPUs, in Gluon: Triton whose author chooses layouts (which thread holds which element),
-# shared memory and barriers. A tile is BM rows of one head, and a program computes a list of tiles. One warp only loads
-# Q, K and V. Two groups of four warps compute 64 of a tile's rows each. A group starts Q K^T of block n and P V of
-# block n - 1 together, waits for the first alone, and computes the softmax of block n while P V runs; so acc is a block
+# a factor log2(e), because the hardware's exponential is 2^x; so LSE is in base 2. In backward, static_range compiles
+# each loop over blocks twice: without a mask for blocks that all rows see whole, with one for blocks on the diagonal or
+# at an edge.
+#
+# Forward, for Hopper GPUs, is in Gluon: Triton whose author chooses layouts (which thread holds which element), shared
+# memory and barriers. A tile is BM rows of one head, and a program computes a list of tiles. One warp only loads Q, K
+# and V. Two groups of four warps compute 64 of a tile's rows each. A group starts Q K^T of block n and P V of block
+# n - 1 together, waits for the first alone, and computes the softmax of block n while P V runs; so acc is a block
 # behind m and l. The groups start their products in turn, so that one's softmax runs during the other's products, too.
-# (Shah et al. 2024, FlashAttention-3.)
+# (Shah et al. 2024, FlashAttention-3.) Elsewhere the reference's forward does.
 #
 # n counts blocks of keys over all tiles of the program. Block n of K is in slot 2 (n % STAGES) of shared memory, that
 # of V in the slot after it. Each group has two slots for Q, so that the next tile's is loaded while this one's is in
@@ -88,9 +54,9 @@ def tuned_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, T_pad, H, CAUSAL: tl.co
 #     q_full, full    groups for the warp that loads    q_free    it for the slot's group    free    it for both groups
 #     turn[g]         group g for the other one, which has then started its products, not finished them
 #
-# A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, measured alternately with the kernel above and cuDNN:
-#     D = 128    here 487, 635, 664    above 360, 419, 453    cuDNN 448, 511, 535    (without `turn` 1 to 6 % less)
-#     D =  64    here 344, 421, 442    above 293, 379, 414    cuDNN 340, 408, 434    (without `turn` 2 to 3 % less)
+# A warm H200, causal, T = 1024, 4096, 16384, in TFLOP/s, measured alternately with cuDNN:
+#     D = 128    here 487, 635, 664    cuDNN 448, 511, 535    (without `turn` 1 to 6 % less)
+#     D =  64    here 344, 421, 442    cuDNN 340, 408, 434    (without `turn` 2 to 3 % less)
 
 @gluon.jit
 def _tile_at(tiles, i, blocks):
@@ -369,9 +335,6 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
 # Two or three small programs on a multiprocessor often beat a large one: a program's softmax waits for S, and meanwhile
 # another program can use the tensor cores.
 ATTENTION_TILES = {
-    "forward": {64: (64, 128, 4, 2),     # 424 / 473   (64, 64, 4, 3) 410 / 437   (128, 64, 8, 3) 378 / 416
-                128: (64, 64, 4, 3),     # 490 / 507   (128, 128, 8, 3) 444 / 500   (128, 64, 8, 3) 417 / 457
-                256: (64, 64, 4, 2)},    # works, but is not tuned
     "dq": {64: (128, 64, 8, 3),          # 579 / 655   (64, 64, 4, 3) 577 / 590   (128, 64, 8, 2) 473 / 506
            128: (128, 64, 8, 3),         # 563 / 641   (64, 64, 4, 2) 525 / 573   (128, 32, 8, 3) 450 / 627
            256: (64, 32, 4, 2)},
@@ -403,16 +366,13 @@ def attention_settings(name, q, is_causal):
 def tuned_attention_forward(q, k, v, is_causal):
     """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
     check_attention(q, k, v)
-    (B, H, Tq, D), Tk, T_pad = q.shape, k.shape[2], triton.cdiv(q.shape[2], 128) * 128
-    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(B * H, T_pad, dtype=torch.float32, device=q.device)
-    if specialized_takes(q, k, is_causal):
-        specialized_attention_forward(q, k, v, is_causal, o, lse)
-        return o, lse
-    BM, BN, settings = attention_settings("forward", q, is_causal)
-    tuned_forward_kernel[T_pad // BM, B * H](
-        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), lse,
-        math.log2(math.e) / math.sqrt(D), Tq, Tk, T_pad, H, **settings)
+    if not specialized_takes(q, k, is_causal):
+        o, lse = attention_forward(q, k, v, is_causal)
+        return o, F.pad(lse * math.log2(math.e), (0, -lse.shape[1] % 128), value=math.inf)
+    B, H, T, D = q.shape
+    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B * H, T, dtype=torch.float32, device=q.device)
+    specialized_attention_forward(q, k, v, is_causal, o, lse)
     return o, lse
 
 

@@ -1,4 +1,4 @@
-"""Routing, sorting and exchanging tokens of experts with fewer passes over memory."""
+"""Sorting and exchanging tokens of experts with fewer passes over memory."""
 
 from types import SimpleNamespace
 
@@ -8,15 +8,9 @@ from torch.autograd.function import once_differentiable
 import collectives as dist
 import kernels
 from fast import grouped
-from fast.linear import sum_parts
 from fast.nccl import NodeLink
-from further.experts import Experts, Router, through_experts, visit
+from further.experts import Experts, through_experts, visit
 from kernels import tl, triton
-
-
-class FusedRouter(Router):
-    def choose(self, x):
-        return (route(x, self.weight, self.bias, self.top_k) if kernels.on_triton(x) else super().choose(x))
 
 
 class FusedExperts(Experts):
@@ -32,98 +26,12 @@ class FusedExperts(Experts):
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
 #
-# With PyTorch's operations, the router and the sorting of tokens by expert take about 60 launches a block, forward and
-# backward, and a gather's backward adds with atomics, in another order in every run. The kernels below take 9 launches
-# and add in a fixed order:
+# With PyTorch's operations, the sorting of tokens by expert takes dozens of launches a block, forward and backward, and
+# a gather's backward adds with atomics, in another order in every run. The kernels below add in a fixed order:
 #
-#     route      scores, the k best, gates; how often each expert is chosen     backward: dx, and dW in parts
 #     places     where each of a token's k rows lies among the sorted rows      a counting sort, in two launches
 #     dispatch   rows[places[t, j]] = x[t]                                      backward: combine
 #     combine    y[t] = sum over j of gates[t, j] rows[places[t, j]]            backward: dispatch, and dgates
-
-@triton.jit
-def _route(x, weight, bias, chosen, gates, sums, counts, n, C, E, K: tl.constexpr, E_PAD: tl.constexpr,
-           M: tl.constexpr, BK: tl.constexpr):
-    t, e, ks = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD), tl.arange(0, BK)
-    logits = tl.zeros((M, E_PAD), tl.float32)
-    for c in range(0, C, BK):
-        a = tl.load(x + t[:, None].to(tl.int64) * C + c + ks[None], (t[:, None] < n) & (ks[None] < C - c), 0)
-        b = tl.load(weight + e[None] * C + c + ks[:, None], (e[None] < E) & (ks[:, None] < C - c), 0)
-        logits = tl.dot(a, b, logits, input_precision="tf32x3")
-    scores = 1 / (1 + tl.exp(-logits))
-    ranked = tl.where(e[None] < E, scores + tl.load(bias + e, e < E, 0)[None], float("-inf"))
-    left, total = ranked, tl.zeros((M,), tl.float32)
-    for j in tl.static_range(K):
-        here = e[None] == tl.minimum(tl.argmax(left, 1), E - 1)[:, None]  # the first of equals; NaN may pass E
-        total += tl.sum(tl.where(here, scores, 0), 1)
-        left = tl.where(here, float("-inf"), left)
-    picked = tl.sum(((left != ranked) & (t[:, None] < n)).to(tl.int32), 0)
-    tl.store(counts + tl.program_id(0) * E + e, picked, e < E)
-    total = total if K > 1 else tl.full((M,), 1.0, tl.float32)
-    tl.store(sums + t, total, t < n)
-    for j in tl.static_range(K):
-        best = tl.minimum(tl.argmax(ranked, 1), E - 1)
-        here = e[None] == best[:, None]
-        tl.store(chosen + t * K + j, best.to(tl.int64), t < n)
-        tl.store(gates + t * K + j, tl.sum(tl.where(here, scores, 0), 1) / total, t < n)
-        ranked = tl.where(here, float("-inf"), ranked)
-
-
-@triton.jit
-def _route_backward(x, weight, chosen, gates, sums, dgates, dx, partial, n, C, E, K: tl.constexpr, E_PAD: tl.constexpr,
-                    M: tl.constexpr, BK: tl.constexpr):
-    """dlogit = (dg - sum of dg g) / S * s (1 - s), where chosen experts have scores s with sum S, and gates g = s / S.
-    For k = 1, g = s and dlogit = dg s (1 - s)."""
-    t, e, ks = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD), tl.arange(0, BK)
-    mean, slope, total = tl.zeros((M,), tl.float32), tl.zeros((M, E_PAD), tl.float32), tl.load(sums + t, t < n, 1)
-    for j in tl.static_range(K if K > 1 else 0):
-        mean += tl.load(dgates + t * K + j, t < n, 0) * tl.load(gates + t * K + j, t < n, 0)
-    for j in tl.static_range(K):
-        score = tl.load(gates + t * K + j, t < n, 0) * total
-        d = (tl.load(dgates + t * K + j, t < n, 0) - mean) / total * score * (1 - score)
-        slope += tl.where(e[None] == tl.load(chosen + t * K + j, t < n, 0)[:, None], d[:, None], 0)
-    for c in range(0, C, BK):
-        own = (t[:, None] < n) & (ks[None] < C - c)
-        a = tl.load(x + t[:, None].to(tl.int64) * C + c + ks[None], own, 0).to(tl.float32)              # (M, BK)
-        b = tl.load(weight + e[:, None] * C + c + ks[None], (e[:, None] < E) & (ks[None] < C - c), 0)   # (E_PAD, BK)
-        back = tl.dot(slope, b.to(tl.float32), input_precision="tf32x3")
-        tl.store(dx + t[:, None].to(tl.int64) * C + c + ks[None], back, own)
-        tl.store(partial + (tl.program_id(0) * E + e)[:, None] * C + c + ks[None],
-                 tl.dot(tl.trans(slope), a, input_precision="tf32x3"), (e[:, None] < E) & (ks[None] < C - c))
-
-
-class Route(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, k):
-        n, C, E, tokens = x[..., 0].numel(), x.shape[-1], len(weight), x.shape[:-1]
-        x, weight = x.contiguous(), weight.contiguous()
-        chosen = torch.empty(*tokens, k, dtype=torch.int64, device=x.device)
-        gates, sums = (torch.empty(*tokens, some, dtype=torch.float32, device=x.device) for some in (k, 1))
-        counts = torch.empty(triton.cdiv(n, 64), E, dtype=torch.int32, device=x.device)
-        ctx.sizes = n, C, E, k, max(16, triton.next_power_of_2(E)), 64, 64
-        _route[len(counts),](x, weight, bias, chosen, gates, sums, counts, *ctx.sizes, num_warps=4)
-        ctx.save_for_backward(x, weight, chosen, gates, sums)
-        counts = counts.sum(0)
-        ctx.mark_non_differentiable(chosen, counts)
-        return chosen, gates, counts
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, _, dgates, __):
-        x, weight, chosen, gates, sums = ctx.saved_tensors
-        n, C, E, *_ = ctx.sizes
-        dx, partial = torch.empty_like(x), torch.empty(1, triton.cdiv(n, 64), E * C, device=x.device)
-        _route_backward[partial.shape[1],](x, weight, chosen, gates, sums, dgates.contiguous(), dx, partial,
-                                           *ctx.sizes, num_warps=4)
-        return dx, sum_parts(partial, weight.dtype).view(E, C), None, None
-
-
-def route(x, weight, bias, k):
-    """For each token of x (..., C), choose the k experts with the largest sigmoid(x W^T) + bias; W (E, C), bias (E)
-    float32. Returns (chosen int64 (..., k); gates float32 (..., k), their sigmoids, scaled to add up to 1 if k > 1; how
-    often each expert is chosen, int64 (E))."""
-    return Route.apply(x, weight, bias, k)
-
 
 @triton.jit
 def _count_slots(chosen, counts, n, E, E_PAD: tl.constexpr, M: tl.constexpr):

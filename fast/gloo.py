@@ -1,16 +1,12 @@
-"""Processes on CPUs: mailboxes in shared memory, and a thread for asynchronous operations."""
+"""Processes on CPUs: mailboxes in shared memory."""
 
 import contextlib
-import functools
 import itertools
 import mmap
 import os
-import queue
 import select
 import sys
-import threading
 from collections import deque
-from concurrent.futures import Future
 
 import torch
 import torch.distributed as torch_dist
@@ -18,7 +14,7 @@ from torch.distributed import irecv, ReduceOp
 
 import collectives as dist
 from collectives import TAG, Handle, Link, recursive_doubling, Traffic
-from fast.rings import Pending, PiecewiseLink
+from fast.rings import DoublingLink
 from safe.launch import waits
 
 
@@ -189,13 +185,13 @@ def make_mailboxes(link):
     return boxes
 
 
-class GlooLink(PiecewiseLink):
-    """Processes on CPUs. Operations with async_op run in a thread beside the caller, first in, first out."""
+class GlooLink(DoublingLink):
+    """Processes on CPUs."""
 
     def __init__(self, group):
         super().__init__(group)
         self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # named, because the default device may be a GPU
-        self.mailboxes = self._jobs = self._last = None
+        self.mailboxes = None
 
     def scratch(self, like, count):
         """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
@@ -220,42 +216,14 @@ class GlooLink(PiecewiseLink):
                     handles.append(send(t, peer))
         return handles
 
-    def run(self, name, operation, arguments, async_op):
-        if not async_op and (self._last is None or self._last.is_completed()):
-            return super().run(name, operation, arguments, False)
-        # Queue behind the operations under way, because every rank must run them in the same order.
-        self._last = self._enqueue(functools.partial(super().run, name, operation, arguments, False))
-        return self._last if async_op else self._last.wait()
-
     def prepare(self):
         if self.mailboxes is None:
             self.mailboxes = make_mailboxes(self) or False
 
     def close(self):
-        if self._jobs:
-            self._jobs.put(None)
-            self._worker.join(2)  # a daemon thread that is inside C++ when Python exits would abort the process
+        super().close()
         if self.mailboxes:
             self.mailboxes.close()
-        super().close()
-
-    def _enqueue(self, body):
-        # A daemon thread, not an executor: a process that fails must be able to exit while a receive is still blocked.
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            self._worker = threading.Thread(target=self._work, daemon=True)
-            self._worker.start()
-        future = Future()
-        self._jobs.put((future, body))
-        return Pending(future.result, future.done)
-
-    def _work(self):
-        for future, body in iter(self._jobs.get, None):
-            try:
-                future.set_result(body())
-            except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
-                future.set_exception(error)
-            future = body = None  # else they would keep this operation's tensors until the next one
 
 
 def scratches():

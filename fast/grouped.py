@@ -21,7 +21,8 @@ from kernels import _tile, grouped_reference, programs_at_once, TensorDescriptor
 # E groups of R rows in all have at most ceil(R / BM) + E row tiles, whatever counts holds, so this many are launched.
 # Tile t belongs to the first group e with t < ceil(count_0 / BM) + ... + ceil(count_e / BM). dx is the same product
 # with W's strides swapped. For dW, a program owns a tile of one dW_e and sums over e's rows alone, so a NaN in another
-# group's rows cannot reach it. y, dx and dW take 2 R in out FLOPs each, as with a single matrix.
+# group's rows cannot reach it. y, dx and dW take 2 R in out FLOPs each, as with a single matrix. All this is for 16-bit
+# numbers on Hopper; elsewhere the reference's loop does it.
 
 @triton.jit
 def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
@@ -35,74 +36,10 @@ def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
     return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
 
 
-@triton.jit
-def _grouped_product(x, weight, bias, y, counts, E, N, K, w_group, w_row, w_column, E_PAD: tl.constexpr,
-                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
-    if e >= E:
-        return
-    rows, columns, ks = first + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    # In place of rows and columns beyond the edges, the last row and the first columns are read, and not stored.
-    x += tl.minimum(rows, end - 1)[:, None] * K + ks[None]                                      # (BM, BK)
-    weight += e.to(tl.int64) * w_group + (columns % N)[None].to(tl.int64) * w_row
-    weight += ks[:, None] * w_column                                                            # (BK, BN)
-    tile = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        tile = tl.dot(tl.load(x, ks[None] < K - k, 0), tl.load(weight, ks[:, None] < K - k, 0), tile,
-                      input_precision="tf32x3")
-        x += BK
-        weight += BK * w_column
-    if bias is not None:
-        tile += tl.load(bias + e * N + columns, columns < N, 0).to(tl.float32)[None]
-    tl.store(y + rows[:, None] * N + columns[None], tile, (rows[:, None] < end) & (columns[None] < N))
-
-
-@triton.jit
-def _grouped_weight_gradient(dy, x, dw, db, counts, N, K, E_PAD: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A (BN, BK) tile of dW_e. With db, the program of the tile's first columns also sums BN elements of db_e."""
-    e, group = tl.program_id(2), tl.arange(0, E_PAD)
-    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
-    end = first + tl.load(counts + e)
-    n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK + tl.arange(0, BK)
-    tile, total = tl.zeros((BN, BK), tl.float32), tl.zeros((BN,), tl.float32)
-    for row in range(first, end, BM):
-        rows = row + tl.arange(0, BM)
-        d = tl.load(dy + rows[None] * N + n[:, None], (rows[None] < end) & (n[:, None] < N), 0)     # (BN, BM)
-        v = tl.load(x + rows[:, None] * K + k[None], (rows[:, None] < end) & (k[None] < K), 0)      # (BM, BK)
-        tile = tl.dot(d, v, tile, input_precision="tf32x3")
-        total += tl.sum(d.to(tl.float32), 1)
-    n = n.to(tl.int64)
-    tl.store(dw + (e.to(tl.int64) * N + n)[:, None] * K + k[None], tile, (n[:, None] < N) & (k[None] < K))
-    if db is not None:
-        if tl.program_id(0) == 0:
-            tl.store(db + e * N + n, total, n < N)
-
-
-GROUPED_TILES = 64, 64, 32  # BM rows, BN outputs, BK inputs
-
-
-def launch_grouped(x, weight, bias, counts):
-    """y (R, out), with masks in place of TMA. weight (E, out, in) of any strides."""
-    x, bias, (E, N, K) = x.contiguous(), None if bias is None else bias.contiguous(), weight.shape
-    y, (BM, BN, BK) = x.new_empty(len(x), N), GROUPED_TILES
-    _grouped_product[triton.cdiv(len(x), BM) + E, triton.cdiv(N, BN)](
-        x, weight, bias, y, counts, E, N, K, *weight.stride(), triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
-    return y
-
-
-def launch_grouped_gradients(dy, x, counts, biased):
-    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
-    dw, db, (BM, BN, BK) = x.new_empty(E, N, K), x.new_empty(E, N) if biased else None, GROUPED_TILES
-    _grouped_weight_gradient[triton.cdiv(K, BK), triton.cdiv(N, BN), E](
-        dy, x, dw, db, counts, N, K, triton.next_power_of_2(E), BM, BN, BK, num_warps=4)
-    return dw, db
-
-
-# On Hopper, TMA moves whole tiles, so that programs compute no addresses and need no masks. But TMA stops only at the
-# edges of a tensor, and a group's end is not one. So a tensor of R rows of `width` gets a descriptor with two more
-# dimensions, which make the group's end an edge: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides
-# (2^34 - width, width, width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
+# TMA moves whole tiles, so that programs compute no addresses and need no masks. But TMA stops only at the edges of a
+# tensor, and a group's end is not one. So a tensor of R rows of `width` gets a descriptor with two more dimensions,
+# which make the group's end an edge: sizes (2^31 - 2^16, 2^31 - 2^16, 2^30, width), strides (2^34 - width, width,
+# width, 1). The element (2^30, end, 2^30 - end + row, column) then lies at
 #
 #     2^30 (2^34 - width) + end width + (2^30 - end + row) width + column  =  2^64 + row width + column
 #
@@ -217,11 +154,9 @@ SPARED = 0  # multiprocessors left free for the one-program kernels that signal 
 
 
 def tuned_grouped(x, weight, bias, counts):
-    check_grouped(x, weight, bias, counts)
+    """y (R, out). weight (E, out, in), or a transposed view of a contiguous (E, in, out)."""
     x, (E, N, K), transposed = x.contiguous(), weight.shape, weight.stride(2) != 1
     stored = (weight.mT if transposed else weight).contiguous()
-    if not tma_takes(x, stored) or N % 8:
-        return launch_grouped(x, weight, bias, counts)
     y, (BM, BN, BK, GROUP, stages) = x.new_empty(len(x), N), GROUPED_TILES_TUNED["product"]
     tall, padded = triton.cdiv(len(x), BM) + E, triton.next_power_of_2(E)
     table = torch.empty(tall, 3, dtype=torch.int32, device=x.device)
@@ -235,9 +170,7 @@ def tuned_grouped(x, weight, bias, counts):
 
 
 def tuned_grouped_gradients(dy, x, counts, biased):
-    dy, x, E, N, K = dy.contiguous(), x.contiguous(), len(counts), dy.shape[1], x.shape[1]
-    if not tma_takes(dy, x):
-        return launch_grouped_gradients(dy, x, counts, biased)
+    x, E, N, K = x.contiguous(), len(counts), dy.shape[1], x.shape[1]
     (BM, BN, BK, GROUP, stages), dw, ends = GROUPED_TILES_TUNED["gradient"], x.new_empty(E, N, K), counts.cumsum(0)
     tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
         grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
@@ -282,7 +215,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, counts = ctx.saved_tensors
+        (x, weight, counts), dy = ctx.saved_tensors, dy.contiguous()
         dx = tuned_grouped(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
         _, needs_dw, needs_db, _ = ctx.needs_input_grad
         dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
@@ -291,5 +224,8 @@ class GroupedLinear(torch.autograd.Function):
 
 def fast_grouped(x, weight, bias, counts):
     if not kernels.on_triton(x):
+        return grouped_reference(x, weight, bias, counts)
+    check_grouped(x, weight, bias, counts)
+    if not tma_takes(x, weight) or weight.shape[1] % 8:  # dy's width
         return grouped_reference(x, weight, bias, counts)
     return GroupedLinear.apply(x, weight, bias, counts.contiguous())

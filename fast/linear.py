@@ -1,52 +1,27 @@
-"""Linear layers: biases summed by kernels, outputs padded, activations that add the bias, the tuned product."""
+"""Linear layers: a bias's gradient by one kernel, outputs padded; the tuned product."""
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import kernels
-from kernels import (
-    _elu, _elu_slope, _gelu, _gelu_slope, bias_gradient, elu, gelu, Linear, matmul, programs_at_once,
-    tl, triton, weight_gradients)
+from kernels import bias_gradient, Linear, matmul, programs_at_once, tl, triton, weight_gradients
 
 
-# ------------------------------------------------------------------------------------------------ activations, linear
+# ---------------------------------------------------------------------------------------------------- sums of columns
 #
-# Adding a bias before the activation would cost a pass over memory, and summing dx for the bias's gradient another one.
-# So the activation's kernel adds the bias as it reads x, and its backward sums dx while dx is in registers. The price
-# is a small second kernel, `sum_parts`, because each program sums only some of the rows.
-#
-# `column_sums` without x is that sum alone. For (32768, 768) it takes 25 us, PyTorch's 46, reading the tensor once 12.
+# A bias's gradient is the sum of dy's rows. For (32768, 768) the kernel takes 25 us, PyTorch's 46, reading dy once 12.
+# The price is a small second kernel, `sum_parts`, because each program sums only some of the rows.
 
 @triton.jit
-def _bias_map(x, bias, y, rows, width, FUNCTION: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    wide = tl.cdiv(width, N)
-    row = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)[:, None]
-    column = tl.program_id(0) % wide * N + tl.arange(0, N)[None]
-    at, inside = row * width + column, (row < rows) & (column < width)
-    v = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + column, column < width).to(tl.float32)
-    tl.store(y + at, FUNCTION(v), inside)
-
-
-@triton.jit
-def _bias_backward(x, bias, dy, dx, partial, rows, width,
-                   SLOPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
-    """dx, and the sums of its columns. A program reads N columns, M rows at a time, and keeps their sums in registers.
-
-    Programs of the same columns take every n-th M rows; each writes its sums to its own row of partial (programs,
-    width). SLOPE None: sum the columns of dy instead, and write no dx.
-    """
+def _column_sums(dy, partial, rows, width, M: tl.constexpr, N: tl.constexpr):
+    """A program reads N columns, M rows at a time, and keeps their sums in registers. Programs of the same columns take
+    every n-th M rows; each writes its sums to its own row of partial (programs, width)."""
     column = tl.program_id(0) * N + tl.arange(0, N)[None]
     total = tl.zeros((M, N), tl.float32)
-    b = tl.load(bias + column, column < width, 0).to(tl.float32) if SLOPE is not None else 0.0
-    for start in tl.range(tl.program_id(1) * M, rows, tl.num_programs(1) * M, num_stages=STAGES):
+    for start in tl.range(tl.program_id(1) * M, rows, tl.num_programs(1) * M, num_stages=3):
         row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
-        at, inside = row * width + column, (row < rows) & (column < width)
-        d = tl.load(dy + at, inside, 0).to(tl.float32)
-        if SLOPE is not None:
-            d *= SLOPE(tl.load(x + at, inside, 0).to(tl.float32) + b)
-            tl.store(dx + at, d, inside)
-        total += d
+        total += tl.load(dy + row * width + column, (row < rows) & (column < width), 0).to(tl.float32)
     tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
 
 
@@ -69,53 +44,20 @@ def sum_parts(partial, dtype):
     return out
 
 
-class BiasMap(torch.autograd.Function):
-    """function(x + bias); bias (width), along the last dimension. Keeps x and bias, not their sum."""
-
-    @staticmethod
-    def forward(ctx, x, bias, function, slope):
-        if bias.shape != x.shape[-1:]:
-            raise ValueError(f"activation of {tuple(x.shape)} plus a bias {tuple(bias.shape)}: needs one of "
-                             f"{tuple(x.shape[-1:])}")
-        x, bias, ctx.slope = x.contiguous(), bias.contiguous(), slope
-        ctx.save_for_backward(x, bias)
-        y, width = torch.empty_like(x), x.shape[-1]
-        rows = x.numel() // width
-        _bias_map[(triton.cdiv(width, 256) * triton.cdiv(rows, 8),)](x, bias, y, rows, width, function, 8, 256,
-                                                                     num_warps=4)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, bias = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        return dx, column_sums(dy.contiguous(), x, bias, dx, ctx.slope), None, None
-
-
-WITH_BIAS = {elu: (_elu, _elu_slope), gelu: (_gelu, _gelu_slope)}  # activation: what `BiasMap` takes for it
-
-
-def add_bias(activation, x, bias):
-    """activation(x + bias), in one pass over x for those of WITH_BIAS."""
-    if activation in WITH_BIAS and kernels.on_triton(x):
-        return BiasMap.apply(x, bias, *WITH_BIAS[activation])
-    return activation(x + bias)
-
-
-def column_sums(dy, x=None, bias=None, dx=None, slope=None):
-    """A bias's gradient (width): the sum over the rows of dy (..., width). With x, dx = dy slope(x + bias) is computed,
-    written and summed instead."""
+def column_sums(dy):
+    """(width): the sum over the rows of dy (..., width)."""
     width = dy.shape[-1]
     rows, parts = dy.numel() // width, max(1, programs_at_once(dy.device) // 2)
     partial = torch.empty(1, parts, width, dtype=torch.float32, device=dy.device)
-    # The fastest at 32768 x 768 to 3072 and 8192 x 1600 to 6400. GELU's backward at 32768 x 3072 takes 168 us; with 3
-    # stages it would take 237, with 1 stage 179.
-    n, warps, stages = (64, 2, 3) if slope is None else (128, 8, 2)
-    _bias_backward[(triton.cdiv(width, n), parts)](x, bias, dy, dx, partial, rows, width, slope, 32, n, stages,
-                                                   num_warps=warps)
+    _column_sums[triton.cdiv(width, 64), parts](dy, partial, rows, width, 32, 64, num_warps=2)
     return sum_parts(partial, dy.dtype)[0]
 
+
+def fast_bias_gradient(dy):
+    return column_sums(dy) if kernels.on_triton(dy) else bias_gradient(dy)
+
+
+# ------------------------------------------------------------------------------------------------------ padded outputs
 
 class PaddedLinear(Linear):
     """Without a bias, `pad_outputs` pads the outputs if 8 does not divide their number."""
@@ -169,10 +111,6 @@ def pad_columns(dy, y):
     if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
         return rows.as_strided((len(rows), width), rows.stride())
     return F.pad(rows, (0, width - rows.shape[1]))
-
-
-def fast_bias_gradient(dy):
-    return column_sums(dy) if kernels.on_triton(dy) else bias_gradient(dy)
 
 
 # ----------------------------------------------------------------------------------------------------- matrix product

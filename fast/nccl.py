@@ -6,13 +6,13 @@ import torch
 
 import collectives as dist
 import kernels
-from collectives import _blocks, link_of
+from collectives import _blocks, Handle, link_of, tensors_in
 from fast import recorded, rings, windows
 from fast.exchange import AllReduce, window_bytes
 from fast.recorded import Replays
-from fast.rings import Pending, PiecewiseLink
+from fast.rings import DoublingLink
 from fast.windows import KERNEL_OPS, _in_step, _sum_rows, make_window
-from safe.messages import progress, tensors_of
+from safe.messages import progress
 
 
 # If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s,
@@ -27,35 +27,33 @@ SUM_FROM = 1 << 12
 REPLAYED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "reduce", "gather", "scatter")
 
 
-class NcclLink(PiecewiseLink):
+class NcclLink(DoublingLink):
     """GPUs of several nodes. With async_op operations run on a side stream; REPLAYED ones are recorded."""
 
     def __init__(self, group):
         super().__init__(group)
-        self.replays, self._stream = Replays(), None
+        self.replays = Replays()
 
     def run(self, name, operation, arguments, async_op):
-        self.aside, tensors = async_op, [t for _, t in tensors_of(arguments)]
+        self.aside, tensors = async_op, tensors_in(arguments.values())
         if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= recorded.REPLAY_BYTES:
             memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
             how = [value for value in arguments.values() if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
             key, body = (name, self.aside, *how, *memory), functools.partial(operation, self)
             operation = lambda link: link.replays.run(key, body)  # noqa: E731
-        if not async_op:
-            return super().run(name, operation, arguments, False)
-        # A side stream waits for the work that the caller has queued so far, and for none that it queues later. Its
-        # priority is high, because its barriers would else wait for the end of a kernel that fills the GPU.
-        self._stream = self._stream or torch.cuda.Stream(priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            super().run(name, operation, arguments, False)
-            done = self._stream.record_event()
-        if torch.cuda.is_current_stream_capturing():
-            # The handle keeps the tensors, because a recording could not reuse their memory after record_stream.
-            return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done), done.query)
-        for t in tensors:
-            t.record_stream(self._stream)  # the allocator must not reuse their memory before the side stream is done
-        return Pending(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+        return super().run(name, operation, arguments, async_op)
+
+    def on_a_stream(self, body, arguments):
+        # Of high priority, because its barriers would else wait for the end of a kernel that fills the GPU.
+        self.stream = self.stream or torch.cuda.Stream(priority=-1)
+        if not torch.cuda.is_current_stream_capturing():
+            return super().on_a_stream(body, arguments)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            body()
+            done = self.stream.record_event()
+        # The handle keeps the tensors, because a recording could not reuse their memory after record_stream.
+        return Handle(lambda kept=arguments: torch.cuda.current_stream().wait_event(done), done.query)
 
     def close(self):
         self.replays = Replays()

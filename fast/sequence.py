@@ -75,13 +75,9 @@ class RegatheredProduct(torch.autograd.Function):
         return dx, *gradients, None, None
 
 
-# ----------------------------------------------------------- tensor parallel: biases added by the activation's kernel
-
-class FusableColumns(ColumnParallelLinear):
-    """`product` leaves out the bias, so that the activation's kernel can add it in a pass that it makes anyway.
-
-    In sequence parallelism f is `gathered`. Then the whole product is a RegatheredProduct, which gathers X itself, so
-    self.f does nothing. A layer without a bias, which in a GPT is the head alone, keeps the gathered X for backward.
+class RegatheringColumns(ColumnParallelLinear):
+    """In sequence parallelism f is `gathered`. Then the whole product is a RegatheredProduct, which gathers X itself,
+    so self.f does nothing. A layer without a bias, which in a GPT is the head alone, keeps the gathered X for backward.
     """
 
     def __init__(self, layer, group, *args, **kwargs):
@@ -89,6 +85,3 @@ class FusableColumns(ColumnParallelLinear):
         if self.f is gathered and self.bias is not None:
             self.f = lambda x, group: x
             self.linear = lambda x, weight, bias=None, take=None: RegatheredProduct.apply(x, weight, bias, group, take)
-
-    def product(self, x):
-        return self.linear(self.f(x, self.group), self.weight)

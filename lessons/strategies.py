@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 
 import collectives as dist
 import kernels
@@ -238,8 +239,12 @@ def sends_late(computed):
     return call
 
 
-def always(s):
+def always(s, config):
     return True
+
+
+def with_experts(s, config):
+    return config.experts > 0
 
 
 def ring_for_ours(group, comm):
@@ -247,9 +252,13 @@ def ring_for_ours(group, comm):
 
 
 def grouped_by_library(x, weight, bias, counts):
-    """kernels.grouped_linear by PyTorch's own product, which takes 16-bit tensors on GPUs."""
+    """kernels.grouped_linear by PyTorch's own product, which takes 16-bit tensors on GPUs. It takes no bias, so another
+    product adds each row's, because that has a fast gradient."""
     y = torch._grouped_mm(x, weight.transpose(1, 2), counts.cumsum(0).int())
-    return y if bias is None else y + bias.repeat_interleave(counts, 0, output_size=len(x))
+    if bias is None:
+        return y
+    group = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+    return torch.addmm(y, F.one_hot(group, len(counts)).to(x.dtype), bias)
 
 
 def add_and_norm(x, residual, weight, bias, eps=1e-5):
@@ -259,34 +268,34 @@ def add_and_norm(x, residual, weight, bias, eps=1e-5):
 
 
 # A piece of fast/: (a function that gives what stands in its place, [(object, attribute, value), ...]; which layouts
-# use the piece).
+# of which models use the piece).
 WITHOUT = {
     "graphs": (lambda: [(run, "replay_micro_batches", lambda net: None)], always),   # kernels launched one by one
     "kernels": (lambda: [(kernels, "on_triton", lambda x: False)], always),          # PyTorch's operations
-    "tuning": (lambda: [*plain_rows(kernels), (linear, "WITH_BIAS", {}),             # the reference's kernels
-                        (norm, "add_layer_norm", add_and_norm)], always),
-    "fusion": (lambda: plain_rows(model) + plain_rows(experts, "Router", "Experts"), always),  # its blocks
+    "tuning": (lambda: [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)], always),  # the reference's
+    "norm": (lambda: [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)], always),
+    "addition": (lambda: plain_rows(model), always),                                 # added to x, and then the norm
+    "bias": (lambda: plain_rows(kernels, "bias_gradient"), always),                  # PyTorch's sum
+    "specialized": (lambda: [(attention, "specialized_takes", lambda *args: False)], always),  # the reference's forward
+    "padding": (lambda: [(linear, "pad_outputs", lambda x, weight: weight)], always),  # of GPT-2's 50257 tokens
+    "adamw": (lambda: [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))], always),  # PyTorch's
     "links": (lambda: [(dist, "make_link", ring_for_ours)], always),                 # rings
     "windows": (lambda: [(NodeLink, "window", Direct.window)], always),              # NCCL's messages
     "sums": (lambda: [(NodeLink, "kernel_for", lambda *args: None)], always),        # all-reduces by copies, messages
-    "replay": (lambda: [(recorded, "REPLAY_BYTES", 0)], always),                     # collectives launched one by one
-    "early": (lambda: [(Early, "computed", sends_late(Early.computed))], lambda s: s.dp > 1 and s.zero < 2),
-    "fetching": (lambda: [(FetchingFSDP, "fetch", lambda self, unit: None)], lambda s: s.zero == 3),  # no unit ahead
-    "rows": (lambda: [(nccl, "takes_rows", lambda *args: False)], lambda s: s.sp),   # tokens copied into one message
-    "patience": (lambda: [(PatientPipeline, "expect", PatientPipeline.post)], lambda s: s.pp > 1),
-    "specialized": (lambda: [(attention, "specialized_takes", lambda *args: False)], always),  # the tuned Triton kernel
-    "norm": (lambda: [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)], always),
-    "padding": (lambda: [(linear, "pad_outputs", lambda x, weight: weight)], always),
-    "adamw": (lambda: [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))], always),  # PyTorch's
     "copies": (lambda: [(windows, "WINDOW_FROM", 1 << 62)], always),                 # NCCL's messages, but for sums
-    "pieces": (lambda: [(rings, "PIECE_BYTES", {"gloo": 1 << 62, "nccl": 1 << 62})], always),  # whole chunks
-    "mailboxes": (lambda: [(gloo, "make_mailboxes", lambda link: None)], lambda s: s.device == "cpu"),  # gloo's TCP
-    "ring": (lambda: plain_rows(context), lambda s: s.cp > 1 and s.cp_kind == "ring"),  # the reference's
-    "routing": (lambda: plain_rows(experts, "Router", "Experts", "through_experts"), lambda s: s.ep > 1),
-    "hiding": (lambda: plain_rows(experts, "visit"), lambda s: s.ep > 1),            # all rows travel, then all compute
-    "grouped": (lambda: [(kernels, "grouped_linear", grouped_by_library)], lambda s: s.ep > 1),
+    "replay": (lambda: [(recorded, "REPLAY_BYTES", 0)], always),                     # collectives launched one by one
+    "doubling": (lambda: [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))], always),  # rings alone
+    "mailboxes": (lambda: [(gloo, "make_mailboxes", lambda link: None)], lambda s, _: s.device == "cpu"),  # gloo's TCP
+    "early": (lambda: [(Early, "computed", sends_late(Early.computed))], lambda s, _: s.dp > 1 and s.zero < 2),
+    "fetching": (lambda: [(FetchingFSDP, "fetch", lambda self, unit: None)], lambda s, _: s.zero == 3),  # no unit ahead
+    "rows": (lambda: [(nccl, "takes_rows", lambda *args: False)], lambda s, _: s.sp),  # tokens copied into one message
+    "patience": (lambda: [(PatientPipeline, "expect", PatientPipeline.post)], lambda s, _: s.pp > 1),
+    "ring": (lambda: plain_rows(context), lambda s, _: s.cp > 1 and s.cp_kind == "ring"),  # the reference's
+    "sorting": (lambda: plain_rows(experts, "Experts", "through_experts"), with_experts),  # by PyTorch's operations
+    "grouped": (lambda: [(kernels, "grouped_linear", grouped_by_library)], with_experts),  # PyTorch's grouped product
+    "hiding": (lambda: plain_rows(experts, "visit"), lambda s, _: s.ep > 1),         # all rows travel, then all compute
     "exchange": (lambda: [(NodeLink, "_all_to_all_at_once", lambda *args, **more: False),
-                          (NodeLink, "_by_one_kernel", lambda *args, **more: False)], lambda s: s.ep > 1)}
+                          (NodeLink, "_by_one_kernel", lambda *args, **more: False)], lambda s, _: s.ep > 1)}
 
 
 def without(a, device):
@@ -296,7 +305,7 @@ def without(a, device):
 
     def seconds(name, piece=None):
         rows, used = WITHOUT.get(piece, (list, always))
-        if not used(a.layouts[name]):
+        if not used(a.layouts[name], a.configs[name]):
             return None
         with patched([*rows(), (dist, "_links", defaultdict(dict))]):
             trainer = make_trainer(a.configs[name], a.layouts[name], device)

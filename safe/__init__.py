@@ -5,13 +5,11 @@ chosen by train.py's last lines.
 """
 
 import collectives
-import kernels
-from safe import launch, messages, sizes
+from safe import launch, messages
 
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", messages.watched_link),
     (collectives, "rendezvous", launch.settled_rendezvous),
-    (kernels, "use", sizes.checked_use),
 ]
 
 

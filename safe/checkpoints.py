@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import parallel
-from model import buffers, shapes
+from model import GPTConfig, shapes
 from safe.files import crc_of_file, read_safetensors, sync_folder, write_file, write_safetensors
 from safe.flags import BadInput, dashed, reject
 from safe.huggingface import open_hf, write_hf
-from train import config_of, DTYPES, MOMENTS
+from train import config_of, MOMENTS
 
 # A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
 # .step-00000200.part, which is renamed only when every byte is on the disk:
@@ -116,8 +115,9 @@ def crc_of(value):
 class Checkpoint:
     path: str
     manifest: dict
-    open: Callable     # open(): (GPTConfig, source of weights)
-    moments: Callable  # moments(): {label: tensor}
+    config: GPTConfig
+    source: Callable  # source(name): a whole parameter
+    moments: dict     # {label: whole tensor}; these and the parameters are read when used
 
 
 def open_plain(path):
@@ -127,15 +127,12 @@ def open_plain(path):
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         s = types.SimpleNamespace(**{"on_nan": "stop", "init_from": "", **saved["flags"]})
         config, tensors = config_of(s), saved["tensors"]
-        for name, shape in {**shapes(config), **buffers(config)}.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(f"{name} is {tuple(tensors[name].shape)}, its flags make it {shape}")
         manifest = {"step": saved["step"], "updates": saved["step"] - saved["skipped"], "skipped": saved["skipped"],
                     "scaler": saved["scaler"], "run": {**settled(s, config), "data": {"bytes": True}}}
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
     weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
-    return Checkpoint(path, manifest, lambda: (config, weights.get), lambda: tensors)
+    return Checkpoint(path, manifest, config, weights.get, tensors)
 
 
 def why(error):
@@ -168,11 +165,13 @@ def open_checkpoint(path, read_all):
                 raise ValueError(f"it has {size:,} bytes, by the manifest {entry['bytes']:,}")
             if read_all and crc_of_file(os.path.join(path, file)) != entry["crc32"]:
                 raise ValueError("its checksum is not the manifest's")
+        file = "tensors"
+        config, source = open_hf(path)
+        moments = read_safetensors(os.path.join(path, "optimizer.safetensors"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {file}: {why(error)}; move that folder away to go on from the checkpoint "
                        "before, or give a whole one") from None
-    moments = os.path.join(path, "optimizer.safetensors")
-    return Checkpoint(path, manifest, lambda: open_hf(path), lambda: read_safetensors(moments))
+    return Checkpoint(path, manifest, config, source, moments)
 
 
 def find_checkpoint(s, read_all):
@@ -187,17 +186,3 @@ def find_checkpoint(s, read_all):
         reject(not found, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
         path = found[-1]
     return open_checkpoint(path, read_all)
-
-
-def read_moments(checkpoint, config):
-    """{label: whole tensor}, mapped from the file. BadInput if a name, shape or dtype is not this model's."""
-    dtype = parallel.master_dtype(DTYPES[checkpoint.manifest["run"]["flags"]["dtype"]])
-    try:
-        moments = checkpoint.moments()
-    except ValueError as error:
-        raise BadInput(f"--resume {error}") from None
-    for label, shape in moments_of(config).items():
-        there = (tuple(moments[label].shape), moments[label].dtype) if label in moments else "missing"
-        reject(there != (shape, dtype), f"--resume {checkpoint.path}: {label} is {there}, the model makes it "
-               f"{shape, dtype}: give a checkpoint of this model")
-    return moments

@@ -26,33 +26,23 @@ def files_of(s):
     """The text files of --data. In a folder, neither hidden files nor those that this run or that of --resume wrote."""
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
-    whole = pathlib.Path(s.data).resolve()
-    folders = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/"))
-    written = [folder for folder in (pathlib.Path(f).resolve() for f in folders if f) if whole in folder.parents]
-    return [f for f in pathlib.Path(s.data).rglob("*") if f.is_file() and not f.name.startswith(".")
-            and not any(f.resolve().is_relative_to(folder) for folder in written)]
+    data = pathlib.Path(s.data).resolve()
+    written = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/"))
+    inside = {pathlib.Path(folder).resolve() for folder in written if folder} - {data, *data.parents}
+    return [file for file in data.rglob("*") if file.is_file() and not file.name.startswith(".")
+            and inside.isdisjoint(file.parents)]
 
 
 def check_data(s, config, train, held_out):
     shortest = min(len(train), len(held_out) if s.eval_every else len(train))
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
            f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
-    for part in (train, held_out):
-        check_tokens(part[:1 << 28], config.vocab_size)  # 512 MiB; `micro_batches` checks the rest
-
-
-def check_tokens(tokens, vocab_size):
-    largest = int(tokens.max()) if len(tokens) else 0
-    reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
+    largest = max(int(part[:1 << 28].max(initial=0)) for part in (train, held_out))  # of 512 MiB, a second
+    reject(largest >= config.vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
 
 
 def read_tokens(path, where):
-    """Tokens of a .bin file, uint16. llm.c's begin with 256 int32 (20240520, version, how many tokens, ...)."""
+    """Tokens of a .bin file, uint16, as nanoGPT writes it."""
     size = os.path.getsize(path)
-    header = np.fromfile(path, np.int32, min(256, size // 4))
-    if len(header) == 256 and header[0] == 20240520:
-        reject(header[1] != 1 or size != 1024 + 2 * int(header[2]), f"{where}: its header says version {header[1]} and "
-               f"{header[2]} tokens, it holds {(size - 1024) // 2}: give a whole file of version 1")
-        return np.memmap(path, np.uint16, "r", offset=1024)
-    reject(size % 2, f"{where}: {size} bytes are not uint16 tokens; a text must not be named .bin")
-    return np.memmap(path, np.uint16, "r") if size else np.empty(0, np.uint16)
+    reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
+    return np.memmap(path, np.uint16, "r")

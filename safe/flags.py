@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-import collectives as dist
 import kernels
 import parallel
-from model import PRESETS
 from safe.huggingface import open_hf
 from safe.sizes import check_sizes, multiple, raise_first
 from theory.speed import replayable
@@ -25,8 +23,8 @@ from train import SIZES, config_of, device_for, flag, Flags, processes_of
 @dataclass
 class Settings(Flags):
     """Every flag of the command line: those of train.py, and those that only the whole program has."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of tokens (uint16, or llm.c's with its header); "
-                         "left out, the source of Python's standard library as bytes. The last 10 %% are held out")
+    data: str = flag("", "a text file, a folder of text, or a .bin of uint16 tokens, nanoGPT's; left out, the "
+                         "source of Python's standard library as bytes. The last 10 %% are held out")
     out: str = flag("", "folder for log.jsonl and checkpoints; the same command again goes on from the newest one")
     resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
                            "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
@@ -80,13 +78,11 @@ def dashed(name):
 
 def check_numbers(s):
     """Reject numbers that are wrong whatever the other flags are."""
-    at_least_1 = {"batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout",
-                  *SIZES} - {"experts"}
+    at_least_1 = "batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout"
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
         if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # nan and inf, too
-            value = f.default or getattr(PRESETS["tiny"], f.name, 2)
-            raise BadInput(f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {value}")
+            raise BadInput(f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {f.default or 2}")
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
@@ -107,11 +103,11 @@ def model_config(s, checkpoint=None):
             raise BadInput(error) from None
         return config, None
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
-    where, folder = ("--resume", checkpoint.path) if checkpoint else ("--init-from", s.init_from)
     try:
-        config, source = checkpoint.open() if checkpoint else open_hf(folder)
+        config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_hf(s.init_from)
     except (ValueError, OSError) as error:
-        raise BadInput(f"{where} {folder}: {error}") from None
+        raise BadInput(f"--init-from {s.init_from}: {error}") from None
+    where = "--resume" if checkpoint else "--init-from"
     for name, value in given.items():
         there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name)
         reject(value != there, f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
@@ -204,7 +200,3 @@ def check_device(s, config, world, local_world, processes):
 
 def gpus_here():
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def processes_here():
-    return dist.processes_of_a_node(int(os.environ.get("WORLD_SIZE") or 1))

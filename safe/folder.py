@@ -28,11 +28,10 @@ def start_of(s, identity, asked, read_all):
                "would be in the way of what follows: move it away, or go on from there")
         return asked, identity | {"start": asked.manifest["run"]["start"]}
     newest = open_checkpoint(found[-1], read_all) if found else None
-    there = None
-    with contextlib.suppress(OSError, ValueError):
+    try:
         there = json.loads(pathlib.Path(s.out, "run.json").read_text())
-    if newest and not there:
-        there = newest.manifest["run"]
+    except (OSError, ValueError):
+        there = newest and newest.manifest["run"]
     another = f"name a new folder, e.g. --out {folder}-2"
     reject(not there and os.path.exists(os.path.join(s.out, "log.jsonl")), f"--out {s.out} already holds files of a "
            f"run, and no run.json that says which: {another}")
@@ -85,7 +84,7 @@ def check_folder(folder, name):
 
 
 class Log:
-    """log.jsonl, an entry a line. If the disk is full, entries wait in memory for room, and no line is cut in two.
+    """log.jsonl, an entry a line. If the disk is full, entries are lost, and no line is cut in two.
 
     step: a run that resumes drops the entries of later steps, because it will write them again."""
 
@@ -96,18 +95,16 @@ class Log:
                 with contextlib.suppress(ValueError):  # a line that a power cut left incomplete
                     kept += [line] if json.loads(line)["step"] <= step else []
         write_file(path, "".join(kept))
-        self.file, self.waiting = os.open(path, os.O_WRONLY | os.O_APPEND), b""
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, entry):
-        """Write entry, {"step": ..., ...}; nan and inf become text. Returns the OSError if entries have to wait, else
-        None."""
+        """Write entry, {"step": ..., ...}; nan and inf become text. Returns the OSError if it is lost, else None."""
         odd = {key: str(n) for key, n in entry.items() if isinstance(n, float) and not math.isfinite(n)}
-        self.waiting += json.dumps(entry | odd).encode() + b"\n"
+        line = json.dumps(entry | odd).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
-            if os.write(self.file, self.waiting) < len(self.waiting):
+            if os.write(self.file, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.waiting = b""
         except OSError as error:
             os.ftruncate(self.file, size)
             return error

@@ -28,7 +28,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 
 
 def load(folder):
-    """Load a Hugging Face GPT-2 folder, config.json with model.safetensors or pytorch_model.bin, in float32 on the CPU.
+    """Load a Hugging Face GPT-2 folder, config.json with model.safetensors, in float32 on the CPU.
 
     Raises ValueError, which names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut short.
     """
@@ -85,10 +85,9 @@ def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
     `entries` would not end or run out of memory."""
     yield "wte.weight", (config.vocab_size, config.n_embd)
-    for i in range(config.n_layer):
-        yield f"h.{i}.ln_1.weight", (config.n_embd,)
-        if config.has_experts(i):
-            yield f"h.{i}.mlp.router.weight", (config.experts, config.n_embd)
+    yield f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,)
+    if config.experts:
+        yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)
     for name, (_, _, shape) in entries(config).items():
         yield name, shape
 
@@ -123,25 +122,12 @@ def config_from(hf):
 
 def read_hf_tensors(folder):
     """(the file that errors name, {name: tensor}) of a folder's weights."""
-    pickled = pathlib.Path(folder, "pytorch_model.bin")
-    files = sorted(pathlib.Path(folder).glob("model*.safetensors")) or [pickled]
-    if not files[0].exists():
-        raise ValueError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
-    tensors = {}
+    files, tensors = sorted(pathlib.Path(folder).glob("model*.safetensors")), {}
+    if not files:
+        raise ValueError(f"{folder}: holds no model.safetensors")
     for file in files:
-        tensors |= read_pickled(file) if file == pickled else read_safetensors(file)
+        tensors |= read_safetensors(file)
     return files[0], {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-
-
-def read_pickled(path):
-    try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-            raise TypeError("it holds other things, too")
-        return tensors
-    except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"{path}: not a file of tensors ({reason})") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- written

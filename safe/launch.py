@@ -1,5 +1,6 @@
 """Starting the processes of a layout, and ending them together."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -125,22 +126,30 @@ def own_store(timeout):
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return None
     rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    deadline, limit = time.monotonic() + timeout, timedelta(seconds=timeout)
-    old = torch_dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
-    store = None
+
+    def store(port, is_master=False):
+        return torch_dist.TCPStore(host, port, None, is_master, timedelta(seconds=timeout), wait_for_workers=False)
+
+    old = store(int(os.environ["MASTER_PORT"]))
     if rank == 0:
-        store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        old.set("new store", str(store.port))
-    while store is None:
+        new = store(0, is_master=True)
+        old.set("new store", str(new.port))
+    else:
+        new = store(port_that_answers(old, host, timeout))
+    return {"store": new, "rank": rank, "world_size": size}
+
+
+def port_that_answers(old, host, timeout):
+    """The port of rank 0's new store. Until rank 0 has written it, an earlier start's is there, where no one listens.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         port = int(old.get("new store"))
-        try:  # if no one listens, the port is of an earlier start; this start's rank 0 will soon write its own
+        with contextlib.suppress(OSError):
             socket.create_connection((host, port), 2).close()
-            store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise PeerError(f"rank 0 opened no store on {host} within {timeout} s") from None
-            time.sleep(0.1)
-    return {"store": store, "rank": rank, "world_size": size}
+            return port
+        time.sleep(0.1)
+    raise PeerError(f"rank 0 opened no store on {host} within {timeout} s")
 
 
 def settled_rendezvous(device_type, timeout):

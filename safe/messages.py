@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import COMBINE, _blocks, _tree, Library, Link
+from collectives import COMBINE, _blocks, Library, Link
 from further.nodes import TwoLevels
 
 
@@ -49,23 +49,31 @@ class Watched(Link):
     name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
 
     def run(self, name, operation, arguments, async_op):
-        progress(name)
         self.check(name, arguments)
+        return super().run(name, operation, arguments, async_op)
+
+    def perform(self, name, operation, log):
+        progress(name)
         self.name = name
         self.prepare()
-        result = super().run(name, operation, arguments, async_op)
+        super().perform(name, operation, log)
         progress(f"after {name}")
-        return result
 
     def prepare(self):
         """Called on all ranks before each operation, when its arguments have been checked."""
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        for argument, t in tensors_of(arguments):
+        tensors = tensors_of(arguments)
+        for argument, t in tensors:
             if t.device.type != self.device:
                 raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
                                  f"but {argument} is on {t.device}")
+        if len({t.dtype for _, t in tensors}) > 1:
+            raise ValueError(f"{name}: all tensors must have one dtype")
+        for argument, value in arguments.items():
+            if isinstance(value, list) and len(value) not in (0, self.size):
+                raise ValueError(f"{name}: {argument} must hold {self.size}, one for each rank, not {len(value)}")
         if arguments.get("op", ReduceOp.SUM) not in COMBINE:
             raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
         if name == "all_to_all_single":
@@ -73,24 +81,6 @@ class Watched(Link):
                          for t in ("output", "input"))
             if room != own:  # copy_ would broadcast one element to many, without an error
                 raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
-        for argument, own in (("tensor_list", "tensor"), ("input_list", "output"),
-                              ("output_tensor_list", "input_tensor_list")):
-            if argument in arguments:
-                tensors, t = arguments[argument], arguments[own]
-                t = t[self.rank] if isinstance(t, list) and len(t) == self.size else t
-                if not (isinstance(tensors, list) and isinstance(t, torch.Tensor) and len(tensors) == self.size
-                        and tensors[self.rank].numel() == t.numel()):
-                    raise ValueError(f"{name}: {argument} must hold {self.size} tensors, one for each rank, and this "
-                                     f"rank's must be as large as {own}")
-                if len({t.dtype for _, t in tensors_of(arguments)}) > 1:
-                    raise ValueError(f"{name}: all tensors must have one dtype")
-        for argument, end in ("gather_list", "dst"), ("scatter_list", "src"):
-            if argument in arguments:
-                root = _tree(self, arguments[end], arguments[f"group_{end}"])[0] is None
-                parts, t = arguments[argument] or [], arguments["tensor"]
-                if [(part.shape, part.dtype) for part in parts] != [(t.shape, t.dtype)] * self.size * root:
-                    raise ValueError(f"{name}: {argument} must hold {self.size} tensors of {tuple(t.shape)} and "
-                                     f"{t.dtype} on the root, and none on the other ranks")
 
     def naming(self):
         return lost_peer_named(f"{self.name} in a group of {self.size}")
@@ -109,12 +99,19 @@ class Watched(Link):
                 handle.wait()
 
     def close(self):
+        super().close()
         if self.backend == "nccl":
             gc.collect()  # NCCL frees a group only when all CUDA graphs of its kernels are gone
 
 
 class WatchedLibrary(Watched, Library):
     """torch.distributed's own collectives, reporting progress."""
+
+    def run(self, name, operation, arguments, async_op):
+        progress(name)
+        result = super().run(name, operation, arguments, async_op)
+        progress(f"after {name}")
+        return result
 
 
 def watched_link(group, comm):

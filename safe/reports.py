@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import time
-from collections import Counter
 from unittest.mock import patch
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 import parallel
-from safe.flags import gpus_here, processes_here, schedule_of
+from safe.flags import gpus_here, schedule_of
 from safe.messages import tensors_of
 from theory.clock import most_held
 from theory.memory import rank_bytes, tensors_in
@@ -87,7 +86,7 @@ class BirthLog(TorchDispatchMode):
 
 def describe(trainer):
     s, c, mesh, run = trainer.s, trainer.config, trainer.mesh, trainer.run
-    device, here, gpus = trainer.device.type, processes_here(), gpus_here()
+    device, here, gpus = trainer.device.type, dist.processes_of_a_node(mesh.size()), gpus_here()
     pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
@@ -105,12 +104,6 @@ def describe(trainer):
         f"{len(trainer.held_out):,} held out\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
-    if mesh.size() > here:
-        node = mesh.mesh // here  # (pp, dp, cp, tp): the node of each rank
-        axes = [axis for axis in mesh.mesh_dim_names if axis != "cp" or s.cp > 1]
-        crossing = [axis for i, axis in enumerate(mesh.mesh_dim_names) if (node.amax(i) > node.amin(i)).any()]
-        trainer.say(f"nodes    {mesh.size() // here} of {here} processes: {' and '.join(crossing)} between nodes, "
-                    f"{' and '.join(axis for axis in axes if axis not in crossing)} inside")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
 
@@ -144,22 +137,22 @@ def write_trace(spans, folder, say):
     """Rank 0 writes all ranks' spans, [(action, start, end)] in seconds."""
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
-    if every is None:
-        return
-    words = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SF": "send activation",
-             "RF": "post receive of activation", "SB": "send gradient", "RB": "post receive of gradient"}
-    start = min(begin for spans in every for _, begin, _ in spans)
-    events = [{"name": f"{kind} stage {stage} micro-batch {i}", "cat": words[kind], "ph": "X", "pid": 0, "tid": rank,
-               "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin),
-               "args": {"what": words[kind], "stage": stage, "micro_batch": i}}
-              for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-               for rank in range(len(every))]
+    if every:
+        start = min(begin for spans in every for _, begin, _ in spans)
+        events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
+                   "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
+                  for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
+        with nothing_else_lost("trace", folder, say):
+            pathlib.Path(folder, "trace.json").write_text(json.dumps({"traceEvents": events}))
+
+
+@contextlib.contextmanager
+def nothing_else_lost(what, folder, say):
+    """A full disk costs the file that is written inside, not the run."""
     try:
-        os.makedirs(folder, exist_ok=True)
-        pathlib.Path(folder, "trace.json").write_text(json.dumps({"traceEvents": events}))
-    except OSError as problem:  # a full disk costs the trace, not the run
-        say(f"no trace in {folder}: {problem.strerror}")
+        yield
+    except OSError as problem:
+        say(f"no {what} in {folder}: {problem.strerror}")
 
 
 def named(owner, method, name):
@@ -174,32 +167,21 @@ def named(owner, method, name):
 
 
 def collective_name(link, name, operation, arguments, async_op):
-    """From Watched.run's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest argument, tensor or list."""
-    sizes = Counter()
-    for argument, t in tensors_of(arguments):
-        sizes[argument] += t.nbytes
-    return f"{name} {max(sizes.values()):,} bytes" if sizes else name
+    """From Watched.run's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
+    return f"{name} {max((t.nbytes for _, t in tensors_of(arguments)), default=0):,} bytes"
 
 
 def action_name(action):
     return f"{action} stage {action.stage}"
 
 
-def phases(trainer):
-    """(owner, method, name in the profile) of the methods that Trainer.step calls, in order."""
-    net, optimizer = trainer.net, trainer.optimizer
-    return [(trainer, "micro_batches", "batch"), (optimizer, "zero_grad", "zero_grad"),
-            (net, "forward_backward", "forward_backward"), (net, "clip_grad_norm_", "clip"),
-            (trainer, "all_finite", "all_finite"), (optimizer, "step", "step"), (net, "balance", "balance")]
-
-
 @contextlib.contextmanager
 def profiled(trainer):
-    """Profile the step that runs inside. Ranges name the step's phases, the pipeline's actions and finish_grad_sync in
-    forward_backward, and collectives, on whatever thread they run. `named` replaces these methods until the end."""
+    """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
+    and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     activities = torch.profiler.ProfilerActivity
-    ranges = [*phases(trainer), *trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
+    ranges = [*trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
               *[(sync, "finish_grad_sync", "finish_grad_sync") for sync in dict.fromkeys(trainer.net.syncs.values())]]
     with contextlib.ExitStack() as stack, torch.profiler.profile(
             activities=[activities.CPU] + [activities.CUDA] * (trainer.device.type == "cuda"),
@@ -207,43 +189,12 @@ def profiled(trainer):
         for each in ranges:
             stack.enter_context(named(*each))
         yield
-    write_profile(trainer, profile)
-
-
-def write_profile(trainer, profile):
-    """Write a file on each rank. Rank 0 prints where the files are and how long its phases took."""
-    folder, rank, problem, problems = trainer.s.profile, dist.get_rank(), None, [None] * dist.get_world_size()
-    path = pathlib.Path(folder, f"rank-{rank}.json")
-    try:
-        os.makedirs(folder, exist_ok=True)
+    path = pathlib.Path(trainer.s.profile, f"rank-{dist.get_rank()}.json")
+    with nothing_else_lost("profile", trainer.s.profile, trainer.say):
+        os.makedirs(path.parent, exist_ok=True)  # on another node it may be missing
         path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    except (OSError, ValueError) as error:  # ValueError: a file cut short
-        problem = getattr(error, "strerror", None) or "not written whole, the disk may be full"
-        with contextlib.suppress(OSError):
-            path.unlink()
-            path.with_name(path.name + ".tmp").unlink()  # the profiler's own unfinished file
-    torch.distributed.gather_object(problem, None if rank else problems, group=trainer.control)
-    if lost := [f"rank {r}: {why}" for r, why in enumerate(problems) if why]:
-        trainer.say(f"no profile in {folder} of {', '.join(lost)}")  # a full disk costs the profile, not the run
-    elif rank == 0:
-        files = "rank-0.json" + f" to rank-{len(problems) - 1}.json" * (len(problems) > 1)
-        rows = [f"         {name:<16} {cpu:9.2f} ms" + f", kernels {kernels:9.2f} ms" * (trainer.device.type == "cuda")
-                for name, cpu, kernels in phase_times(events, [name for _, _, name in phases(trainer)])]
-        trainer.say("\n".join([f"profile  {folder}: {files}, for ui.perfetto.dev; rank 0's step on the CPU:", *rows]))
-
-
-def phase_times(events, names):
-    """[(name, ms on the CPU, ms of the kernels and copies that any thread launched meanwhile)] of a trace's ranges with
-    these names. Kernels that overlap on two streams both count in full."""
-    launched = {e["args"]["correlation"]: e["ts"] for e in events
-                if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]}
-    ran = [(launched.get(e["args"].get("correlation"), 0), e["dur"]) for e in events
-           if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    mine = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in names]
-    return [(e["name"], e["dur"] / 1e3, sum(dur for ts, dur in ran if e["ts"] <= ts < e["ts"] + e["dur"]) / 1e3)
-            for e in sorted(mine, key=lambda e: e["ts"])]
+        trainer.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")
 
 
 def describe_first_steps(trainer):

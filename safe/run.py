@@ -16,12 +16,10 @@ import torch
 import collectives as dist
 import parallel
 from safe import launch
-from safe.checkpoints import (
-    checkpoints, differences, find_checkpoint, read_moments, remove_old, run_of, write_checkpoint)
-from safe.data import check_data, check_tokens, load_data
+from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, write_checkpoint
+from safe.data import check_data, load_data
 from safe.flags import (
-    BadInput, check_layout, check_numbers, dashed, model_config, Parser, processes_here, refuse, reject,
-    Settings)
+    BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
 from safe.folder import check_folder, Lock, Log, start_of
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
@@ -51,7 +49,7 @@ class WatchedTrainer(Trainer):
 
     def __init__(self, s, config, source, data, device, run=None):
         self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
-        self.log = self.births = self.first = self.unread = self.gpu_flops = None
+        self.log = self.first = self.unread = self.gpu_flops = None
         self.bad, self.activations, self.share, self.memory = 0, 0, 1.0, {}
         self.terminated, self.stopping, self.saved = False, False, True
         super().__init__(s, config, source, data[:2], device)
@@ -85,22 +83,29 @@ class WatchedTrainer(Trainer):
 
     @contextlib.contextmanager
     def measured(self, births):
-        """Inside, note how many bytes the activations take after each forward."""
-        self.births, self.net.pipeline.on_forward = births, self.note_activations
+        """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
+        earlier ones, and buffers of collectives."""
+        pipeline = self.net.pipeline
+
+        def note():
+            gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
+            births.ignore([*pipeline.x, *pipeline.y, *kept_tensors(self.net)["gradients"],
+                           *self.buffers_of_collectives()])
+            self.activations = max(self.activations, births.alive())
+
+        pipeline.on_forward = note
         with births:
             yield
+        pipeline.on_forward = None
         if self.net.ep and self.loads is not None:
             self.share = load_here(self.net, self.loads)
-        self.births = self.net.pipeline.on_forward = None
 
     def micro_batches(self, tokens, seed, step):
+        if self.device.type != "cuda":
+            return super().micro_batches(tokens, seed, step)
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
-        for t in rows:
-            check_tokens(t, self.config.vocab_size)
-        if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
-            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
-        if self.births:
-            self.births.ignore(rows)
+        # A copy from pageable memory makes the CPU wait, and then the GPU.
+        rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.chunk(self.s.micro_batches) for t in rows]
 
     def all_finite(self, loss, norm):
@@ -156,7 +161,7 @@ class WatchedTrainer(Trainer):
             if self.s.out:
                 self.save(done)
             kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
-            self.say(f"{self.where(done)}  SIGTERM: {kept}{'' if self.s.out else ' without --out'}")
+            self.say(f"{self.where(done)}  SIGTERM: {kept}")
             raise Terminated
 
     def raise_alarm(self, done):
@@ -174,20 +179,20 @@ class WatchedTrainer(Trainer):
     def record(self, entry):
         """Print and log the entry. Its speed is the mean over the steps since the last entry."""
         s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
-        speed, scale, mfu = (done - self.logged) * tokens / self.seconds, "", ""
+        speed, more = (done - self.logged) * tokens / self.seconds, ""
         entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
         if self.scaler:
             entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
-            scale = f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
-        load = f"load {entry['load_max']:.2f} x mean  " if "load_max" in entry else ""
+            more += f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
+        if "load_max" in entry:
+            more += f"load {entry['load_max']:.2f} x mean  "
         if self.gpu_flops:
             entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
-            mfu = f"MFU {100 * entry['mfu']:.1f} %  "
+            more += f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
             left = int((s.steps - done) * tokens / speed)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                     f"lr {entry['lr']:.1e}  {scale}{load}{speed / 1e3:.1f}k tokens/s  {mfu}"
-                     f"left {left // 60}:{left % 60:02}")
+                     f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
         if "val_loss" in entry:
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
                      f"{entry['val_loss'] / math.log(2):.2f} bits")
@@ -197,7 +202,7 @@ class WatchedTrainer(Trainer):
 
     def write_log(self, entry):
         if self.log and (problem := self.log.write(entry)):
-            self.say(f"log      step {entry['step']} waits to be written to {self.s.out}/log.jsonl: {problem.strerror}")
+            self.say(f"log      step {entry['step']} is not in {self.s.out}/log.jsonl: {problem.strerror}")
 
     def show_sample(self):
         """As in Trainer, also for data of tokens. All ranks agree before each token: if the others only waited for rank
@@ -239,14 +244,10 @@ class WatchedTrainer(Trainer):
             pass
         self.saved = not problem
         if problem:
-            left = checkpoints(s.out)
-            there = f"{os.path.basename(left[-1])} is complete" if left else "no checkpoint is there yet"
-            now = "going on" if done < s.steps else "ended"
-            self.say(f"{self.where(done)}  not saved in {s.out}: {problem}; {now}, {there}")
+            self.say(f"{self.where(done)}  not saved in {s.out}: {problem}; older checkpoints there are complete")
             self.write_log({"step": done, "not_saved": problem})
         elif self.stopping or done == s.steps:
-            kind = "GPT-2 with experts" if self.config.experts else "Hugging Face GPT-2"
-            self.say(f"saved    {s.out}: log.jsonl, step-{done:08} ({kind}, optimizer)")
+            self.say(f"saved    {s.out}: log.jsonl, step-{done:08}")
         self.since += time.perf_counter() - started
 
     def load(self, saved):
@@ -259,16 +260,14 @@ class WatchedTrainer(Trainer):
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
         if first < self.s.steps:
             super().load(saved)
-        for param in [p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]]:
-            if state := self.optimizer.state.get(param):
+        if self.optimizer.param_groups[0].get("fused"):  # it wants them there
+            for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
         # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
         # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))
         self.log = Log(os.path.join(self.s.out, "log.jsonl"), first) if self.run.lock else None
         self.gpu_flops = speed.peak_flops(self.device)
-        if self.device.type == "cuda" and self.gpu_flops is None:
-            self.say(f"speed    unknown GPU {torch.cuda.get_device_name(self.device)}, no MFU")
         if self.gpu_flops and self.config.long_sequences:
             self.say(f"speed    {HALF_COUNTED}")
         self.first, self.logged, self.since = first, first, time.perf_counter()
@@ -277,11 +276,6 @@ class WatchedTrainer(Trainer):
     def profiled_collectives(self):
         """[(owner, method, name)] of the methods that a profile shows as collectives, as for `named`."""
         return [(Watched, "run", collective_name)]
-
-    def note_activations(self):  # without gradients of earlier micro-batches and buffers of collectives
-        gc.collect()  # recomputation leaves reference cycles, which keep dropped activations until they are collected
-        self.births.ignore([*kept_tensors(self.net)["gradients"], *self.buffers_of_collectives()])
-        self.activations = max(self.activations, self.births.alive())
 
     def buffers_of_collectives(self):
         return []
@@ -323,7 +317,7 @@ class WatchedRun(Run):
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
         config, source = model_config(s, checkpoint)
-        self.processes = check_layout(s, config, self.world, processes_here())
+        self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
             data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only a sample is asked for
         else:
@@ -337,11 +331,9 @@ class WatchedRun(Run):
                            f"({'; '.join(how)}): give that, or start a new run with --init-from {checkpoint.path}")
         self.saving, self.lock = bool(s.out) and not (checkpoint and not s.steps), None
         if self.saving:
-            asked = checkpoint
-            checkpoint, identity = start_of(s, identity, asked, self.rank == 0)
-            if checkpoint is not asked:
-                source = checkpoint.open()[1]
-        self.saved = checkpoint and checkpoint.manifest | {"tensors": read_moments(checkpoint, config)}
+            checkpoint, identity = start_of(s, identity, checkpoint, self.rank == 0)
+            source = checkpoint.source if checkpoint else source
+        self.saved = checkpoint and checkpoint.manifest | {"tensors": checkpoint.moments}
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
             if folder and self.rank == 0:
                 check_folder(folder, name)
@@ -367,7 +359,7 @@ class WatchedRun(Run):
                 traceback.print_exception(error)
             self.watch.give_up(error)
         finally:
-            self.watch.stop()
+            self.watch.done = True
         dist.destroy_process_group()
         sys.exit(0 if saved else 1)
 

@@ -2,10 +2,6 @@
 
 from dataclasses import fields
 
-import torch
-
-import kernels
-from kernels import HAVE_TRITON, use
 from model import ACTIVATIONS, GPTConfig
 
 
@@ -15,8 +11,6 @@ def raise_first(error, rows):
         if wrong:
             raise error(text)
 
-
-# --------------------------------------------------------------------------------------------------------- bad sizes
 
 def multiple(n, of):
     """The smallest multiple of `of` that is not below n."""
@@ -42,15 +36,3 @@ def check_sizes(c, called=str):
         (c.experts and c.expert_every > c.n_layer, f"{every} {c.expert_every} must be at most the number of blocks, "
          f"{c.n_layer}: give {every} {c.n_layer}"),
         (not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")])
-
-
-# ------------------------------------------------------------------------------------------------------------- checks
-
-def checked_use(choice):
-    """As kernels.use, but ValueError for a choice that this machine cannot take."""
-    if choice not in ("auto", "torch", "triton"):
-        raise ValueError(f"kernels '{choice}' are not one of auto, torch, triton")
-    if choice == "triton" and not (HAVE_TRITON and (kernels.INTERPRETED or torch.cuda.is_available())):
-        raise ValueError("triton kernels need " + ("a CUDA GPU" if HAVE_TRITON else "the package triton")
-                         + ", or TRITON_INTERPRET=1 to run them slowly on the CPU")
-    use(choice)

@@ -21,6 +21,7 @@ class Watch:
 
         watch = Watch("train.py", timeout); initialize(...); watch.start()
         except Exception as error: watch.give_up(error)
+        finally: watch.done = True
 
     A sign is `progress()`. A rank that gives up reads the last signs of the others and names those that are silent
     (killed, stopped, cut off); if all are alive, it says what each of them is doing.
@@ -37,9 +38,6 @@ class Watch:
             # A connection of its own, because the group's may be blocked.
             self.store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
             threading.Thread(target=self._live, daemon=True).start()
-
-    def stop(self):
-        self.done = True
 
     def _sign(self):
         self.beats += 1
@@ -59,16 +57,21 @@ class Watch:
 
     def _others(self):
         """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
+        keys = {r: f"watch/{r}" for r in range(get_world_size()) if r != get_rank()}
+
         def signs():
-            keys = [f"watch/{r}" for r in range(get_world_size())]
-            return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
-        before = signs()
+            return {r: json.loads(self.store.get(key)) if self.store.check([key]) else [0, None, 0, "starting", 0]
+                    for r, key in keys.items()}
+
+        before, silent, failed, others = signs(), [], [], []
         time.sleep(4 * self.pause)
-        others = [(r, old, new) for r, (old, new) in enumerate(zip(before, signs())) if r != get_rank()]
-        silent = [f"rank {r} gives no sign of life" + (f" since step {new[2]}, {new[3]}" if new else "")
-                  for r, old, new in others if new is None or new[1] is None and new[0] == old[0]]
-        failed = [f"rank {r} failed in step {new[2]}, {new[3]}: {new[1]}" for r, _, new in others if new and new[1]]
-        return "; ".join(silent or failed or [f"rank {r}: step {new[2]}, {new[3]}" for r, _, new in others][:8])
+        for r, (beats, end, step, what, _) in signs().items():
+            others.append(f"rank {r}: step {step}, {what}")
+            if end:
+                failed.append(f"rank {r} failed in step {step}, {what}: {end}")
+            elif end is None and beats == before[r][0]:
+                silent.append(f"rank {r} gives no sign of life since step {step}, {what}")
+        return "; ".join(silent or failed or others[:8])
 
     def give_up(self, error):
         """Print this rank, its step and operation, the error, and the state of the other ranks; end the process."""

@@ -272,8 +272,8 @@ def test_bench_strategies_without_a_piece(pool):
     """What stands in a piece's place is in use while a step is timed. A layout without the piece has no time."""
     if pool.device_type == "cuda":
         pytest.skip("the step is the CPU's")
-    found = pool(2).run(times_without, ["fusion", "fetching"])[0]
-    assert found["zero1"]["fetching"] is None and found["zero1"]["fusion"] > 0
+    found = pool(2).run(times_without, ["addition", "fetching"])[0]
+    assert found["zero1"]["fetching"] is None and found["zero1"]["addition"] > 0
     assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
     assert all(hasattr(owner, attribute) for rows, _ in lessons.strategies.WITHOUT.values()
                for owner, attribute, _ in rows())

@@ -1,6 +1,5 @@
-"""Grouped products, routing, sorting."""
+"""Grouped products, sorting by expert."""
 
-import functools
 import math
 import unittest.mock
 
@@ -13,15 +12,11 @@ import fast.experts
 import further.experts
 import kernels
 import model
-from tests.kernels import KERNEL_DEVICE, put_back, no_worse_than_pytorch, random
+from tests.kernels import GROUPS, HALF, KERNEL_DEVICE, WITH_PRODUCTS, either_way, grouped_linear, random  # noqa: F401
 from tests.layouts import ALL, BATCH, FEW, differences, in_layout, one_process
-from tests.pool import GPUS, close, needs_kernels
-from fast.experts import FusedExperts, FusedRouter, route, visit_under_own_rows, without_sorting
+from tests.pool import close, needs_kernels
+from fast.experts import FusedExperts, visit_under_own_rows, without_sorting
 from further.experts import expert_parallel, MixtureOfExperts
-
-
-# Groups without rows, of one row, of many; all rows in one group; no rows at all.
-GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -38,33 +33,6 @@ def test_grouped_linear_in_float64(bias):
             assert all(not g.any() for g, count in zip(grad, counts) if not count)
 
 
-def grouped_by_loop(counts, x, w, b=None):
-    return torch.cat([F.linear(rows, w[e], None if b is None else b[e]) for e, rows in enumerate(x.split(counts))])
-
-
-def grouped_linear(counts, x, w, b=None):
-    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
-
-
-@pytest.fixture(params=["fast", "plain"])
-def either_way(request, triton_kernels, monkeypatch):
-    if request.param == "plain":
-        put_back(monkeypatch, kernels)
-
-
-HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_grouped_linear(dtype, either_way):
-    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
-        x, w, b = (random(*shape, dtype=dtype) for shape in ((sum(counts), K), (len(counts), N, K), (len(counts), N)))
-        strided = [x.T.contiguous().T, w.mT.contiguous().mT]
-        for inputs in ([x, w, b], *([[x, w], strided] if counts is GROUPS[0] else [])):
-            no_worse_than_pytorch(functools.partial(grouped_linear, counts), functools.partial(grouped_by_loop, counts),
-                                  inputs)
-
-
 def mixture_of(config, dtype):
     mixture, draw = MixtureOfExperts(config), torch.Generator("cpu").manual_seed(0)
     sizes = {name: t.shape for name, t in [*mixture.named_parameters(), *mixture.named_buffers()]}
@@ -73,9 +41,9 @@ def mixture_of(config, dtype):
     return mixture
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("dtype", WITH_PRODUCTS, ids=str)
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_routing_and_sorting_follow_pytorch(k, dtype, triton_kernels):
+def test_sorting_follows_pytorch(k, dtype, triton_kernels):
     """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
     few choose gets none."""
     config = model.GPTConfig(n_embd=40, n_head=2, inner=24, experts=5, top_k=k)
@@ -87,20 +55,11 @@ def test_routing_and_sorting_follow_pytorch(k, dtype, triton_kernels):
         y = mixture(leaf)
         y.backward(dy)
         results.append([mixture.router.load, y, leaf.grad, *(p.grad for p in mixture.parameters())])
-        assert isinstance(mixture.router, FusedRouter) and isinstance(mixture.experts, FusedExperts)
+        assert isinstance(mixture.experts, FusedExperts)
     (load, *want), (its, *got) = results
     assert torch.equal(load, its) and (load[3] == 0) == (k < 5)
     tolerance = 1e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
     assert all(close(a, b, tolerance) for a, b in zip(got, want, strict=True))
-
-
-def test_a_fused_router_takes_the_lower_number_and_a_nan_stays_in_its_token(triton_kernels):
-    x, weight, bias = random(3, 16), torch.zeros(5, 16, device=KERNEL_DEVICE), torch.tensor([0.0, 1, 0, 1, 1])
-    chosen, gates, counts = route(x, weight, bias.to(x.device), 2)
-    assert chosen.tolist() == 3 * [[1, 3]] and gates.eq(0.5).all() and counts.tolist() == [0, 3, 0, 3, 0]
-    x[1] = math.nan
-    chosen, gates, counts = route(x, random(5, 16), bias.to(x.device), 2)
-    assert chosen.ge(0).all() and chosen.le(4).all() and gates.isnan().tolist() == [[i == 1] * 2 for i in range(3)]
 
 
 def results_of_shared_experts(choice):

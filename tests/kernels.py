@@ -3,28 +3,23 @@
 import functools
 import itertools
 import math
-import os
 import re
-import subprocess
 import sys
-import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import collectives as dist
-import fast.attention
+import fast
 import kernels
 import model
 import parallel
 from tests.collectives import _spread
-from tests.pool import GPUS, HERE, close, needs_kernels
+from tests.pool import GPUS, close, needs_kernels
 from fast.adamw import AdamW
-from fast.attention import specialized_takes, tuned_attention_forward
 from fast.context import add_rows
 from fast.exchange import sum_rows
-from fast.linear import add_bias
 from fast.norm import add_layer_norm
 from lessons.kernels import main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
@@ -64,6 +59,26 @@ def triton_kernels():
     yield
     torch.use_deterministic_algorithms(False)
     kernels.use("auto")
+
+
+def put_back(monkeypatch, *modules):
+    """Let the reference's own leaves stand in these modules."""
+    for module, name, plain in fast.PLAIN:
+        if module in modules:
+            monkeypatch.setattr(module, name, plain)
+
+
+@pytest.fixture
+def plain_kernels(triton_kernels, monkeypatch):
+    """Only kernels.py: one tile size, nothing fused or padded."""
+    put_back(monkeypatch, kernels)
+
+
+@pytest.fixture(params=["fast", "plain"])
+def either_way(request, triton_kernels):
+    """By fast/, and by kernels.py alone."""
+    if request.param == "plain":
+        request.getfixturevalue("plain_kernels")
 
 
 def random(*shape, dtype=torch.float32, gaps=False):
@@ -125,38 +140,110 @@ def test_hand_derived_backwards_equal_autograd():
                  torch.autograd.grad(3 * loss, x)[0], 1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["elu", "gelu"])
-def test_activations(name, dtype, triton_kernels):
-    theirs = F.elu if name == "elu" else functools.partial(F.gelu, approximate="tanh")
-    for n in LENGTHS:
-        no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(n, dtype=dtype)])
-    no_worse_than_pytorch(getattr(kernels, name), theirs, [random(3, 50, 7, dtype=dtype).transpose(0, 2)])
-    for rows, width in [(1, 1), (300, 130)]:
-        no_worse_than_pytorch(functools.partial(add_bias, getattr(kernels, name)), lambda x, b: theirs(x + b),
-                              [random(2, rows, width, dtype=dtype), random(width, dtype=dtype)])
+def plain_attention(q, k, v, is_causal):
+    mask = (torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+            if is_causal else None)
+    # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow.
+    whole = torch.contiguous_format
+    return F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask)
+
+
+def plain_norm(x, w, b):
+    # With eps 1e-5 a GPU's fused multiply-add leaves 316 roundings of a row of one number, whose gradient is 0.
+    return F.layer_norm(x, w.shape, w, b, 1e-3)
+
+
+def plain_cross_entropy(z, targets):
+    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets)
+
+
+def grouped_by_loop(counts, x, w, b=None):
+    return torch.cat([F.linear(rows, w[e], None if b is None else b[e]) for e, rows in enumerate(x.split(counts))])
+
+
+def grouped_linear(counts, x, w, b=None):
+    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
+
+
+GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]  # none, one, many; all in one; no rows at all
+ALL_DTYPES = torch.float32, torch.float16, torch.bfloat16
+HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
+WITH_PRODUCTS = torch.float32, HALF
+
+
+def rows_of_kernels():
+    """Yield (whether fast/ replaces it, name, ours, PyTorch's, a function that draws inputs of a dtype, dtypes)."""
+    def draw(*shapes, scale=1, swap=None):  # swap: two dimensions that change places in memory
+        def inputs(dtype):
+            every = [scale * random(*shape, dtype=dtype) for shape in shapes]
+            return [x.transpose(*swap).contiguous().transpose(*swap) for x in every] if swap else every
+        return inputs
+
+    for ours, theirs in (kernels.elu, F.elu), (kernels.gelu, functools.partial(F.gelu, approximate="tanh")):
+        for n in LENGTHS:
+            yield False, f"{ours.__name__} {n}", ours, theirs, draw((n,), scale=3), ALL_DTYPES
+        yield False, f"{ours.__name__} strided", ours, theirs, draw((3, 50, 7), swap=(0, 2)), ALL_DTYPES
+
+    norm, add = (functools.partial(function, eps=1e-3) for function in (kernels.layer_norm, add_layer_norm))
+    for rows, width in [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []):
+        x, w, size = (2, rows, width), (width,), f"{rows} x {width}"
+        yield True, f"norm {size}", norm, plain_norm, draw(x, w, w, scale=2), ALL_DTYPES
+        yield (False, f"add, norm {size}", add, lambda x, r, w, b: (x + r, plain_norm(x + r, w, b)), draw(x, x, w, w),
+               ALL_DTYPES)
+        yield (False, f"x, norm {size}", lambda x, w, b: add(x, None, w, b), lambda x, w, b: (x, plain_norm(x, w, b)),
+               lambda dtype, x=x, w=w: draw(x, swap=(1, 2))(dtype) + draw(w, w)(dtype), ALL_DTYPES)
+
+    sizes = [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64), (2, 1, 33, 70, 128), (1, 2, 5, 20, 256)]
+    for (B, H, Tq, Tk, D), causal in itertools.product(sizes + [(2, 3, 1000, 1000, 64)] * bool(GPUS), (True, False)):
+        size, plain = f"{B} {H} {Tq} {Tk} {D}{' causal' * causal}", functools.partial(plain_attention, is_causal=causal)
+        q, k = (B, H, Tq, D), (B, H, Tk, D)
+        yield (True, f"attention {size}", lambda *qkv, causal=causal: kernels.FlashAttention.apply(*qkv, causal), plain,
+               lambda dtype, q=q, k=k: draw(q)(dtype) + draw(k, swap=(2, 3))(dtype) + draw(k)(dtype), WITH_PRODUCTS)
+        if Tq == Tk:
+            yield (True, f"packed attention {size}", functools.partial(kernels.attention, is_causal=causal),
+                   lambda qkv, plain=plain: plain(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2),
+                   draw((B, Tq, 3, H, D)), WITH_PRODUCTS)
+
+    for rows, vocab in (1, 1), (17, 127), (3, 4096), (2, 5000):
+        targets = torch.arange(2 * rows, device=KERNEL_DEVICE)[::2] * 7 % vocab  # not contiguous
+        for way, swap in ("", None), (" strided", (0, 1)):
+            yield (False, f"cross-entropy {rows} x {vocab}{way}",  # 3 times, so that the gradient that arrives is not 1
+                   lambda z, targets=targets: 3 * kernels.cross_entropy(z, targets),
+                   lambda z, targets=targets: 3 * plain_cross_entropy(z, targets),
+                   draw((rows, vocab), scale=5, swap=swap), ALL_DTYPES)
+
+    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
+        ours, theirs = (functools.partial(function, counts) for function in (grouped_linear, grouped_by_loop))
+        x, w, b = (sum(counts), K), (len(counts), N, K), (len(counts), N)
+        yield True, f"grouped {counts}", ours, theirs, draw(x, w, b), WITH_PRODUCTS
+        if counts is GROUPS[0]:
+            yield True, f"grouped {counts} without bias", ours, theirs, draw(x, w), WITH_PRODUCTS
+            yield True, f"grouped {counts} strided", ours, theirs, draw(x, w, swap=(-1, -2)), WITH_PRODUCTS
+
+    yield (True, "linear", lambda x, w, b: kernels.Linear.apply(x, w, b, None), F.linear,
+           draw((2, 3, 16), (37, 16), (37,)), (torch.float32,))
+
+
+@pytest.mark.parametrize("way,dtype,ours,theirs,inputs", [
+    pytest.param(way, dtype, ours, theirs, inputs, id=f"{name}-{way}-{str(dtype)[6:]}")
+    for replaced, name, ours, theirs, inputs, dtypes in rows_of_kernels()
+    for way in ("fast", "plain")[:1 + replaced] for dtype in dtypes])
+def test_kernel(request, way, dtype, ours, theirs, inputs, triton_kernels, monkeypatch):
+    """A GPU multiplies and adds attention's scores with one rounding, the interpreter with two: there float32 may be
+    four units off, or PyTorch's luck with the instructions of one CPU or another decides. Rows so wide that several
+    programs of layer norm share one: test_python_kernels_py."""
+    if way == "plain":
+        put_back(monkeypatch, kernels)
+    units = 4 if "attention" in request.node.name and not GPUS else 2
+    no_worse_than_pytorch(ours, theirs, inputs(dtype), units)
+
+
+def test_activations_near_0_and_far_from_it(triton_kernels):
     tiny = torch.tensor([-1e-7, -1e-3, -0.3, -0.36, -100.0, 0.0, 1e-7, 50.0], device=KERNEL_DEVICE)
-    assert torch.allclose(getattr(kernels, name)(tiny).double(), theirs(tiny.double()), rtol=1e-6,
-                          atol=0 if name == "elu" else 1e-8)
-    assert getattr(kernels, name)(torch.empty(0, 4, device=KERNEL_DEVICE)).shape == (0, 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,width",
-                         [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []))
-def test_layer_norm(rows, width, dtype, triton_kernels):
-    """Rows so wide that several programs share one: test_python_kernels_py."""
-    def plain(x, w, b):
-        return F.layer_norm(x, w.shape, w, b, 1e-3)
-
-    w, b = (1 + random(width)).to(dtype), random(width, dtype=dtype)
-    x, r = 1 + 2 * random(rows, width, dtype=dtype), random(rows, width, dtype=dtype)
-    no_worse_than_pytorch(lambda *a: kernels.layer_norm(*a, 1e-3), plain, [x, w, b])
-    no_worse_than_pytorch(lambda x, r, w, b: add_layer_norm(x, r, w, b, 1e-3),
-                          lambda x, r, w, b: (x + r, plain(x + r, w, b)), [x, r, w, b])
-    no_worse_than_pytorch(lambda x, w, b: add_layer_norm(x, None, w, b, 1e-3),
-                          lambda x, w, b: (x, plain(x, w, b)),
-                          [random(2, width, rows, dtype=dtype).transpose(1, 2), w, b])
+    tanh = functools.partial(F.gelu, approximate="tanh")
+    for ours, theirs, least in (kernels.elu, F.elu, 0), (kernels.gelu, tanh, 1e-8):
+        assert torch.allclose(ours(tiny).double(), theirs(tiny.double()), rtol=1e-6, atol=least)
+        assert ours(torch.empty(0, 4, device=KERNEL_DEVICE)).shape == (0, 4)
 
 
 def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
@@ -167,149 +254,7 @@ def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
     assert torch.equal(torch.autograd.grad(add_layer_norm(x, r, w, b)[0].sum(), x)[0], torch.ones_like(x))
 
 
-def plain_attention(q, k, v, is_causal):
-    mask = (torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-            if is_causal else None)
-    # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow.
-    whole = torch.contiguous_format
-    return F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask)
-
-
-# No bf16 dot in the interpreter.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("B,H,Tq,Tk,D", [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64),
-                                         (2, 1, 33, 70, 128), (1, 2, 5, 20, 256)]
-                         + ([(2, 3, 1000, 1000, 64)] if GPUS else []))
-def test_flash_attention(B, H, Tq, Tk, D, is_causal, dtype, triton_kernels):
-    """A GPU multiplies and adds scores with one rounding, the interpreter with two: there float32 may be four units
-    off, or PyTorch's luck with the instructions of one CPU or another decides. Many heads where each is small."""
-    q, k, v = (random(B, H, Tq, D, dtype=dtype), random(B, H, D, Tk, dtype=dtype).transpose(2, 3),
-               random(B, H, Tk, D, dtype=dtype))
-    units = 2 if GPUS else 4
-    no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
-                          functools.partial(plain_attention, is_causal=is_causal), [q, k, v], units)
-    if Tq == Tk:
-        qkv = random(B, Tq, 3, H, D, dtype=dtype)
-        no_worse_than_pytorch(functools.partial(kernels.attention, is_causal=is_causal), lambda qkv: plain_attention(
-            *qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2), [qkv], units)
-
-
-@pytest.mark.skipif(not GPUS or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper GPUs")
-@pytest.mark.parametrize("Tq,Tk,is_causal", [(128, 128, True), (128, 128, False), (384, 384, True), (256, 1024, True),
-                                             (1024, 256, False), (2048, 2048, True), (4096, 4096, False)])
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, triton_kernels, monkeypatch):
-    """One tile a program and many, one block of keys and many, strides of qkv and of heads apart. Poisoned memory shows
-    whether every element is written."""
-    ran = []
-    specialized = fast.attention.specialized_attention_forward
-    monkeypatch.setattr(fast.attention, "specialized_attention_forward", lambda *arguments: (
-        arguments[4].fill_(math.nan), arguments[5].fill_(math.nan), specialized(*arguments), ran.append(1)))
-    for B, H in (1, 1), (3, 5), (2, 20):
-        q, k, v = (random(B, T, H, D, dtype=dtype).transpose(1, 2) for T in (Tq, Tk, Tk))
-        for qkv in [q, k, v], [x.contiguous() for x in (q, k, v)]:
-            ran.clear()
-            o, lse = tuned_attention_forward(*qkv, is_causal)
-            exact, exact_lse = kernels.attention_reference(*(x.double() for x in qkv), is_causal)
-            assert ran and (o - exact).norm() <= 4e-3 * exact.norm()
-            assert (lse.view(exact_lse.shape) * math.log(2) - exact_lse).abs().max() <= 1e-5
-            again = tuned_attention_forward(*qkv, is_causal)
-            assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
-
-
-COMPILE_FOR_HOPPER = """
-import triton
-from fast import attention, exchange
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-layout = attention.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-kernel = attention.specialized_forward_kernel
-for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
-    BM, BN, STAGES = attention.SPECIALIZED[D]
-    sizes = {"CAUSAL": causal, "D": D, "BM": BM, "BN": BN, "STAGES": STAGES}
-    rows = {"Q": BM // 2, "K": BN, "V": BN, "O": BM // 2}
-    types = {name: f"tensordesc<{dtype}[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
-    types |= {"LSE": "*fp32", "tiles": "*i32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
-    source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
-    print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
-kernel, aligned = exchange._all_reduce, [["tt.divisibility", 16]]
-for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
-    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
-             "OP": "avg" if gather else "max", "TOTAL": exchange.tl.float32, "PROGRAMS": 128, "SLOTS": 4, "SLOT": 4096}
-    types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
-        sizes, "constexpr")
-    whole = ["flat", "own", "width", "row"] + ["least"] * even
-    source = triton.compiler.ASTSource(
-        kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
-        {(kernel.arg_names.index(name),): value for name, value in sizes.items()},
-        {(kernel.arg_names.index(name),): aligned for name in whole})
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
-    print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire"))
-"""
-
-
-def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
-    """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
-    two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN. The
-    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums."""
-    if not fast.attention.HAVE_GLUON:
-        pytest.skip("no Gluon in this Triton, or no Triton")
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["TRITON_CACHE_DIR"] = str(tmp_path)  # so that it is compiled now
-    done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
-                          text=True, timeout=300)
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert len(rows) == 6, done.stderr
-    for _, even, vectors, singles, waits in rows[2:]:
-        assert (int(vectors) > 0, int(singles) > 0, int(waits)) == (even == "True", even == "False", 4)
-    for D, shared, products in (map(int, row) for row in rows[:2]):
-        assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + fast.attention.SPECIALIZED[D][1] // 16)
-
-
-def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
-    monkeypatch.setattr(kernels, "_generation", lambda device: 9)
-    monkeypatch.setattr(fast.attention, "HAVE_GLUON", True)
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
-
-    def takes(Tq, Tk, D, is_causal, dtype=torch.bfloat16):
-        q, k = (types.SimpleNamespace(shape=(1, 2, T, D), is_cuda=True, device=None, itemsize=dtype.itemsize)
-                for T in (Tq, Tk))
-        return specialized_takes(q, k, is_causal)
-
-    assert takes(128, 256, 64, True) and takes(256, 128, 128, False)
-    for refused in ((256, 128, 128, True), (100, 128, 64, True), (128, 100, 64, False), (128, 128, 32, True),
-                    (128, 128, 256, True), (0, 0, 64, True), (128, 0, 64, False), (128, 128, 64, True, torch.float32)):
-        assert not takes(*refused), refused
-
-
-@pytest.mark.parametrize("blocks,heads,together", [(8, 200, 64), (1, 7, 3), (32, 5, 2), (128, 16, 4)])
-def test_attention_schedule_hands_out_each_tile_once(blocks, heads, together):
-    """Every tile once, and no program has more than a longest tile above the mean."""
-    costs = tuple(range(2, blocks + 2))
-    programs = min(132, blocks * heads)
-    rows = fast.attention.attention_schedule(costs, heads, together, programs, torch.device("cpu")).tolist()
-    rows = [row[1:1 + row[0]] for row in rows]
-    assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))
-    loads = [sum(costs[tile % blocks] for tile in row) for row in rows]
-    assert max(loads) - sum(loads) / programs <= max(costs)
-    for row in rows:  # group of heads after group of heads
-        assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
-
-
-def test_specialized_tiles_cost_the_blocks_of_keys_that_they_see(monkeypatch):
-    monkeypatch.setattr(fast.attention, "attention_schedule", lambda costs, *rest: (costs, rest))
-    for Tq, Tk, is_causal, costs in ((512, 512, True, [2, 3, 4, 5]), (256, 512, True, [4, 5]),
-                                     (256, 512, False, [5, 5]), (128, 128, True, [2])):
-        fast.attention.specialized_tiles.cache_clear()
-        tiles = fast.attention.specialized_tiles(Tq, Tk, 128, 128, is_causal, 6, 3, 5, "cpu")
-        assert tiles == (costs, (6, 3, 5, "cpu"))
-    fast.attention.specialized_tiles.cache_clear()
-
-
-def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
+def test_flash_attention_of_rows_that_see_no_key(either_way):
     q, k, v = (random(1, 2, T, 16).requires_grad_() for T in (20, 5, 5))
     y = kernels.FlashAttention.apply(q, k, v, True)
     y.sum().backward()
@@ -317,20 +262,10 @@ def test_flash_attention_of_rows_that_see_no_key(triton_kernels):
             and v.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows,vocab", [(1, 1), (17, 127), (3, 4096), (2, 5000)])
-def test_cross_entropy(rows, vocab, dtype, triton_kernels):
-    targets = torch.randint(vocab, (rows, 2), device=KERNEL_DEVICE)[:, 0]  # not contiguous
-    no_worse_than_pytorch(lambda z: 3 * kernels.cross_entropy(z, targets), lambda z: 3 * F.cross_entropy(
-        z if z.dtype == torch.float64 else z.float(), targets), [5 * random(rows, vocab, dtype=dtype)])
-    no_worse_than_pytorch(lambda z: kernels.cross_entropy(z.T, targets), lambda z: F.cross_entropy(
-        z.T if z.dtype == torch.float64 else z.T.float(), targets), [5 * random(vocab, rows, dtype=dtype)])
-
-    if vocab > 4096:
-        z = random(rows, vocab)
-        z[:, :4097] = -math.inf  # more than the kernel reads at a time
-        targets = targets * 0 + vocab - 1
-        assert close(kernels.cross_entropy(z, targets), F.cross_entropy(z.double(), targets), 1e-6)
+def test_cross_entropy_where_all_that_is_read_at_first_is_impossible(triton_kernels):
+    z, targets = random(2, 5000), torch.full((2,), 4999, device=KERNEL_DEVICE)
+    z[:, :4097] = -math.inf  # more than the kernel reads at a time
+    assert close(kernels.cross_entropy(z, targets), F.cross_entropy(z.double(), targets), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -390,8 +325,7 @@ def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
         assert close(loss, exact_loss, 1e-6) and close(grad, exact_grad, 1e-6)
 
 
-# No bf16 dot in the interpreter.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", WITH_PRODUCTS, ids=str)
 def test_matmul(dtype, triton_kernels):
     for (M, K, N), tiles in [((1, 1, 1), (16, 16, 16, 1)), ((17, 127, 33), (16, 16, 32, 2)),
                              ((127, 40, 100), (32, 16, 16, 3))]:
@@ -405,57 +339,6 @@ def test_matmul(dtype, triton_kernels):
             assert error <= 1.1 * max(allowed, unit), (M, K, N, error, allowed)
     # Rows + columns of tiles.
     assert tiles_read(32, 32, 1, 128) == 4 + 32 and tiles_read(32, 32, 8, 128) == 8 + 16
-
-
-@pytest.fixture
-def plain_kernels(triton_kernels, monkeypatch):
-    """Only kernels.py: one tile size, nothing fused or padded."""
-    put_back(monkeypatch, kernels)
-
-
-def put_back(monkeypatch, *modules):
-    """Let the reference's own leaves stand in these modules."""
-    for module, name, plain in fast.PLAIN:
-        if module in modules:
-            monkeypatch.setattr(module, name, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_activations_and_layer_norm_plain(dtype, plain_kernels):
-    for name, theirs in (("elu", F.elu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
-        no_worse_than_pytorch(getattr(kernels, name), theirs, [3 * random(5, 50, 7, dtype=dtype).transpose(0, 2)])
-        no_worse_than_pytorch(functools.partial(add_bias, getattr(kernels, name)), lambda x, b: theirs(x + b),
-                              [random(2, 30, 130, dtype=dtype), random(130, dtype=dtype)])
-    for rows, width in [(1, 1), (7, 127)]:
-        # With eps 1e-5 a GPU's fused multiply-add leaves 316 roundings of a row of one number, whose gradient is 0.
-        w, b = (1 + random(width)).to(dtype), random(width, dtype=dtype)
-        x, r = 1 + 2 * random(2, rows, width, dtype=dtype), random(2, rows, width, dtype=dtype)
-        norm = lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-3)
-        no_worse_than_pytorch(lambda *a: kernels.layer_norm(*a, 1e-3), norm, [x, w, b])
-        no_worse_than_pytorch(lambda *a: add_layer_norm(*a, 1e-3),
-                              lambda x, r, w, b: (x + r, norm(x + r, w, b)), [x, r, w, b])
-        no_worse_than_pytorch(lambda x, w, b: add_layer_norm(x, None, w, b, 1e-3),
-                              lambda x, w, b: (x, norm(x, w, b)), [x, w, b])
-
-
-# No bf16 dot in the interpreter.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPUS else torch.float16], ids=str)
-@pytest.mark.parametrize("B,H,Tq,Tk,D", [(2, 3, 17, 70, 16), (1, 2, 66, 66, 64), (2, 1, 33, 66, 128),
-                                         (1, 2, 20, 5, 256)])
-def test_flash_attention_plain(B, H, Tq, Tk, D, dtype, plain_kernels):
-    q, k, v = (random(B, H, Tq, D, dtype=dtype), random(B, H, D, Tk, dtype=dtype).transpose(2, 3),
-               random(B, H, Tk, D, dtype=dtype))
-    for is_causal in (True, False) if Tq <= Tk else (False,):
-        no_worse_than_pytorch(lambda *qkv: kernels.FlashAttention.apply(*qkv, is_causal),
-                              functools.partial(plain_attention, is_causal=is_causal), [q, k, v], 2 if GPUS else 4)
-    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    y = kernels.FlashAttention.apply(q, k, v, True)
-    y.sum().backward()  # of 20 rows the first 15 see none of 5 keys
-    assert (not y[:, :, :max(0, Tq - Tk)].any() and not q.grad[:, :, :max(0, Tq - Tk)].any() and q.grad.isfinite().all()
-            and v.grad.isfinite().all())
-    no_worse_than_pytorch(kernels.attention,
-                          lambda qkv: plain_attention(*qkv.permute(2, 0, 3, 1, 4), True).transpose(1, 2),
-                          [random(2, 9, 3, 3, D, dtype=dtype)], 2 if GPUS else 4)
 
 
 def test_a_choice_of_kernels_is_obeyed_plain(plain_kernels):
@@ -472,8 +355,6 @@ def test_product_plain(plain_kernels):
     y = kernels.Linear.apply(x, w, bias, None)
     assert y.equal(kernels.linear(x, w, bias))
     dx, dw, db = torch.autograd.grad(y.square().sum(), (x, w, bias))
-    assert all(close(a, b, 1e-5)
-               for a, b in zip((dx, dw, db), torch.autograd.grad(F.linear(x, w, bias).square().sum(), (x, w, bias))))
     kernels.Linear.apply(x, w.detach(), bias.detach(),
                          lambda dy, x: taken.extend((dy.T @ x, kernels.bias_gradient(dy)))).square().sum().backward()
     assert x.grad.equal(dx) and taken[0].equal(dw) and taken[1].equal(db)

@@ -19,17 +19,6 @@ from tests.pool import GPUS, HERE
 from tests.runs import TINY, TORCHRUN, command, log_of, processes_with
 
 
-def test_ranks_are_told_from_their_launcher_where_process_numbers_begin_again(tmp_path):
-    for pid, ppid, name, state in ((32767, 9, "python", "S"), (2, 32767, "python (a) b", "S"),
-                                   (3, 32767, "python", "R"), (4, 32767, "python", "Z"), (5, 1, "python", "S")):
-        folder = tmp_path / str(pid)
-        folder.mkdir()
-        (folder / "stat").write_text(f"{pid} ({name}) {state} {ppid} 1 1 0")
-        (folder / "cmdline").write_text("python\0train.py\0--out\0there\0")
-    assert sorted(processes_with("there", proc=tmp_path)) == [2, 3, 5, 32767]
-    assert sorted(processes_with("there", 32767, tmp_path)) == [2, 3]
-
-
 # Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
 ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"
 
@@ -37,6 +26,11 @@ ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-u
 @functools.cache
 def can_be_alone():
     return bool(shutil.which("unshare")) and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
+
+
+ENDS = {  # signal, exit code, what is said
+    "Ctrl-C": (signal.SIGINT, 130, ""), "SIGTERM": (signal.SIGTERM, 0, ""), "killed launcher": (signal.SIGKILL, -9, ""),
+    "killed rank": (signal.SIGKILL, 1, "ended with exit code -9; all others were stopped")}
 
 
 def run_and_end(how, text, out):
@@ -48,15 +42,10 @@ def run_and_end(how, text, out):
         process = command(*ALONE * can_be_alone(), *TORCHRUN, *flags, "--steps", "2")
         return *process.communicate(timeout=120), process.returncode, []
     process = command(sys.executable, *flags, "--steps", "1000000")
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    everyone = processes_with(out)
-    assert len(everyone) == 3, process.stderr.read()
-    if how == "killed rank":
-        os.kill(processes_with(out, process.pid)[-1], signal.SIGKILL)
-    else:
-        process.send_signal({"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(how, signal.SIGKILL))
+    next((line for line in process.stdout if line.startswith("step")), None)
+    ranks = processes_with(out, process.pid)
+    assert len(ranks) == 2 and len(processes_with(out)) == 3, process.stderr.read()
+    os.kill(ranks[-1] if how == "killed rank" else process.pid, ENDS[how][0])
     deadline = time.time() + 20
     while processes_with(out) and time.time() < deadline:
         time.sleep(0.1)
@@ -68,30 +57,32 @@ def run_and_end(how, text, out):
 
 @pytest.fixture(scope="session")
 def ends(text, tmp_path_factory):
-    """{how: what `run_and_end` returns}, and the folder of these runs. Two at a time, for what takes time is to start.
+    """({how: what `run_and_end` returns}, the folder of these runs). Two at a time, for what takes time is to start.
     Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
-    # Those look into /proc.
-    hows = ["torchrun"] + ["Ctrl-C", "SIGTERM", "killed rank", "killed launcher"] * (sys.platform == "linux")
+    hows = ["torchrun", *ENDS] if sys.platform == "linux" else ["torchrun"]
     folder = tmp_path_factory.mktemp("ends")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
         return dict(zip(hows, two.map(lambda how: run_and_end(how, text, str(folder / how)), hows))), folder
 
 
-def test_all_processes_start_and_end_together(ends):
-    """train.py under a torchrun of one process, and alone: both start two."""
-    ends, folder = dict(ends[0]), ends[1]
-    printed, errors, code, _ = ends.pop("torchrun")
-    assert code == 0, errors
-    assert ("device   cpu: 2 processes on this machine, " in printed
-            and "dp 2 x tp 1 = 2 processes, cpu (gloo)" in printed and printed.count("step 2/2  loss") == 1)
-    assert "validation loss" in printed and "--- sample, 4 tokens" in printed and "measured (predicted)" in printed
-    assert [entry["step"] for entry in log_of(folder / "torchrun")] == [1, 2]
-    for how, (_, errors, code, left) in ends.items():
-        assert not left, (how, left)
-        assert (how != "killed rank"
-                or code == 1 and "ended with exit code -9; all others were stopped" in errors), (code, errors)
-        assert how != "Ctrl-C" or code == 130 and "Traceback" not in errors, (code, errors)
-        assert how != "SIGTERM" or code == 0 and safe.checkpoints.checkpoints(str(folder / how)), (code, errors)
+def test_processes_start_together(ends):
+    """train.py under a torchrun of one process starts two. It has no network but the loopback interface, and a name
+    that does not resolve, if this machine can do that."""
+    printed, errors, code, _ = ends[0]["torchrun"]
+    assert code == 0 and "resolve hostname" not in errors and "(made-up, " not in errors, errors
+    for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
+                 "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):
+        assert printed.count(said) == 1, said
+    assert [entry["step"] for entry in log_of(ends[1] / "torchrun")] == [1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("how", ENDS)
+def test_processes_end_together(ends, how):
+    _, errors, code, left = ends[0][how]
+    assert not left and code == ENDS[how][1] and ENDS[how][2] in errors, (left, code, errors)
+    assert how != "Ctrl-C" or "Traceback" not in errors, errors
+    assert how != "SIGTERM" or safe.checkpoints.checkpoints(str(ends[1] / how)), errors
 
 
 def most_sends_at_once(name):
@@ -120,15 +111,6 @@ def test_new_groups_wait_as_long_as_the_world():
             "(torch.distributed.group.WORLD, dist.new_group([0]))])")
     assert subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
                           timeout=100).stdout == "[7.0, 7.0]\n"
-
-
-def test_starts_on_a_machine_whose_name_does_not_resolve(ends):
-    """Two processes meet where there is no network but the loopback interface."""
-    if not can_be_alone():
-        pytest.skip("needs root on Linux, and ip")
-    printed, errors, code, _ = ends[0]["torchrun"]
-    assert code == 0 and "step 2/2" in printed, errors
-    assert "resolve hostname" not in errors and "(made-up, " not in errors, errors
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")

@@ -18,9 +18,8 @@ import fast.gloo
 import parallel
 import safe.launch
 from tests.collectives import (
-    _spread, _values, back_to_ours, BIG, DirectGlooLink, serve_world_by, small_traffic)
+    _spread, _values, back_to_ours, BIG, serve_world_by, small_traffic)
 from fast.gloo import GlooLink, Mailboxes
-from fast.nccl import NcclLink, NodeLink
 from fast.pipeline import PatientPipeline
 from safe.messages import PeerError, progress
 
@@ -76,26 +75,6 @@ def tensors_of_two_devices():
 def test_tensor_of_another_device_is_named(pool):
     takes = {"cpu": "a gloo group takes CPU tensors", "cuda": "a nccl group takes CUDA tensors"}[pool.device_type]
     assert pool(2).run(tensors_of_two_devices) == [f"scatter: {takes}, but scatter_list is on meta"] * 2
-
-
-def scattered_over_its_input():
-    """(allocations of a reduce-scatter whose output lies in its input, by plain rings, rings in pieces, direct
-    exchange), in outputs."""
-    counts, cuda = [], torch_dist.get_backend() == "nccl"
-    for kind in (NcclLink, NodeLink) if cuda else (GlooLink, DirectGlooLink):
-        serve_world_by(kind)
-        whole, rank = torch.arange(12.0), dist.get_rank()
-        with unittest.mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made:
-            dist.reduce_scatter_tensor(whole.view(dist.get_world_size(), -1)[rank], whole)
-        counts.append(made.call_count)
-        assert whole.view(dist.get_world_size(), -1)[rank].equal(
-            dist.get_world_size() * torch.arange(12.0).view(dist.get_world_size(), -1)[rank])
-        back_to_ours()
-    return counts
-
-
-def test_only_rings_copy_a_result_that_lies_over_the_input(pool):
-    assert pool(3).run(scattered_over_its_input) == [[1, 0]] * 3
 
 
 def test_bad_calls_raise_before_anything_is_sent(pool):
@@ -327,3 +306,21 @@ def library_takes_what_ours_take():
 def test_library_takes_what_ours_take(pool, size):
     for *some, (_, ring), (_, library) in pool(size).run(library_takes_what_ours_take):
         assert ring == library and [pair for pair in some if pair[-2] != pair[-1]] == []
+
+
+def call_that_returns_before_it_ends():
+    """Whether the operation was over when the call returned; the sum; then of a call that must wait its turn."""
+    x, word = torch.ones(5), torch.ones(1)
+    if dist.get_rank():
+        dist.recv(word, 0)  # which rank 0 sends once its own call has returned
+    handle = dist.all_reduce(x, async_op=True)
+    over = handle.is_completed() and not dist.get_rank()
+    if not dist.get_rank():
+        dist.send(word, 1)
+    dist.all_reduce(x)  # behind it
+    handle.wait()
+    return over, x.tolist()
+
+
+def test_async_op_returns_before_the_ring_has_run(plain_pool):
+    assert plain_pool(2).run(call_that_returns_before_it_ends) == [(False, [4.0] * 5)] * 2

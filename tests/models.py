@@ -74,12 +74,10 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     save(net, tmp_path)
     again = load(tmp_path)
     assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
-    state = {("" if n == "lm_head.weight" else "transformer.") + n: p.detach().t().contiguous()
-             if n.endswith(safe.huggingface.TRANSPOSED)
-             else p.detach() for n, p in net.named_parameters()}
-    os.remove(tmp_path / "model.safetensors")
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
+    tensors = read_safetensors(tmp_path / "model.safetensors")
+    for name, p in net.named_parameters():
+        written = tensors[name if name == "lm_head.weight" else f"transformer.{name}"]
+        assert written.equal(p.t() if name.endswith(safe.huggingface.TRANSPOSED) else p), name
 
 
 def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
@@ -124,7 +122,7 @@ DAMAGE = {  # name: (changes of config.json, or what becomes of model.safetensor
     "cut short": (lambda data: data[:-100], "model.safetensors.*cut short"),
     "no header": (lambda data: b"\xff" * 100, "model.safetensors"),
     "empty": (lambda data: b"", "model.safetensors"),
-    "no weights": (None, "holds neither"),
+    "no weights": (None, "holds no model.safetensors"),
     "not json": ("{", "config.json"),
     "wrong shape": ({"n_positions": 11}, r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
     "too many layers": ({"n_layer": 3}, "has no h.2."),
@@ -165,9 +163,8 @@ def test_damaged_folder_is_named(tmp_path, how):
 def test_pickled_code_does_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(small(), tmp_path)
-    os.remove("model.safetensors")
-    torch.save({"wte.weight": Malice()}, "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin: not a file of tensors"):
+    torch.save({"wte.weight": Malice()}, "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors: not a whole .safetensors file"):
         load(tmp_path)
     assert not os.path.exists("hacked")
 

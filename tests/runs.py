@@ -20,9 +20,11 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+import collectives as dist
 import fast.run
 import safe.checkpoints
 import safe.flags
+import safe.launch
 import train
 from tests.pool import HERE, forkserver
 
@@ -68,17 +70,14 @@ def command(*words, **more):
     return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
-def processes_with(mark, parent=None, proc="/proc"):
+def processes_with(mark, parent=None):
     """Pids whose command line holds the mark; parent: those alone that this process has started."""
     found = []
-    for pid in filter(str.isdigit, os.listdir(proc)):
-        try:
-            cmdline, stat = (pathlib.Path(proc, pid, name).read_text() for name in ("cmdline", "stat"))
-            state, ppid = stat.rpartition(")")[2].split()[:2]  # before them a name, which may hold anything
-            if mark in cmdline and state != "Z" and parent in (None, int(ppid)):
-                found.append(int(pid))
-        except OSError:
-            pass
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, ppid = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            if mark in (process / "cmdline").read_text() and state != "Z" and parent in (None, int(ppid)):
+                found.append(int(process.name))
     return found
 
 
@@ -175,6 +174,25 @@ class Ranks:
                 p.kill()
         assert None not in codes, f"{codes}\n{self.printed()}"
         return codes
+
+
+def ran(flags, size, log, codes=None, **more):
+    """What `Ranks` print that end with these exit codes; left out, all with 0."""
+    ranks = Ranks(flags, size, log, **more)
+    assert ranks.end() == (codes or [0] * size), ranks.printed()
+    return ranks.printed()
+
+
+def refusal(arguments, monkeypatch, capsys):
+    """The one line with which train.py ends before any process starts or meets another."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
+    monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
+    with pytest.raises(SystemExit) as exit:
+        train.main()
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and err.count("\n") == 1 and not out, err
+    return err
 
 
 TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]

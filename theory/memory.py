@@ -111,13 +111,12 @@ def activation_bytes(config, micro_batch, tp, width, recompute, pieces, fused=Tr
 def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
     """Bytes a token that a router and k experts keep for backward:
 
-                                                                         PyTorch's kernels: elements   `fused`: bytes
-        router    each expert's score, and its place (int64) in order    E float32, E int64            nothing
-                  the input in float32                                   C, if layers have 16 bits     nothing
-                  k chosen scores, their sum, and the k weights          2k + 1                        4k + 4
-                  the numbers of the k experts                           among the places              8k
-        sorting   where each row comes from, and where it goes           3k int64                      4k
-                  the same where rows are received from other ranks      2k int64, times `load`        4k, times `load`
+                                                                         elements                 if `fused`: int32
+        router    each expert's score, and its place (int64) in order    E float32, E int64
+                  the input in float32                                   C, if layers have 16 bits
+                  k chosen scores, their sum, and the k weights          2k + 1
+        sorting   where each row comes from, and where it goes           3k int64                 k
+                  the same where rows are received from other ranks      2k int64, times `load`   k, times `load`
         experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
                   outputs that come back to be weighed                   k C
 
@@ -125,10 +124,12 @@ def routed_bytes(config, tp, width, tokens_cut, ep, load, fused):
     """
     c, k, wide = config.n_embd, config.top_k, max(width, 4)
     rows = k * load * (c + 2 * config.inner / tp) * width + k * c * width
-    if fused:
-        return rows + (12 * k + 4) / tokens_cut + 4 * k * ((tokens_cut > 1) + 1 + load * (ep > 1))
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
-    return rows + router / tokens_cut + k * (24 + 16 * load * (ep > 1) + width * (wide > width))
+    if fused:
+        sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * (ep > 1)
+    else:
+        sorting = 24 + 16 * load * (ep > 1) + width * (wide > width)
+    return rows + router / tokens_cut + k * sorting
 
 
 def kept_tensors(net):

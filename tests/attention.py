@@ -1,0 +1,130 @@
+"""Attention by specialised warps: its tiles, its schedule, what the compiler makes of it."""
+
+import math
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import fast.attention
+import kernels
+from fast.attention import specialized_takes, tuned_attention_forward
+from tests.kernels import random, triton_kernels  # noqa: F401
+from tests.pool import GPUS, HERE
+
+
+@pytest.mark.skipif(not GPUS or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper GPUs")
+@pytest.mark.parametrize("Tq,Tk,is_causal", [(128, 128, True), (128, 128, False), (384, 384, True), (256, 1024, True),
+                                             (1024, 256, False), (2048, 2048, True), (4096, 4096, False)])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, triton_kernels, monkeypatch):
+    """One tile a program and many, one block of keys and many, strides of qkv and of heads apart. Poisoned memory shows
+    whether every element is written."""
+    ran = []
+    specialized = fast.attention.specialized_attention_forward
+    monkeypatch.setattr(fast.attention, "specialized_attention_forward", lambda *arguments: (
+        arguments[4].fill_(math.nan), arguments[5].fill_(math.nan), specialized(*arguments), ran.append(1)))
+    for B, H in (1, 1), (3, 5), (2, 20):
+        q, k, v = (random(B, T, H, D, dtype=dtype).transpose(1, 2) for T in (Tq, Tk, Tk))
+        for qkv in [q, k, v], [x.contiguous() for x in (q, k, v)]:
+            ran.clear()
+            o, lse = tuned_attention_forward(*qkv, is_causal)
+            exact, exact_lse = kernels.attention_reference(*(x.double() for x in qkv), is_causal)
+            assert ran and (o - exact).norm() <= 4e-3 * exact.norm()
+            assert (lse.view(exact_lse.shape) * math.log(2) - exact_lse).abs().max() <= 1e-5
+            again = tuned_attention_forward(*qkv, is_causal)
+            assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
+
+
+COMPILE_FOR_HOPPER = """
+import triton
+from fast import attention, exchange
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+layout = attention.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+kernel = attention.specialized_forward_kernel
+for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
+    BM, BN, STAGES = attention.SPECIALIZED[D]
+    sizes = {"CAUSAL": causal, "D": D, "BM": BM, "BN": BN, "STAGES": STAGES}
+    rows = {"Q": BM // 2, "K": BN, "V": BN, "O": BM // 2}
+    types = {name: f"tensordesc<{dtype}[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
+    types |= {"LSE": "*fp32", "tiles": "*i32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
+    source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
+    print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+kernel, aligned = exchange._all_reduce, [["tt.divisibility", 16]]
+for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
+    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
+             "OP": "avg" if gather else "max", "TOTAL": exchange.tl.float32, "PROGRAMS": 128, "SLOTS": 4, "SLOT": 4096}
+    types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
+        sizes, "constexpr")
+    whole = ["flat", "own", "width", "row"] + ["least"] * even
+    source = triton.compiler.ASTSource(
+        kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in sizes.items()},
+        {(kernel.arg_names.index(name),): aligned for name in whole})
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+    print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire"))
+"""
+
+
+def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
+    """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
+    two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN. The
+    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums."""
+    if not fast.attention.HAVE_GLUON:
+        pytest.skip("no Gluon in this Triton, or no Triton")
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["TRITON_CACHE_DIR"] = str(tmp_path)  # so that it is compiled now
+    done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
+                          text=True, timeout=300)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 6, done.stderr
+    for _, even, vectors, singles, waits in rows[2:]:
+        assert (int(vectors) > 0, int(singles) > 0, int(waits)) == (even == "True", even == "False", 4)
+    for D, shared, products in (map(int, row) for row in rows[:2]):
+        assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + fast.attention.SPECIALIZED[D][1] // 16)
+
+
+def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
+    monkeypatch.setattr(kernels, "_generation", lambda device: 9)
+    monkeypatch.setattr(fast.attention, "HAVE_GLUON", True)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+
+    def takes(Tq, Tk, D, is_causal, dtype=torch.bfloat16):
+        q, k = (types.SimpleNamespace(shape=(1, 2, T, D), is_cuda=True, device=None, itemsize=dtype.itemsize)
+                for T in (Tq, Tk))
+        return specialized_takes(q, k, is_causal)
+
+    assert takes(128, 256, 64, True) and takes(256, 128, 128, False)
+    for refused in ((256, 128, 128, True), (100, 128, 64, True), (128, 100, 64, False), (128, 128, 32, True),
+                    (128, 128, 256, True), (0, 0, 64, True), (128, 0, 64, False), (128, 128, 64, True, torch.float32)):
+        assert not takes(*refused), refused
+
+
+@pytest.mark.parametrize("blocks,heads,together", [(8, 200, 64), (1, 7, 3), (32, 5, 2), (128, 16, 4)])
+def test_attention_schedule_hands_out_each_tile_once(blocks, heads, together):
+    """Every tile once, and no program has more than a longest tile above the mean."""
+    costs = tuple(range(2, blocks + 2))
+    programs = min(132, blocks * heads)
+    rows = fast.attention.attention_schedule(costs, heads, together, programs, torch.device("cpu")).tolist()
+    rows = [row[1:1 + row[0]] for row in rows]
+    assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))
+    loads = [sum(costs[tile % blocks] for tile in row) for row in rows]
+    assert max(loads) - sum(loads) / programs <= max(costs)
+    for row in rows:  # group of heads after group of heads
+        assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
+
+
+def test_specialized_tiles_cost_the_blocks_of_keys_that_they_see(monkeypatch):
+    monkeypatch.setattr(fast.attention, "attention_schedule", lambda costs, *rest: (costs, rest))
+    for Tq, Tk, is_causal, costs in ((512, 512, True, [2, 3, 4, 5]), (256, 512, True, [4, 5]),
+                                     (256, 512, False, [5, 5]), (128, 128, True, [2])):
+        fast.attention.specialized_tiles.cache_clear()
+        tiles = fast.attention.specialized_tiles(Tq, Tk, 128, 128, is_causal, 6, 3, 5, "cpu")
+        assert tiles == (costs, (6, 3, 5, "cpu"))
+    fast.attention.specialized_tiles.cache_clear()
