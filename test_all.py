@@ -5,8 +5,9 @@ magnitude, on gloo. So the same training step runs in every layout, and loss, ea
 and the weights after three clipped SGD steps (which, unlike Adam's, do not forgive a wrong factor) must agree to 1e-10.
 And a test must be able to fail: each strategy runs again with its collective taken out, and must then be found wrong.
 
-Processes come from a pool, started once for each world size. With GPUs, the same tests run again on NCCL. The proofs
-are modules of tests/, by subject:
+Layouts are rows of one table in tests/layouts.py. A row that names what it is wrong without runs twice: in the whole
+program and in the reference alone. Processes come from a pool, started once for each world size. With GPUs, the same
+tests run again on NCCL. The proofs are modules of tests/, by subject:
 """
 
 import pytest

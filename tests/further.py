@@ -22,29 +22,8 @@ import kernels
 import model
 from tests.collectives import DirectGlooLink, served_by
 from tests.kernels import random
-from tests.layouts import SMALL, all_of, differences, in_layout, one_process
+from tests.layouts import SMALL, case_of, differences_in, in_layout
 from tests.pool import close, needs_kernels
-
-
-@pytest.mark.parametrize("layout,micro_batches,schedule,options", [
-    ({"tp": 2}, 2, "1f1b", {}), ({"tp": 5}, 1, "1f1b", {"recompute": "block"}), ({"tp": 2}, 2, "zb-h1", {}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 1}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 2, "recompute": "attention"}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"zero": 3, "recompute": "block"}), ({"dp": 2, "tp": 2}, 1, "1f1b", {}),
-    ({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1}), ({"tp": 2, "pp": 2}, 4, "interleaved", {"virtual_stages": 2}),
-    ({"dp": 2, "tp": 2, "pp": 2}, 2, "1f1b", {"zero": 3}),
-    ({"dp": 4, "tp": 2}, 1, "1f1b", {"zero": 2, "zero_within": 2}),
-    ({"tp": 2, "pp": 4}, 2, "zb-h1", {"recompute": "attention"})], ids=str)
-def test_sequence_parallel_equals_one_process(pool, layout, micro_batches, schedule, options):
-    """Tokens are cut between the layers that tp cuts. ZeRO steps by AdamW with an untied embedding, the others by SGD
-    with a tied one."""
-    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
-    change |= {"n_head": 5, "n_embd": 30} if layout["tp"] == 5 else {}
-    want = one_process(optimizer, **change)
-    results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change,
-                                                   schedule=schedule, sequence=True, **options)
-    for got in [*results, all_of(results)]:
-        assert not differences(got, want), change
 
 
 def in_layout_by_rows(*args, **options):
@@ -54,90 +33,12 @@ def in_layout_by_rows(*args, **options):
 
 def test_sequence_parallel_in_place_equals_one_process(pool):
     """Gathered and scattered where tokens belong, however small they are."""
-    want = one_process("sgd", n_layer=3)
-    for got in pool(2).run(in_layout_by_rows, {"tp": 2}, "sgd", 2, {"n_layer": 3}, sequence=True):
-        assert not differences(got, want)
+    case = case_of("tp=2 sequence=1 n_layer=3 micro_batches=2")
+    assert not any(differences_in(pool, case, run=in_layout_by_rows))
 
 
-@pytest.mark.parametrize("context", ["ring", "ulysses"])
-@pytest.mark.parametrize("layout,micro_batches,schedule,options", [
-    ({"cp": 2}, 2, "1f1b", {}), ({"cp": 4}, 1, "1f1b", {"zero": 3}), ({"dp": 2, "cp": 2}, 2, "1f1b", {"zero": 1}),
-    ({"dp": 2, "cp": 2}, 2, "1f1b", {"zero": 2, "zero_within": 2, "recompute": "block"}),
-    ({"cp": 2, "tp": 2}, 1, "1f1b", {"sequence": True, "recompute": "attention"}),
-    ({"cp": 2, "pp": 2}, 4, "zb-h1", {"zero": 3}), ({"cp": 2, "pp": 2}, 4, "interleaved", {"virtual_stages": 2}),
-    ({"dp": 2, "cp": 2, "tp": 2}, 1, "1f1b", {"zero": 2, "sequence": True}),
-    ({"cp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"zero": 1, "sequence": True})], ids=str)
-def test_context_parallel_equals_one_process(pool, layout, micro_batches, schedule, options, context):
-    """All tokens are cut, over cp. Where the ring steps by SGD with a tied embedding, Ulysses steps by AdamW with an
-    untied one, and the other way round."""
-    first = (context == "ring") == ("zero" in options)
-    optimizer, change = ("sgd", {"n_layer": 3}) if first else ("adamw", {"n_layer": 3, "tied": False})
-    want = one_process(optimizer, tokens=8, **change)
-    results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, tokens=8,
-                                                   schedule=schedule, context=context, **options)
-    for got in [*results, all_of(results)]:
-        assert not differences(got, want), change
-
-
-FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
-
-
-@pytest.mark.parametrize("layout,micro_batches,schedule,options,experts", [
-    ({"dp": 1}, 2, "1f1b", {}, {}), ({"tp": 2}, 1, "1f1b", {}, {}), ({"dp": 2}, 1, "1f1b", {"zero": 1}, {}),
-    ({"dp": 2}, 2, "1f1b", {"ep": 2}, {}), ({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3}, {"bias": FEW}),
-    ({"dp": 2}, 1, "1f1b", {"ep": 2, "zero": 2}, {"bias": ALL, "top_k": 1}),
-    ({"dp": 2}, 2, "1f1b", {"ep": 2}, {"experts": 2, "top_k": 2}), ({"dp": 2}, 1, "1f1b", {"ep": 2}, {"top_k": 1}),
-    ({"dp": 4}, 2, "1f1b", {"ep": 2, "zero": 1, "recompute": "block"}, {"bias": FEW}),
-    ({"dp": 4}, 1, "1f1b", {"ep": 4, "zero": 2}, {}), ({"dp": 4}, 2, "1f1b", {"ep": 4, "zero": 1}, {"bias": ALL}),
-    ({"dp": 4}, 2, "1f1b", {"ep": 2, "zero": 3, "recompute": "block"}, {}),
-    ({"dp": 4}, 2, "1f1b", {"ep": 2, "zero": 2, "zero_within": 2}, {"expert_every": 2}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"ep": 2}, {"bias": FEW}),
-    ({"dp": 2, "tp": 2}, 2, "1f1b", {"ep": 2, "sequence": True}, {}), ({"dp": 2, "cp": 2}, 2, "1f1b", {"ep": 2}, {}),
-    ({"dp": 2, "cp": 2}, 1, "1f1b", {"ep": 2, "zero": 3, "context": "ulysses"}, {"top_k": 3}),
-    ({"dp": 2, "pp": 2}, 4, "1f1b", {"ep": 2, "zero": 1}, {"expert_every": 2}),
-    ({"dp": 2, "pp": 2}, 4, "zb-h1", {"ep": 2}, {}),
-    ({"dp": 2, "pp": 2}, 4, "interleaved", {"ep": 2, "zero": 2, "virtual_stages": 2}, {}),
-    ({"dp": 4, "tp": 2}, 1, "1f1b", {"ep": 4, "zero": 3, "sequence": True}, {}),
-    ({"dp": 4, "cp": 2}, 1, "1f1b", {"ep": 2, "zero": 2}, {"expert_every": 3}),
-    ({"dp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"ep": 2, "zero": 1, "sequence": True}, {})], ids=str)
-def test_expert_parallel_equals_one_process(pool, layout, micro_batches, schedule, options, experts):
-    """Balanced after each step. ZeRO steps by AdamW with an untied embedding, the others by SGD with a tied one."""
-    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
-    change |= {"experts": 4, **experts}
-    bias = change.pop("bias", None)
-    want = one_process(optimizer, tokens=8, bias=bias, **change)
-    results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, tokens=8,
-                                                   schedule=schedule, bias=bias, **options)
-    assert set(all_of(results)[2]) == set(want[2])
-    for got in [*results, all_of(results)]:
-        assert not differences(got, want), change
-
-
-def averaged_over_all_replicas(*args, **options):
-    """Experts' gradients as if there were no reason to treat them apart."""
-    def expert_parallel(module, group, copies):
-        real(module, group, copies)
-        for param in module.parameters():
-            param.__dict__.pop("replicas", None), param.__dict__.pop("fed", None)
-    real = further.experts.expert_parallel
-    with unittest.mock.patch.object(further.experts, "expert_parallel", expert_parallel):
-        return in_layout(*args, **options)
-
-
-@pytest.mark.parametrize("layout,how", [
-    ({"dp": 2}, "exchange"), ({"dp": 2}, "ParallelGPT.balance"), ({"dp": 2}, averaged_over_all_replicas),
-    ({"dp": 4}, averaged_over_all_replicas), ({"dp": 2, "tp": 2}, "ParallelGPT.balance"),
-    *(({"tp": 2}, name) for name in ("CopyToGroup.backward", "ReduceFromGroup.forward")),
-    *(({"tp": 2, "sequence": True}, name) for name in ("scatter_tokens", "ParallelGPT.balance"))],
-    ids=lambda value: getattr(value, "__name__", str(value)))
-def test_experts_are_wrong_without(pool, layout, how):
-    """A collective, or the average over an expert's own copies."""
-    change, sequence = {"experts": 4, "n_layer": 1}, "sequence" in layout
-    layout = {axis: size for axis, size in layout.items() if axis != "sequence"}
-    want, options = one_process("sgd", tokens=8, **change), {"sequence": sequence, "ep": min(2, layout.get("dp", 1))}
-    run, sabotage = (in_layout, how) if isinstance(how, str) else (how, None)
-    for got in pool(math.prod(layout.values())).run(run, layout, "sgd", 1, change, sabotage, tokens=8, **options):
-        assert differences(got, want)
+def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
+    assert all(differences_in(pool, case_of("cp=2 tokens=8 without=keys_travel_ahead")))
 
 
 def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():
@@ -195,34 +96,8 @@ def test_experts_are_mlps_of_their_own():
     assert torch.equal(net.get_parameter("h.0.mlp.experts.c_fc.weight")[1], one.double())
 
 
-def where_keys_and_values_stay(*args, **options):
-    with unittest.mock.patch.object(fast.context, "start_shift", lambda tensor, group: ([], tensor)):
-        return in_layout(*args, **options)
-
-
-def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
-    """The reference's `shift` sends them, too."""
-    want = one_process("sgd", tokens=8)
-    for got in pool(2).run(where_keys_and_values_stay, {"cp": 2}, "sgd", 1, {}, tokens=8):
-        assert differences(got, want)
-
-
-def with_the_block_s_own_sums(*args, **options):
-    def backward(q, k, v, o, lse, do, is_causal):
-        return real(q, k, v, o, kernels.attention_reference(q, k, v, is_causal)[1], do, is_causal)
-    real = kernels.attend_backward
-    with unittest.mock.patch.object(kernels, "attend_backward", backward):
-        return in_layout(*args, **options)
-
-
-def test_ring_attention_goes_back_through_the_sums_of_all_keys(pool):
-    want = one_process("sgd", tokens=8)
-    for got in pool(2).run(with_the_block_s_own_sums, {"cp": 2}, "sgd", 1, {}, tokens=8):
-        assert differences(got, want)
-
-
-def ring_on_kernels(dtype, link):
-    """(how far O, dQ, dK and dV of ring attention are from those of one rank, bytes sent)."""
+def ring_on_kernels(dtype, error, link):
+    """Ring attention by the kernels: how far O, dQ, dK and dV are from those of one rank, and what is sent."""
     rank, n = dist.get_rank(), dist.get_world_size()
     B, T, H, D = 4 // n, 256 * n, 1, 16
     torch.manual_seed(0)
@@ -240,33 +115,32 @@ def ring_on_kernels(dtype, link):
     finally:
         kernels.use("auto")
     assert out.dtype == part.grad.dtype == dtype and out.is_contiguous()
-    pairs = [(out, y[:, mine]), *zip(part.grad.unbind(2), whole.grad[:, mine].unbind(2))]
-    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs], sum(t.bytes for t in dist.traffic().values())
+    for ours, theirs in (out, y[:, mine]), *zip(part.grad.unbind(2), whole.grad[:, mine].unbind(2)):
+        assert (ours.double() - theirs).norm() < error * theirs.norm()
+    sent = sum(t.bytes for t in dist.traffic().values())
+    assert sent == (n - 1) * B * 256 * H * D * 2 * (2 * dtype.itemsize + 4)
 
 
-@pytest.mark.parametrize("size,dtype,error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
 def test_ring_attention_on_kernels(pool, size, dtype, error):
     """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
     in float32, once."""
     needs_kernels(pool)
     link = DirectGlooLink if pool.device_type == "cpu" and size == 2 else None
-    for errors, sent in pool(size).run(ring_on_kernels, dtype, link):
-        assert max(errors) < error, errors
-        assert sent == (size - 1) * 2 * 4 // size * 256 * 16 * (2 * dtype.itemsize + 4)
+    pool(size).run(ring_on_kernels, dtype, error, link)
 
 
-@pytest.mark.parametrize("size,kind", [(1, "ring"), (2, "ring"), (4, "ring"), (4, "ulysses")])
-def test_each_rank_has_its_own_tokens_and_as_much_to_do(pool, size, kind):
+@pytest.mark.parametrize("size, kind", [(1, "ring"), (2, "ring"), (4, "ring"), (4, "ulysses")])
+def test_each_rank_has_its_own_tokens_and_as_much_to_do(size, kind):
     """Together all tokens, once; by zigzag, as many pairs of query and key in each step on every rank."""
-    tokens = pool(size).run(tokens_of_rank, 16 * size, kind)
+    tokens = [further.context.own_tokens(16 * size, rank, size, kind).tolist() for rank in range(size)]
     assert sorted(sum(tokens, [])) == list(range(16 * size))
-    for r, mine in enumerate(tokens) if kind == "ring" else ():
-        for other, theirs in enumerate(tokens):
-            rows, keys, causal = further.context.seen(r, other, 8)
-            pairs = {(q, k) for i, q in enumerate(mine) for j, k in enumerate(theirs)
-                     if i in range(16)[rows] and j in range(16)[keys] and (not causal or j <= i)}
-            assert pairs == {(q, k) for q in mine for k in theirs if k <= q}
-            assert len(pairs) == (16 * 17 // 2 if r == other else 128)
+    for (r, mine), (other, theirs) in itertools.product(enumerate(tokens), repeat=2) if kind == "ring" else ():
+        rows, keys, causal = further.context.seen(r, other, 8)
+        pairs = {(q, k) for i, q in enumerate(mine) for j, k in enumerate(theirs)
+                 if i in range(16)[rows] and j in range(16)[keys] and (not causal or j <= i)}
+        assert pairs == {(q, k) for q in mine for k in theirs if k <= q}
+        assert len(pairs) == (16 * 17 // 2 if r == other else 128)
 
 
 def test_cuts_that_leave_a_rest_are_refused():
@@ -276,31 +150,18 @@ def test_cuts_that_leave_a_rest_are_refused():
         further.experts.split_experts(types.SimpleNamespace(mesh=torch.zeros(2, 3, 1, 1, device="cpu")), 2)
 
 
-def tokens_of_rank(tokens, kind):
-    return further.context.own_tokens(tokens, dist.get_rank(), dist.get_world_size(), kind).tolist()
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_attention_in_parts_is_attention(is_causal, triton_kernels):
-    """Parts of the keys, merged by their log-sum-exps, and their gradients, by the kernels and without; some rows of a
-    causal part see nothing."""
-    q, k, v, do = (random(1, 2, 40, 16) for _ in range(4))
-    want = [x.requires_grad_() for x in (q.double(), k.double(), v.double())]
-    o = F.scaled_dot_product_attention(*want, is_causal=is_causal)
-    grads = torch.autograd.grad(o, want, do.double())
-    for choice in ("triton", "torch"):
-        kernels.use(choice)
-        parts = [fast.attention.attention_block(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
-                 for rows, keys, causal in [(slice(24, None), slice(24), False),
-                                            (slice(24, None), slice(24, None), is_causal)]]
-        lse = torch.logaddexp(parts[0][1], parts[1][1])
-        merged = sum(part * (its - lse).exp().unsqueeze(3) for part, its in parts)
-        assert close(merged.cpu(), o[:, :, 24:].detach().cpu(), 1e-5)
-        whole, sums = fast.attention.attention_block(q, k, v, is_causal)
-        back = fast.attention.attention_block_backward(q, k, v, whole, sums, do, is_causal)
-        assert all(close(a.cpu(), b.cpu(), 1e-5) for a, b in zip(back, grads))
-        none, sums = fast.attention.attention_block(q, k[:, :, :8], v[:, :, :8], True)  # rows 0 to 31 see no key
-        assert (sums[:, :, :32] == -math.inf).all() and sums[:, :, 32:].isfinite().all()
-        assert (none[:, :, :32] == 0).all()
-        back = fast.attention.attention_block_backward(q, k[:, :, :8], v[:, :, :8], none, sums, do, True)
-        assert all(t.isfinite().all() for t in back) and (back[0][:, :, :32] == 0).all()
+@pytest.mark.parametrize("choice", ["triton", "torch"])
+def test_attention_to_keys_that_some_queries_do_not_see(choice, triton_kernels):
+    """Of 40 queries the last 8 see some of 8 keys. (That parts of the keys merge into attention, and their gradients,
+    is what context parallelism proves, by the kernels and without.)"""
+    q, do, (k, v) = random(1, 2, 40, 16), random(1, 2, 40, 16), random(2, 1, 2, 8, 16)
+    want = [x.double().requires_grad_() for x in (q[:, :, 32:], k, v)]
+    y = F.scaled_dot_product_attention(*want, is_causal=True)
+    grads = torch.autograd.grad(y, want, do[:, :, 32:].double())
+    kernels.use(choice)
+    o, sums = fast.attention.attention_block(q, k, v, True)
+    assert close(o[:, :, 32:].cpu(), y.detach().cpu(), 1e-5) and o[:, :, :32].eq(0).all()
+    assert sums[:, :, :32].eq(-math.inf).all() and sums[:, :, 32:].isfinite().all()
+    dq, *rest = fast.attention.attention_block_backward(q, k, v, o, sums, do, True)
+    assert dq[:, :, :32].eq(0).all()
+    assert all(close(a.cpu(), b.cpu(), 1e-5) for a, b in zip((dq[:, :, 32:], *rest), grads))

@@ -12,9 +12,8 @@ import fast.experts
 import further.experts
 import kernels
 import model
-from tests.further import ALL, FEW
 from tests.kernels import GROUPS, HALF, KERNEL_DEVICE, WITH_PRODUCTS, either_way, grouped_linear, random  # noqa: F401
-from tests.layouts import BATCH, differences, in_layout, one_process
+from tests.layouts import ALL, BATCH, FEW, differences, in_layout, one_process
 from tests.pool import close, needs_kernels
 from fast.experts import FusedExperts, visit_under_own_rows, without_sorting
 from further.experts import expert_parallel, MixtureOfExperts

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import math
 import sys
-import types
 import unittest.mock
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import nn
 
 import collectives as dist
 import fast
+import fast.context
 import further.context
 import further.experts
 import further.nodes
@@ -29,7 +29,7 @@ import parallel
 import theory.clock
 import train
 from tests.collectives import nodes_of
-from tests.pool import close, needs_kernels
+from tests.pool import BOTH, DEVICES, close, needs_kernels, on_both, on_ranks
 from fast.graphs import replay_micro_batches
 from further.experts import routers
 from further.schedules import zero_bubble_h1
@@ -37,10 +37,13 @@ from safe.flags import BadInput, check_layout, Settings
 from theory.clock import simulate
 
 
-# -------------------------------------------------------------------------------------- every layout equals one process
+# -------------------------------------------------------------------------------------------------------- one process
 
 SMALL = model.GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32)  # the vocabulary divides by nothing
 BATCH = 8
+CLIP = 0.3   # fires: the norms are 0.5 and more
+RATE = 0.02  # of balancing: two steps can change a choice
+DECAY = 0.1  # of matrices only
 
 
 def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL):
@@ -49,24 +52,14 @@ def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL):
     return rows[:, :tokens], rows[:, 1:tokens + 1]
 
 
-DECAY = {"weight_decay": 0.1}  # of matrices only
-
-
 def optimizer_of(name, params):
     return torch.optim.SGD(params, 0.5) if name == "sgd" else torch.optim.AdamW(params, 1e-2)
 
 
-CLIP = {"sgd": 0.3, "adamw": 0.3}  # fires: the norms are 0.5 and more
-
-
-RATE = 0.02  # of balancing: two steps can change a choice
-
-
 @functools.cache
-def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=None, **change):
+def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=CLIP, **change):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch. bias: the routers' to begin
-    with. clip: 0 does not; left out, that of the optimizer."""
-    clip = CLIP[optimizer] if clip is None else clip
+    with. clip: 0 does not."""
     config = dataclasses.replace(SMALL, **change)
     net, margins = model.GPT(config).double(), []
     for router in routers(net).values():
@@ -74,7 +67,7 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=No
         router.register_forward_hook(lambda router, inputs, _: margins.append(margin_of(router, *inputs)))
     matrices = [p for n, p in net.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
     vectors = [p for n, p in net.named_parameters() if n.endswith("bias") or p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
         x, y = tokens_of(step, batch, tokens, config)
@@ -102,6 +95,8 @@ def margin_of(router, x):
         (scores[..., router.top_k - 1] - scores[..., router.top_k]).min())
 
 
+# ---------------------------------------------------------------------------------------------------------- in a layout
+
 SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
 
 
@@ -121,166 +116,273 @@ def without_collective(where):
             return real(*args, **kwargs)
         return call
 
-    for name in SABOTAGED:
-        setattr(parallel.dist, name, without(getattr(dist, name)))
+    return unittest.mock.patch.multiple(dist, **{name: without(getattr(dist, name)) for name in SABOTAGED})
 
 
-def whole_gradients(net, shapes):
-    """{name: gradient} of this rank's stages, as one process would have it: from .grad, or from the shards of ZeRO."""
-    grads = {}
-    if net.zero == 3:  # let the gathering of weights gather gradients, this once
-        buckets = [b for stage in net.stages.values() for b in stage.buckets]
-        kept = [b.shard.data.clone() for b in buckets]
-        for b in buckets:
-            b.shard.data.copy_(b.shard.grad)
-    for bucket in getattr(net.optimizer, "buckets", []):
-        flat = bucket.new(bucket.shard.dtype)
-        if net.zero:
-            torch_dist.all_gather_into_tensor(flat, bucket.shard.grad, group=bucket.group)
-        else:
-            flat.copy_(bucket.shard.grad)
-        for view, p in zip(bucket.views(flat), bucket.params):
-            p.whole_grad = view
-    for stage in net.stages.values():
-        for name, p in getattr(stage, "module", stage).named_parameters():
-            if net.zero == 3:
-                grad = stage.bucket_of[p].gather_one(p, stage.bucket_of[p].shard.detach())
-            else:
-                grad = p.grad if p.grad is not None else p.whole_grad
-            name = "wte.weight" if net.config.tied and name == "lm_head.weight" else name
-            grads[name] = parallel.gather_cuts(p, grad, shapes[name]).cpu().numpy().copy()
-    if net.zero == 3:
-        for b, values in zip(buckets, kept):
-            b.shard.data.copy_(values)
-    return grads
+def average_over_copies():
+    """Experts' gradients are averaged over all ranks, as if each kept the same experts."""
+    real = further.experts.split_experts
+    return unittest.mock.patch.object(further.experts, "split_experts",
+                                      lambda mesh, n: [real(mesh, n)[0], torch_dist.group.WORLD])
 
 
-def in_layout(layout, optimizer, micro_batches, change, sabotage=None, batch=BATCH, schedule="1f1b", cuda_graphs=False,
-              tokens=SMALL.seq_len, bias=None, clip=None, comm="ours", dtype=torch.float64, choice="auto", **options):
-    """The same three steps laid out over the processes; whole gradients and weights, gathered. choice: of kernels."""
-    kept = {name: getattr(dist, name) for name in SABOTAGED}
-    if sabotage:
-        without_collective(sabotage)
-    try:
+def sums_of_all_keys():
+    """Ring attention goes back through the log-sum-exps of a block's keys alone."""
+    def backward(q, k, v, o, lse, do, is_causal):
+        return real(q, k, v, o, kernels.attention_reference(q, k, v, is_causal)[1], do, is_causal)
+    real = kernels.attend_backward
+    return unittest.mock.patch.object(kernels, "attend_backward", backward)
+
+
+def keys_travel_ahead():
+    """Keys and values stay where they are. (The reference's `shift` sends them, too.)"""
+    return unittest.mock.patch.object(fast.context, "start_shift", lambda tensor, group: ([], tensor))
+
+
+BREAKS = {function.__name__: function for function in (average_over_copies, sums_of_all_keys, keys_travel_ahead)}
+
+
+def in_layout(*args, without=None, node=None, choice="auto", **options):
+    """`three_steps` on this rank. without: a function of the reference whose collectives do nothing, or one of BREAKS.
+    node: as if torchrun had started nodes of so many ranks. choice: of kernels."""
+    with contextlib.ExitStack() as around:
+        if node:
+            around.enter_context(nodes_of(node))
+        if without:
+            around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without))
+        around.callback(kernels.use, "auto")
         kernels.use(choice)
-        config = dataclasses.replace(SMALL, **change)
-        device = torch.get_default_device()
-        mesh = parallel.make_mesh(device.type, **layout)
-        source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
-                           else model.initial_weight(config, name, 0))
-        net = parallel.parallelize(config, mesh, device, dtype, source, **options)
-        for group in net.groups:
-            dist.use(group, comm)
-        if cuda_graphs:
-            replay_micro_batches(net)
-        opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), **DECAY)
-        losses, norms, grads, shapes = [], [], {}, model.shapes(config)
-        mine = batch // dist.get_world_size(net.dp)
-        for step in range(3):
-            x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches)
-                    for t in tokens_of(step, batch, tokens, config))
-            opt.zero_grad()
-            total = net.forward_backward(x, y, schedule)
-            grads = grads or whole_gradients(net, shapes)
-            norms.append(float(net.clip_grad_norm_(CLIP[optimizer] if clip is None else clip)))
-            opt.step()
-            if config.experts:
-                net.balance(RATE)
-            if cuda_graphs and step == 0:
-                net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
-            torch_dist.all_reduce(total, group=net.replicas)  # the library's: this one must work under sabotage too
-            losses.append(float(total) / dist.get_world_size(net.replicas))
-        weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
-        return losses, norms, grads, weights
-    finally:
-        kernels.use("auto")
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        return three_steps(*args, **options)
 
 
-def in_layout_on_nodes(node, layout, *args, **options):
-    """`in_layout`, as if torchrun had started nodes of `node` ranks; and whether the dp group works in two levels."""
-    with nodes_of(node):
-        results = in_layout(layout, *args, **options)
-        return results, layout["dp"] in map(dist.get_world_size, dist._levels)
+def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, schedule="1f1b", cuda_graphs=False,
+                tokens=SMALL.seq_len, bias=None, clip=CLIP, comm="ours", dtype=torch.float64, two_levels=None,
+                **options):
+    """The same three steps laid out over the processes: losses, norms, whole gradients and weights, gathered.
+    two_levels: whether the dp group must work in two levels."""
+    config = dataclasses.replace(SMALL, **change)
+    device = torch.get_default_device()
+    mesh = parallel.make_mesh(device.type, **layout)
+    source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
+                       else model.initial_weight(config, name, 0))
+    net = parallel.parallelize(config, mesh, device, dtype, source, **options)
+    assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist._levels))
+    for group in net.groups:
+        dist.use(group, comm)
+    if cuda_graphs:
+        replay_micro_batches(net)
+    opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), weight_decay=DECAY)
+    losses, norms, grads, shapes = [], [], {}, model.shapes(config)
+    mine = batch // dist.get_world_size(net.dp)
+    for step in range(3):
+        x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches)
+                for t in tokens_of(step, batch, tokens, config))
+        opt.zero_grad()
+        total = net.forward_backward(x, y, schedule)
+        grads = grads or whole_gradients(net, opt, shapes)
+        norms.append(float(net.clip_grad_norm_(clip)))
+        opt.step()
+        if config.experts:
+            net.balance(RATE)
+        if cuda_graphs and step == 0:
+            net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
+        torch_dist.all_reduce(total, group=net.replicas)  # the library's: this one must work under sabotage too
+        losses.append(float(total) / dist.get_world_size(net.replicas))
+    weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
+    return losses, norms, grads, weights
+
+
+def whole_gradients(net, optimizer, names):
+    """{name: gradient} as one process would have it: gathered as what an optimizer keeps of each parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for param in params:
+        optimizer.state[param]["gradient"] = param.grad
+    whole = {name: net.whole_parameter(name, "gradient").cpu().numpy().copy() for name in names}
+    for param in params:
+        del optimizer.state[param]["gradient"]
+    return whole
 
 
 def differences(got, want, tolerance=1e-10):
     """What of (losses, norms, gradients, weights) differs by more than the tolerance, by name."""
-    losses, norms, grads, weights = got
-    close = functools.partial(globals()["close"], tolerance=tolerance)
-    return ([f"loss {i}" for i in range(3) if not close(losses[i], want[0][i])]
-            + [f"norm {i}" for i in range(3) if not close(norms[i], want[1][i])]
-            + [f"gradient {n}" for n in grads if not close(grads[n], want[2][n])]
-            + [f"weight {n}" for n in want[3] if not close(weights[n], want[3][n])])
+    found = []
+    for kind, ours, theirs in zip(("loss", "norm", "gradient", "weight"), got, want, strict=True):
+        names = theirs if isinstance(theirs, dict) else range(3)
+        found += [f"{kind} {name}" for name in names if not close(ours[name], theirs[name], tolerance)]
+    return found
 
 
-LAYOUTS = [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 8}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 2},
-           {"dp": 4, "tp": 2}, {"dp": 2, "tp": 4}]
+# ----------------------------------------------------------------------------------------------------------- as a table
+#
+# A row is words OPTION=VALUE: flags of train.py, by their names or by those that `parallelize` has for them. Besides:
+# batch, tokens (of a sequence), optimizer, tied, inner, bias (of the routers), node.
+
+FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
+AXES = "dp", "tp", "cp", "pp"
+SIZES = [field.name for field in dataclasses.fields(model.GPTConfig)]
+IDENTITY = {"optimizer": "sgd", "micro_batches": 1, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layout_equals_one_process(pool, layout):
-    """By SGD; AdamW has its turn with ZeRO, with pipelines, and in test_every_layout_logs_the_same_losses."""
-    for micro_batches, change in (min(2, BATCH // layout.get("dp", 1)), {}), (1, {"tied": False, "activation": "elu"}):
-        want = one_process("sgd", **change)
-        for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", micro_batches, change):
-            assert not differences(got, want), (micro_batches, change)
+def case_of(row):
+    """{option: value} of a row; a later word replaces an earlier one."""
+    words = {name: int(value) if value.isdigit() else value for name, value in
+             (word.split("=") for word in row.split())}
+    values = {"few": FEW, "all": ALL, **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}}
+    return {name: values.get(value, value) for name, value in words.items()}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}], ids=str)  # on 8: with nodes
-def test_zero_equals_one_process(pool, layout, zero):
-    cases = [("sgd", 2, {"tied": False}, "block"), ("sgd", 1, {}, "none"), ("adamw", 2, {}, "attention")]
-    for optimizer, micro_batches, change, recompute in cases:
-        want = one_process(optimizer, **change)
-        for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, zero=zero,
-                                                        recompute=recompute):
-            assert not differences(got, want), (optimizer, micro_batches, change, recompute)
+def expanded(row):
+    """All rows that one with alternatives stands for: of "dp=2 zero=1,2" one with zero=1 and one with zero=2."""
+    words = [[f"{name}={value}" for value in values.split(",")]
+             for name, values in (word.split("=") for word in row.split())]
+    return [" ".join(choice) for choice in itertools.product(*words)]
 
 
-@pytest.mark.parametrize("layout,micro_batches,schedule,zero,within", [
-    *(({"dp": 4}, 2, "1f1b", *z) for z in ((0, None), (1, None), (3, None), (1, 1), (1, 2), (2, 2), (3, 2))),
-    *(({"dp": 4, "tp": 2}, 1, "1f1b", *z) for z in ((0, None), (3, None), (1, 2), (3, 2))),
-    *(({"dp": 4, "pp": 2}, 2, "zb-h1", *z) for z in ((0, None), (1, None), (2, 2), (3, 2)))], ids=str)
-def test_two_nodes_equal_one_process(pool, layout, micro_batches, schedule, zero, within):
-    """dp in two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between."""
-    want, size = one_process("adamw"), math.prod(layout.values())
-    for got, two_levels in pool(size).run(in_layout_on_nodes, size // 2, layout, "adamw", micro_batches, {},
-                                          schedule=schedule, zero=zero, zero_within=within):
-        assert not differences(got, want) and two_levels == ("pp" not in layout)
+def arguments_of(case):
+    """((layout, optimizer, micro-batches, the model's changes), the other options), as `in_layout` takes them."""
+    case = {**IDENTITY, **case}
+    layout, change = ({name: case.pop(name) for name in names if name in case} for names in (AXES, SIZES))
+    return (layout, case.pop("optimizer"), case.pop("micro_batches"), change), case
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_zero_on_three_ranks(pool, zero):
-    """Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights."""
-    change = {"n_head": 3, "n_embd": 27, "inner": 40}
-    want = one_process("sgd", 9, **change)
-    for got in pool(3).run(in_layout, {"dp": 3}, "sgd", 3, change, zero=zero, batch=9):
-        assert not differences(got, want)
+def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
+    """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
+    (layout, optimizer, micro_batches, change), options = arguments_of(case)
+    want = one_process(optimizer, *(options[name] for name in ("batch", "tokens", "bias", "clip")), **change)
+    results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options)
+    return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
-SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
+UNTIED, LONGER = "optimizer=adamw tied=0 ", "tokens=8 n_layer=3 "
+LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is wrong without X, in both programs
+    ("data", ["micro_batches=2", "tied=0 activation=elu"], ["dp=1,2,4"]),
+    ("data", ["micro_batches=1", "tied=0 activation=elu"], ["dp=8"]),
+    ("data", [""], ["dp=2 without=Reducer.start"]),
+    ("tensor", ["micro_batches=2", "tied=0 activation=elu"], ["tp=2,4,8", "dp=2 tp=2,4", "dp=4 tp=2"]),
+    ("tensor", [""], [
+        "tp=3 n_head=3 n_embd=24 inner=40",  # nor does it divide the vocabulary
+        "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_",
+        "dp=2 tp=2 without=clip_grad_norm_,Reducer.start"]),
+    ("zero", ["tied=0 recompute=block micro_batches=2", "optimizer=adamw recompute=attention micro_batches=2"],
+     ["dp=1,2,4 zero=1,2,3", "dp=2 tp=2 zero=1,2,3"]),
+    ("zero", [""], [
+        "dp=1,4 zero=1,2,3", "dp=2 tp=2 zero=1,2,3",
+        "dp=2 zero=1 without=ShardReducer.start,ShardedOptimizer.gather_weights",
+        "dp=2 zero=2 without=ShardReducer.start,clip_grad_norm_",
+        "dp=2 zero=3 without=ShardReducer.start,FlatParameter.all_gather,clip_grad_norm_",
+        "dp=4 zero=1,2,3 zero_within=2 without=ShardReducer.average_between"]),
+    # Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
+    ("zero", ["dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40"],
+     ["zero=0 without=Reducer.start", "zero=1,2,3 without=ShardReducer.start"]),
+    # In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
+    ("nodes", ["optimizer=adamw two_levels=1"], [
+        "dp=4 node=2 micro_batches=2 zero=0,1,3", "dp=4 node=2 micro_batches=2 zero=1 zero_within=1",
+        "dp=4 node=2 micro_batches=2 zero=1,2,3 zero_within=2 without=ShardReducer.average_between",
+        "dp=4 tp=2 node=4 zero=0,3", "dp=4 tp=2 node=4 zero=1,3 zero_within=2"]),
+    ("nodes", ["optimizer=adamw dp=4 pp=2 node=4 schedule=zb-h1 micro_batches=2 two_levels=0"],
+     ["zero=0,1", "zero=2,3 zero_within=2"]),
+    # More and fewer micro-batches than stages; five layers, which no p divides.
+    ("pipeline", ["n_layer=5"], [
+        "pp=2,3,4 schedule=gpipe micro_batches=2", "pp=2,3,4 schedule=gpipe micro_batches=8 tied=0",
+        "pp=2,3,4 schedule=1f1b,zb-h1 micro_batches=1", "pp=2,3,4 schedule=1f1b,zb-h1 micro_batches=2,4 tied=0",
+        "pp=2,3,4 schedule=1f1b,zb-h1 micro_batches=3 batch=24", "pp=4 schedule=1f1b,zb-h1 micro_batches=8"]),
+    ("pipeline", [""], ["pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_"]),
+    ("pipeline", ["schedule=interleaved n_layer=7"], [
+        "pp=2 virtual_stages=2 micro_batches=2", "pp=2 virtual_stages=3 micro_batches=8",
+        "pp=3 virtual_stages=2 micro_batches=3 batch=24", "pp=4 virtual_stages=1 micro_batches=4",
+        "pp=4 virtual_stages=2 micro_batches=8"]),
+    ("pipeline", ["n_layer=4 micro_batches=4"], [
+        "dp=2 tp=2 pp=2", "dp=2 tp=2 pp=2 schedule=zb-h1 zero=1,3", "dp=2 pp=4 schedule=zb-h1",
+        "dp=2 pp=2 schedule=1f1b zero=0,1,3", "dp=2 pp=2 schedule=zb-h1 zero=0,1,2",
+        "dp=2 pp=2 schedule=1f1b zero=2 without=ShardReducer.start",
+        "dp=2 pp=2 schedule=zb-h1 zero=3 without=ShardReducer.start"]),
+    ("pipeline", [UNTIED + "n_layer=4 micro_batches=4"], [
+        "dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=0,1,2,3", "tp=2 pp=4 recompute=block",
+        "dp=2 pp=2 schedule=gpipe zero=3 recompute=attention"]),
+    # Tokens are cut between the layers that tp cuts.
+    ("sequence", ["sequence=1 n_layer=3"], [
+        "tp=2 micro_batches=2 schedule=1f1b,zb-h1", "tp=5 n_head=5 n_embd=30 recompute=block", "dp=2 tp=2",
+        "tp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4",
+        "tp=2 pp=4 schedule=zb-h1 micro_batches=2 recompute=attention",
+        "tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients"]),
+    ("sequence", [UNTIED + "sequence=1 n_layer=3"], [
+        "dp=2 tp=2 zero=1 micro_batches=2", "dp=2 tp=2 zero=2 micro_batches=2 recompute=attention",
+        "dp=2 tp=2 zero=3 micro_batches=2 recompute=block", "dp=2 tp=2 pp=2 zero=3 micro_batches=2",
+        "tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4 without=scatter_tokens", "dp=4 tp=2 zero=2 zero_within=2"]),
+    # All tokens are cut, over cp.
+    ("context", [UNTIED + LONGER + "context=ring", LONGER + "context=ulysses"], [
+        "cp=2 micro_batches=2", "cp=2 tp=2 sequence=1 recompute=attention",
+        "cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4"]),
+    ("context", [LONGER + "context=ring", UNTIED + LONGER + "context=ulysses"], [
+        "cp=4 zero=3", "dp=2 cp=2 zero=1 micro_batches=2",
+        "dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block",
+        "cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=ShardReducer.start",
+        "dp=2 cp=2 tp=2 zero=2 sequence=1",
+        "cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sequence=1 micro_batches=2"]),
+    ("context", ["cp=2 tokens=8"], ["context=ring without=shift,Reducer.start,sums_of_all_keys",
+                                    "context=ulysses without=heads_for_tokens,tokens_for_heads"]),
+    # Balanced after each step.
+    ("experts", ["experts=4 tokens=8 n_layer=3"], [
+        "dp=1 micro_batches=2", "tp=2", "dp=2 ep=2 micro_batches=2", "dp=2 ep=2 micro_batches=2 experts=2 top_k=2",
+        "dp=2 ep=2 top_k=1", "dp=2 tp=2 ep=2 micro_batches=2 bias=few", "dp=2 tp=2 ep=2 micro_batches=2 sequence=1",
+        "dp=2 cp=2 ep=2 micro_batches=2", "dp=2 pp=2 ep=2 schedule=zb-h1 micro_batches=4"]),
+    ("experts", [UNTIED + "experts=4 tokens=8 n_layer=3"], [
+        "dp=2 zero=1", "dp=2 ep=2 zero=3 micro_batches=2 bias=few without=exchange",
+        "dp=2 ep=2 zero=2 bias=all top_k=1",
+        "dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few", "dp=4 ep=4 zero=2",
+        "dp=4 ep=4 zero=1 micro_batches=2 bias=all", "dp=4 ep=2 zero=3 micro_batches=2 recompute=block",
+        "dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2",
+        "dp=2 cp=2 ep=2 zero=3 context=ulysses top_k=3", "dp=2 pp=2 ep=2 zero=1 micro_batches=4 expert_every=2",
+        "dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=4",
+        "dp=4 tp=2 ep=4 zero=3 sequence=1", "dp=4 cp=2 ep=2 zero=2 expert_every=3",
+        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sequence=1 micro_batches=2"]),
+    ("experts", ["experts=4 tokens=8 n_layer=1"], [
+        "dp=2 ep=2 without=exchange,ParallelGPT.balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
+        "dp=2 tp=2 ep=2 without=ParallelGPT.balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
+        "tp=2 sequence=1 without=scatter_tokens,ParallelGPT.balance"]),
+]
 
 
-def all_of(results):
-    """(losses, norms, gradients, weights) of all pipeline ranks together: each has the gradients of its own stages."""
-    return results[0][0], results[0][1], {n: g for r in results for n, g in r[2].items()}, results[0][3]
+def proofs():
+    """(pool, subject, row, function without which it is wrong, or "") of all rows."""
+    for subject, many, rows in LAYOUTS:
+        for common, row in itertools.product(many, rows):
+            row, _, without = f"{common} {row}".strip().partition(" without=")
+            programs = BOTH if without else DEVICES
+            for one, function in itertools.product(expanded(row), ["", *filter(None, without.split(","))]):
+                yield from ((program, subject, one, function) for program in programs)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("p", [2, 3, 4])
-def test_pipeline_equals_one_process(pool, schedule, p):
-    """More and fewer micro-batches than stages; five layers, which no p divides; tied and untied."""
-    cases = [(1, True), (2, False), (3, True), (4, False), (8, True)][:5 if p == 4 else 4]
-    for m, tied in cases if schedule != "gpipe" else ((2, True), (8, False)):
-        change, batch = {"n_layer": 5, "tied": tied}, 24 if m == 3 else BATCH
-        want = one_process("sgd", batch, **change)
-        results = pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule=schedule, batch=batch)
-        assert set(all_of(results)[2]) == set(want[2])
-        for got in [*results, all_of(results)]:
-            assert not differences(got, want), (m, tied)
+@pytest.mark.parametrize("pool, subject, row, without", [*proofs()], indirect=["pool"])
+def test_layout_equals_one_process(pool, subject, row, without):
+    """And is wrong, on every rank, without what the row names."""
+    if without:
+        assert all(differences_in(pool, {**case_of(row), "without": without}))
+    else:
+        assert not any(differences_in(pool, case_of(row)))
 
+
+NEAR = [  # rows that round, and how near they are: gradients sent in bf16, layers in 16 bits, the kernels' float32
+    ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float32 reduce_dtype=bfloat16", 2**-5),
+    ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
+    ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float16", 2**-8),
+    ("dp=2 zero=3 choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5),
+    ("tp=2 sequence=1 choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)]
+
+
+@on_both
+@pytest.mark.parametrize("row, tolerance", [(one, tolerance) for row, tolerance in NEAR for one in expanded(row)],
+                         ids=str)
+def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
+    """Not float64's numbers, but near."""
+    if "triton" in row:
+        needs_kernels(pool)
+    found = differences_in(pool, case_of(row), [tolerance, tolerance / 800])
+    half = len(found) // 2
+    assert not any(found[:half]) and all(found[half:])
+
+
+# ------------------------------------------------------------------------------------------------------------ pipelines
 
 def partly_fused(ranks):
     """ZB-H1 whose backwards are in one piece on some ranks."""
@@ -302,99 +404,49 @@ def test_stages_may_run_b_or_its_halves(pool, ranks):
     parallel.check(parallel.lower(lists))
     h1 = simulate(zero_bubble_h1(3, 6)).length
     assert simulate(lists).length == h1 if ranks == {0} else simulate(lists).length > h1
-    want, results = one_process("sgd"), pool(3).run(in_layout_partly_fused, ranks, {"pp": 3}, "sgd", 4, {})
-    for got in [*results, all_of(results)]:
-        assert not differences(got, want)
+    run = functools.partial(in_layout_partly_fused, ranks)
+    assert not any(differences_in(pool, case_of("pp=3 micro_batches=4"), run=run))
 
 
-@pytest.mark.parametrize("p,m,v", [(2, 2, 2), (2, 8, 3), (3, 3, 2), (4, 4, 1), (4, 8, 2)])
-def test_interleaved_pipeline_equals_one_process(pool, p, m, v):
-    change, batch = {"n_layer": 7}, 24 if m == 3 else BATCH
-    want = one_process("sgd", batch, **change)
-    for got in pool(p).run(in_layout, {"pp": p}, "sgd", m, change, schedule="interleaved", batch=batch,
-                           virtual_stages=v):
-        assert not differences(got, want)
-
-
-@pytest.mark.parametrize("layout,schedule,options", [
-    ({"dp": 2, "tp": 2, "pp": 2}, "1f1b", {}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 1}),
-    ({"dp": 2, "pp": 4}, "zb-h1", {}),
-    ({"tp": 2, "pp": 4}, "1f1b", {"recompute": "block"}), ({"dp": 2, "tp": 2, "pp": 2}, "zb-h1", {"zero": 3}),
-    *(({"dp": 2, "pp": 2}, schedule, {"zero": zero}) for zero in (0, 1, 2, 3) for schedule in ("1f1b", "zb-h1")),
-    *(({"dp": 2, "pp": 2}, "interleaved", {"zero": zero, "virtual_stages": 2}) for zero in (0, 1, 2, 3)),
-    ({"dp": 2, "pp": 2}, "gpipe", {"zero": 3, "recompute": "attention"})], ids=str)
-def test_pipeline_composes(pool, layout, schedule, options):
-    """SGD with a tied embedding, or AdamW with an untied one."""
-    optimizer, tied = ("adamw", False) if schedule == "interleaved" or "recompute" in options else ("sgd", True)
-    change = {"n_layer": 4, "tied": tied}
-    want = one_process(optimizer, **change)
-    for got in pool(math.prod(layout.values())).run(in_layout, layout, optimizer, 4, change, schedule=schedule,
-                                                    **options):
-        assert not differences(got, want)
-
-
-def left_in_backward(schedule):
-    net = parallel.parallelize(SMALL, parallel.make_mesh(torch.get_default_device().type, dp=2, pp=2),
-                               torch.get_default_device())
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@on_ranks(4)
+def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
+    """So `finish_grad_sync` has nothing to send."""
+    device = torch.get_default_device()
+    net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2, pp=2), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(torch.get_default_device()).split(2) for t in tokens_of(0))
-    net.run(x, y, schedule, 1.0, net.syncs)
-    left = [stage.reducer.next == len(stage.buckets) > 0 for stage in net.stages.values()]
-    for stage in net.stages.values():
-        stage.finish_grad_sync()
-    return all(left)
+    x, y = (t.to(device).split(2) for t in tokens_of(0))
+    with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        net.run(x, y, schedule, 1.0, net.syncs)
+        in_backward = reduced.call_count
+        for stage in net.stages.values():
+            stage.finish_grad_sync()
+        assert reduced.call_count == in_backward > 1
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_replicas_of_a_stage_reduce_with_its_own_last_backward(pool, schedule):
-    assert all(pool(4).run(left_in_backward, schedule))
-
-
-def channels_of(virtual_stages, tied):
-    mesh = parallel.make_mesh(torch.get_default_device().type, pp=3)
-    made = []
-    with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
-        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied), mesh, torch.get_default_device(),
-                                   virtual_stages=virtual_stages)
-    return made, sorted(net.pipeline.channels), net.ends is None
-
-
-def test_pipelines_make_the_groups_they_use(pool):
+@pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
+@on_ranks(3)
+def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
+    device, made = torch.get_default_device(), []
+    with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
+        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
+                                   parallel.make_mesh(device.type, pp=3), device, virtual_stages=virtual_stages)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
-    for made, channels, endless in pool(3).run(channels_of, 1, False):
-        assert made == channels == line and endless
-    found = pool(3).run(channels_of, 2, True)
-    assert [endless for *_, endless in found] == [False, True, False]
-    assert all(made == channels == sorted(line + back) for made, channels, _ in found)
-
-
-def test_a_schedule_that_would_leave_out_stages_is_refused():
-    net = object.__new__(parallel.ParallelGPT)
-    net.lists, net.p, net.count, net.mesh = {}, 2, 4, types.SimpleNamespace(get_coordinate=lambda: [0])
-    with pytest.raises(ValueError, match="1f1b .*give virtual_stages 1"):
-        net.actions("1f1b", 4)
-    assert net.actions("interleaved", 4)
+    assert made == sorted(line + back * (virtual_stages > 1))
+    assert (net.ends is None) == (not tied or dist.get_rank() == 1)
 
 
 def test_layers_are_split_by_cost():
-    config = model.GPTConfig(100, 8, 6, 2, 8)
+    split, even = theory.clock.split_pieces, model.GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):
-        cuts = theory.clock.split_pieces(config, stages)
+        cuts = split(even, stages)
         assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages
-    heavy_head = theory.clock.split_pieces(model.GPTConfig(100_000, 8, 6, 2, 8), 2)
-    assert heavy_head == [range(7), range(7, 8)]
-    heavy_block = theory.clock.split_pieces(model.GPTConfig(100, 8, 4, 2, 8, experts=4, top_k=4, expert_every=4), 2)
-    assert heavy_block == [range(4), range(4, 6)]
-    assert [len(c) for c in theory.clock.split_pieces(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
-
-
-def test_uneven_tensor_parallel(pool):
-    """Three ranks: a vocabulary of 37, an MLP of 40 wide, 3 heads."""
-    change = {"n_head": 3, "n_embd": 24, "inner": 40}
-    want = one_process("sgd", **change)
-    for got in pool(3).run(in_layout, {"tp": 3}, "sgd", 1, change):
-        assert not differences(got, want)
+    heavy_head = dataclasses.replace(even, vocab_size=100_000)
+    assert split(heavy_head, 2) == [range(7), range(7, 8)]
+    heavy_block = dataclasses.replace(even, n_layer=4, experts=4, top_k=4, expert_every=4)
+    assert split(heavy_block, 2) == [range(4), range(4, 6)]
+    assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 
 
 def test_layers_behind_frozen_ones_have_their_gradients():
@@ -414,6 +466,23 @@ def test_layers_behind_frozen_ones_have_their_gradients():
         assert close(split[name], want, 1e-12), name
 
 
+def refused(message, *args, **options):
+    with pytest.raises(ValueError, match=message):
+        in_layout(*args, **options)
+
+
+@pytest.mark.parametrize("row, message", [
+    ("virtual_stages=2", "at least 2 ranks"),
+    ("pp=2 virtual_stages=2 schedule=1f1b", "1f1b .*give virtual_stages 1"),
+    ("zero=2 cuda_graphs=1 schedule=gpipe micro_batches=4", "give schedule 1f1b"),
+    ("pp=2 zero=2 cuda_graphs=1", "ZeRO-2 need one stage, not 2")])
+def test_a_layout_that_cannot_run_is_refused(pool, row, message):
+    place, options = arguments_of(case_of(row))
+    pool(math.prod(place[0].values())).run(refused, message, *place, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------ at random
+
 # What may be drawn: a flag's choices, all of them, and some values of the others. Odd sizes divide by nothing.
 CHOICES = {field.name: [*field.metadata["choices"]] for field in dataclasses.fields(train.Flags)
            if field.metadata.get("choices")}
@@ -427,34 +496,38 @@ SIZES_DRAWN = 4 * [2, 4, 3, 4, 2, 6, 4] + [8, 8]  # ranks of each
 LATER = {"model", "dtype", "reduce_dtype", "device", "kernels", "plain"}  # they round, or have tests of their own
 OF_THE_RUN = {"data", "balance_rate", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "seed",
               "eval_every", "log_every", "sample", "prompt", "out", "save_every", "resume"}
+IDLE = {  # options that change nothing where this is so
+    "cp_kind": lambda case: case["cp"] == 1,
+    "schedule": lambda case: case["pp"] == 1,
+    "virtual_stages": lambda case: case["pp"] == 1 or case["schedule"] != "interleaved",
+    "sp": lambda case: case["tp"] == 1,
+    "zero_within": lambda case: not case["zero"],
+    "top_k": lambda case: not case["experts"],
+    "expert_every": lambda case: not case["experts"],
+    "ep": lambda case: not case["experts"] or case["dp"] == 1,
+}
 
 
 def draw_layout(draw, size):
-    """{option: value} of so many ranks, without options that change nothing there. What train.py refuses is drawn anew.
-    """
-    axes = "dp", "tp", "cp", "pp"
-    grids = [grid for grid in itertools.product(*map(DRAWN.get, axes)) if math.prod(grid) == size]
+    """{option: value} of so many ranks, without idle options. What train.py refuses is drawn anew."""
+    grids = [grid for grid in itertools.product(*map(DRAWN.get, AXES)) if math.prod(grid) == size]
     while True:
         case = {name: values[draw.integers(len(values))] for name, values in {**DRAWN, **BESIDE}.items()}
-        case |= zip(axes, grids[draw.integers(len(grids))])
-        for idle, names in [(case["cp"] == 1, ["cp_kind"]), (case["pp"] == 1, ["schedule"]), (case["tp"] == 1, ["sp"]),
-                            (case["pp"] == 1 or case["schedule"] != "interleaved", ["virtual_stages"]),
-                            (not case["zero"], ["zero_within"]), (not case["experts"], ["top_k", "expert_every"]),
-                            (not case["experts"] or case["dp"] == 1, ["ep"])]:
-            for name in names if idle else ():
-                case.pop(name)
+        case |= zip(AXES, grids[draw.integers(len(grids))])
+        idle = [name for name, changes_nothing in IDLE.items() if changes_nothing(case)]
+        case = {name: value for name, value in case.items() if name not in idle}
         if case["n_embd"] % case["n_head"] or case.get("expert_every", 1) > case["n_layer"]:
             continue
-        s = Settings(device="cpu", dtype="fp64", batch_size=case["dp"] * case["micro_batches"] * case["samples"],
-                           **{name: value for name, value in case.items() if name in DRAWN})
+        settings = Settings(device="cpu", dtype="fp64", batch_size=batch_of(case),
+                            **{name: value for name, value in case.items() if name in DRAWN})
+        config = model.GPTConfig(**{name: value for name, value in case.items() if name in SIZES})
         with contextlib.suppress(BadInput):
-            if check_layout(s, model.GPTConfig(**config_drawn(case)), size, size) == size:
+            if check_layout(settings, config, size, size) == size:
                 return case
 
 
-def config_drawn(case):
-    """Of the options, the model's."""
-    return {field.name: case[field.name] for field in dataclasses.fields(model.GPTConfig) if field.name in case}
+def batch_of(case):
+    return case["dp"] * case["micro_batches"] * case["samples"]
 
 
 @functools.cache
@@ -477,62 +550,11 @@ def test_every_value_of_every_option_is_drawn():
     assert sorted(flags) == sorted([*DRAWN, *LATER, *OF_THE_RUN]) and set(CHOICES) <= DRAWN.keys() | LATER
 
 
+@on_both
 @pytest.mark.parametrize("number", range(len(SIZES_DRAWN)))
 def test_layouts_drawn_at_random_equal_one_process(pool, number):
     """Of all axes at once, with whatever goes with them."""
-    case, change = drawn_layouts()[number], config_drawn(drawn_layouts()[number])
-    layout = {axis: case[axis] for axis in ("dp", "tp", "cp", "pp")}
-    options = {name: case[key] for name, key in {
-        "zero": "zero", "zero_within": "zero_within", "sequence": "sp", "context": "cp_kind", "recompute": "recompute",
-        "virtual_stages": "virtual_stages", "schedule": "schedule", "ep": "ep", "comm": "comm"}.items() if key in case}
-    batch = case["dp"] * case["micro_batches"] * case["samples"]
-    want = one_process(case["optimizer"], batch, case["seq_len"], clip=case["clip"], **change)
-    results = pool(math.prod(layout.values())).run(
-        in_layout, layout, case["optimizer"], case["micro_batches"], change, batch=batch, tokens=case["seq_len"],
-        clip=case["clip"], **options)
-    for got in [*results, all_of(results)]:
-        assert not differences(got, want), case
-
-
-@pytest.mark.parametrize("dtype,reduce_dtype", [(torch.float32, torch.bfloat16), (torch.bfloat16, None),
-                                                (torch.float16, None)], ids=str)
-@pytest.mark.parametrize("zero", CHOICES["zero"])
-def test_layouts_that_round_are_near_one_process(pool, zero, dtype, reduce_dtype):
-    """Gradients that are sent in bf16, and layers in 16 bits: not float64's numbers, but near."""
-    want, rounds = one_process("sgd"), {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-    unit = max(rounds[dtype], rounds[reduce_dtype or dtype])
-    for got in pool(2).run(in_layout, {"dp": 2}, "sgd", 2, {}, zero=zero, dtype=dtype, reduce_dtype=reduce_dtype):
-        assert not differences(got, want, 8 * unit) and differences(got, want, unit / 100)
-
-
-@pytest.mark.parametrize("layout,options", [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {"sequence": True})], ids=str)
-def test_layouts_on_kernels_are_near_one_process(pool, layout, options):
-    needs_kernels(pool)
-    change = {"n_layer": 1, "n_head": 2, "vocab_size": 11, "seq_len": 4}
-    want = one_process("sgd", 2, 4, **change)
-    for got in pool(2).run(in_layout, layout, "sgd", 1, change, batch=2, tokens=4, dtype=torch.float32, choice="triton",
-                           **options):
-        assert not differences(got, want, 1e-5)
-
-
-@pytest.mark.parametrize("where,layout", [
-    ("shift", {"cp": 2}), ("heads_for_tokens", {"cp": 2, "context": "ulysses"}),
-    ("tokens_for_heads", {"cp": 2, "context": "ulysses"}), ("Reducer.start", {"cp": 2}),
-    *((name, {"tp": 2, "sequence": True}) for name in ("gather_tokens", "scatter_tokens", "clip_grad_norm_",
-                                                       "ParallelGPT.add_up_gradients")),
-    ("Reducer.start", {"dp": 2}), ("ShardReducer.start", {"dp": 2, "zero": 1}),
-    ("ShardReducer.start", {"dp": 2, "zero": 2}),
-    ("ShardReducer.start", {"dp": 2, "zero": 3}), ("ShardedOptimizer.gather_weights", {"dp": 2, "zero": 1}),
-    ("FlatParameter.all_gather", {"dp": 2, "zero": 3}),
-    *(("ShardReducer.average_between", {"dp": 4, "zero": zero, "zero_within": 2}) for zero in (1, 2, 3)),
-    ("clip_grad_norm_", {"dp": 2, "zero": 2}), ("clip_grad_norm_", {"dp": 2, "zero": 3}),
-    ("ParallelGPT.add_up_gradients", {"pp": 2}), ("clip_grad_norm_", {"pp": 2}), ("CopyToGroup.backward", {"tp": 2}),
-    ("ReduceFromGroup.forward", {"tp": 2}),
-    ("VocabParallelCrossEntropy.forward", {"tp": 2}), ("clip_grad_norm_", {"tp": 2}),
-    ("clip_grad_norm_", {"dp": 2, "tp": 2}), ("Reducer.start", {"dp": 2, "tp": 2})], ids=str)
-def test_without_its_collective_it_is_wrong(pool, where, layout):
-    options = {name: value for name, value in layout.items() if name.startswith(("zero", "sequence", "context"))}
-    layout = {axis: size for axis, size in layout.items() if axis not in options}
-    want = one_process("sgd", tokens=8)
-    for got in pool(math.prod(layout.values())).run(in_layout, layout, "sgd", 1, {}, where, tokens=8, **options):
-        assert differences(got, want)
+    drawn = drawn_layouts()[number]
+    case = {{"sp": "sequence", "cp_kind": "context"}.get(name, name): value for name, value in drawn.items()}
+    del case["samples"]
+    assert not any(differences_in(pool, {**case, "batch": batch_of(drawn), "tokens": drawn["seq_len"]})), drawn

@@ -150,7 +150,7 @@ WAYS = {  # way: which link carries the messages, and what is set otherwise than
     "windows": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink,
                 THROUGH_WINDOWS | {"DOUBLING_BYTES": NO_DOUBLING}),
     "kernel": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink, THROUGH_WINDOWS | {"SUM_FROM": 0})}
-# So small that large tensors travel in pieces, through many slots, and without the ways that are not asked for.
+# So small that large tensors travel through many slots, and without the ways that are not asked for.
 SMALL = {"SLOT_BYTES": 1 << 12, "SUM_FROM": NEVER,
          "DOUBLING_BYTES": dict.fromkeys(NO_DOUBLING, 1 << 17), "WINDOW_FROM": NEVER, "WINDOW_BYTES": 0}
 # Blocks take many rounds.

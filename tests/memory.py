@@ -18,7 +18,7 @@ import parallel
 import train
 from tests.collectives import ring_only
 from tests.layouts import SMALL, tokens_of
-from tests.pool import close, is_plain, needs_kernels
+from tests.pool import close, is_plain, needs_kernels, on_both
 from tests.runs import TINY, parse
 from fast.adamw import AdamW
 from fast.graphs import LeanGPT
@@ -166,6 +166,7 @@ def half_gradients(schedule, zero):
     return grads
 
 
+@on_both
 def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
     if pool.device_type == "cuda":
         pytest.skip("products that add to float32 round once less")
@@ -203,6 +204,7 @@ def overflow_case(text, zero, *flags):
     return [w.cpu().numpy() for w in after]
 
 
+@on_both
 @pytest.mark.parametrize("zero,flags", [(0, ()), (1, ()), (2, ()), (3, ()), (2, ("--experts", "4", "--ep", "2"))])
 def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
     """Routers' biases stay as they are, too."""

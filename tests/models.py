@@ -1,12 +1,11 @@
 """The model and Hugging Face's folders."""
 
-import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 import signal
-import types
 
 import pytest
 import torch
@@ -16,38 +15,43 @@ import model
 import safe.huggingface
 from safe.files import read_safetensors
 from safe.huggingface import load, save, write_hf
-from safe.sizes import check_sizes
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
+
+TOKENS = torch.arange(20).view(2, 10)
+
+
+def small(seed=3, pieces=None, **change):
+    return model.GPT(model.GPTConfig(37, 10, 2, 4, 16, **change), seed, pieces)
+
 
 def test_sizes_are_the_model_s():
     for config in model.PRESETS.values():
         assert sum(math.prod(shape) for shape in model.shapes(config).values()) == config.parameters()
     assert model.PRESETS["gpt2"].parameters() == 124_439_808  # as published
     assert 0.5e6 < model.PRESETS["tiny"].parameters() < 2e6
+    assert model.GPTConfig(n_embd=12).inner == 48
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
-    config = model.GPTConfig(37, 10, 3, 4, 16)
-    whole, part = model.GPT(config, seed=5), model.GPT(config, seed=5, pieces=range(2, 5))
+    whole, part = small(), small(pieces=range(2, 4))
     for name, p in part.named_parameters():
         assert torch.equal(p, whole.get_parameter(name)), name
     assert "wte.weight" not in dict(part.named_parameters()) and part.lm_head.weight.equal(whole.wte.weight)
-    assert not model.GPT(config, seed=6).wte.weight.equal(whole.wte.weight)
+    assert not small(seed=6).wte.weight.equal(whole.wte.weight)
     assert whole.get_parameter("h.0.mlp.c_proj.weight").std() < 0.6 * whole.get_parameter("h.0.mlp.c_fc.weight").std()
 
 
 def test_pieces_in_a_row_are_the_model():
-    config, tokens = model.GPTConfig(37, 10, 3, 4, 16, tied=False), torch.arange(20).view(2, 10)
-    x = tokens
-    for pieces in (range(2), range(2, 3), range(3, 5)):
-        x = model.GPT(config, pieces=pieces)(x)
-    assert torch.equal(x, model.GPT(config)(tokens))
+    x = TOKENS
+    for pieces in range(1), range(1, 2), range(2, 4):
+        x = small(pieces=pieces, tied=False)(x)
+    assert x.equal(small(tied=False)(TOKENS))
 
 
 def test_generate():
-    net = model.GPT(model.GPTConfig(37, 10, 1, 2, 8)).double()
+    net = small().double()
     start = torch.tensor([[1, 2], [3, 4]])
     out = net.generate(start, 15, seed=1)  # longer than the context
     assert out.shape == (2, 17) and out[:, :2].equal(start) and out.max() < 37
@@ -59,18 +63,17 @@ def test_generate():
 
 
 def test_causal():
-    net, tokens = model.GPT(model.GPTConfig(37, 10, 2, 2, 8)).double(), torch.arange(10).view(1, 10)
-    other = tokens.clone()
-    other[0, 6:] += 9
-    assert net(tokens)[:, :6].equal(net(other)[:, :6]) and not net(tokens)[:, 6:].equal(net(other)[:, 6:])
+    net, other = small().double(), TOKENS.clone()
+    other[:, 6:] += 9
+    assert net(TOKENS)[:, :6].equal(net(other)[:, :6]) and not net(TOKENS)[:, 6:].equal(net(other)[:, 6:])
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"}])
 def test_hugging_face_folder_round_trip(tmp_path, change):
-    net, tokens = model.GPT(model.GPTConfig(37, 10, 2, 4, 16, **change), seed=3), torch.arange(20).view(2, 10)
+    net = small(**change)
     save(net, tmp_path)
     again = load(tmp_path)
-    assert again.config == net.config and again(tokens).equal(net(tokens))
+    assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
     tensors = read_safetensors(tmp_path / "model.safetensors")
     for name, p in net.named_parameters():
         written = tensors[name if name == "lm_head.weight" else f"transformer.{name}"]
@@ -79,8 +82,7 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
 
 def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
     """Only blocks that have experts; and the routers' biases, which are no parameters, to the bit."""
-    net = model.GPT(model.GPTConfig(37, 10, 2, 4, 16, experts=3, expert_every=2), seed=3)
-    tokens = torch.arange(20).view(2, 10)
+    net = small(experts=3, expert_every=2)
     router, experts = net.h["1"].mlp.router, net.h["1"].mlp.experts
     router.bias += torch.tensor([0.1, -0.3, 0.2])
     for dtype in (torch.float32, torch.float64):
@@ -93,7 +95,7 @@ def test_folder_of_experts_names_each_and_keeps_biases(tmp_path):
         assert tensors["transformer.h.1.mlp.experts.1.c_proj.bias"].equal(experts.c_proj.bias[1].to(dtype))
         assert tensors["transformer.h.1.mlp.router.bias"].equal(router.bias.to(dtype))
         assert again.h["1"].mlp.router.bias.equal(router.bias) and again.h["1"].mlp.router.bias.dtype == torch.float32
-        assert again.config == net.config and again(tokens).equal(net(tokens))
+        assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
 
 
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):
@@ -116,115 +118,101 @@ class Malice:
         return os.system, ("touch hacked",)
 
 
+DAMAGE = {  # name: (changes of config.json, or what becomes of model.safetensors; what the error says)
+    "cut short": (lambda data: data[:-100], "model.safetensors.*cut short"),
+    "no header": (lambda data: b"\xff" * 100, "model.safetensors"),
+    "empty": (lambda data: b"", "model.safetensors"),
+    "no weights": (None, "holds no model.safetensors"),
+    "not json": ("{", "config.json"),
+    "wrong shape": ({"n_positions": 11}, r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
+    "too many layers": ({"n_layer": 3}, "has no h.2."),
+    "another model": ({"model_type": "llama"}, "not the config of a GPT-2"),
+    "another activation": ({"activation_function": "relu"}, "'relu'"),
+    "expert missing": (lambda data: data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
+                       "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
+    "expert of another shape": (lambda data: data.replace(b"[64, 16]", b"[16, 64]"),
+                                r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
+    "experts of a GPT-2": ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' with num_experts 2"),
+    "experts not counted": ({"num_experts": None}, "config.json: model_type 'ringgpt_moe' with num_experts None"),
+    "experts beyond memory": ({"num_experts": 10**9},
+                              r"h.0.mlp.router.weight is \(2, 16\), config.json makes it \(1000000000, 16\)"),
+    "experts nowhere": ({"decoder_sparse_step": 3},
+                        "config.json: decoder_sparse_step 3 must be at most the number of blocks, 2"),
+}
+
+
 def damage(folder, how):
+    change, _ = DAMAGE[how]
     config, weights = folder / "config.json", folder / "model.safetensors"
-    data = weights.read_bytes()
-    edit = json.loads(config.read_text())
-    if how == "cut short":
-        weights.write_bytes(data[:-100])
-    elif how == "no header":
-        weights.write_bytes(b"\xff" * 100)
-    elif how == "no weights":
+    if change is None:
         weights.unlink()
-    elif how == "empty":
-        weights.write_bytes(b"")
-    elif how == "wrong shape":
-        config.write_text(json.dumps({**edit, "n_positions": 11}))
-    elif how == "too many layers":
-        config.write_text(json.dumps({**edit, "n_layer": 3}))
-    elif how == "not json":
-        config.write_text("{")
-    elif how == "another model":
-        config.write_text(json.dumps({**edit, "model_type": "llama"}))
-    elif how == "another activation":
-        config.write_text(json.dumps({**edit, "activation_function": "relu"}))
-    elif how == "pickled code":
-        torch.save({"wte.weight": Malice()}, weights)
-    elif how == "expert missing":
-        weights.write_bytes(data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"))
-    elif how == "expert of another shape":
-        weights.write_bytes(data.replace(b"[64, 16]", b"[16, 64]"))
-    elif how == "experts of a GPT-2":
-        config.write_text(json.dumps({**edit, "model_type": "gpt2"}))
-    elif how == "experts not counted":
-        config.write_text(json.dumps({key: value for key, value in edit.items() if key != "num_experts"}))
-    elif how == "experts beyond memory":
-        config.write_text(json.dumps({**edit, "num_experts": 10**9}))
-    elif how == "experts nowhere":
-        config.write_text(json.dumps({**edit, "decoder_sparse_step": 3}))
+    elif callable(change):
+        weights.write_bytes(change(weights.read_bytes()))
+    else:
+        config.write_text(change if isinstance(change, str) else json.dumps(json.loads(config.read_text()) | change))
 
 
-@pytest.mark.parametrize("how,says", [
-    ("cut short", "model.safetensors.*cut short"), ("no header", "model.safetensors"),
-    ("no weights", "holds no model.safetensors"), ("empty", "model.safetensors"),
-    ("wrong shape", r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
-    ("too many layers", "has no h.2."), ("not json", "config.json"), ("another model", "not the config of a GPT-2"),
-    ("another activation", "'relu'"), ("pickled code", "model.safetensors: not a whole .safetensors file"),
-    ("expert missing", "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
-    ("expert of another shape", r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
-    ("experts of a GPT-2", "config.json: model_type 'gpt2' with num_experts 2"),
-    ("experts not counted", "config.json: model_type 'ringgpt_moe' with num_experts None"),
-    ("experts beyond memory", r"h.0.mlp.router.weight is \(2, 16\), config.json makes it \(1000000000, 16\)"),
-    ("experts nowhere", "config.json: decoder_sparse_step 3 must be at most the number of blocks, 2")])
-def test_damaged_folder_is_named(tmp_path, monkeypatch, how, says):
-    monkeypatch.chdir(tmp_path)
-    save(model.GPT(model.GPTConfig(37, 10, 2, 4, 16, experts=2 * how.startswith("expert"))), tmp_path)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_folder_is_named(tmp_path, how):
+    save(small(experts=2 * how.startswith("expert")), tmp_path)
     damage(tmp_path, how)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=DAMAGE[how][1]):
+        load(tmp_path)
+
+
+def test_pickled_code_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(small(), tmp_path)
+    torch.save({"wte.weight": Malice()}, "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors: not a whole .safetensors file"):
         load(tmp_path)
     assert not os.path.exists("hacked")
-
-
-def test_config_refuses_what_is_no_size():
-    for name, values in {"vocab_size": [True, 0, 2**63], "seq_len": [1.5, None], "n_layer": [-1, "x"],
-                         "n_head": [3, [1]], "n_embd": [2**31], "inner": [-1, "x", None],
-                         "activation": [[1], "relu", None], "tied": ["yes", 1],
-                         "norm_eps": [{}, math.nan, -1.0], "experts": [-1, True, 1.5], "top_k": [0, "x", 5],
-                         "expert_every": [0, None, 5]}.items():
-        for value in values:
-            sizes = {**dataclasses.asdict(model.GPTConfig(experts=4)), name: value}
-            with pytest.raises(ValueError, match=name):
-                check_sizes(types.SimpleNamespace(**sizes))
-    assert model.GPTConfig(n_embd=12).inner == 48
 
 
 HF_VALUES = [None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 10**9, 2**31, 2**40, 2**63, 10**400,
              "", "x", "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
 
 
-def too_long(*_):
-    raise TimeoutError("it did not end")
+def says_of(folder, within=5):
+    """The error of reading a folder, None if it is read. It must come within so many seconds; 2 ms is usual."""
+    def too_long(*_):
+        raise TimeoutError("it did not end")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, within)
+    try:
+        load(folder)
+    except BaseException as error:  # noqa: BLE001  whatever a wrong value ends in
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("experts", [0, 2])
 def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     """Each key with each value: the folder loads, or one ValueError names the file and the key, at once."""
-    save(model.GPT(model.GPTConfig(37, 10, 2, 4, 16, experts=experts)), tmp_path)
-    path, loaded, refused, wrong = tmp_path / "config.json", [], [], []
+    save(small(experts=experts), tmp_path)
+    path, loaded, refused = tmp_path / "config.json", [], 0
     config = json.loads(path.read_text())
     keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
             "layer_norm_epsilon", "tie_word_embeddings", "model_type", *safe.huggingface.HF_FIXED]
     keys += ["num_experts", "num_experts_per_tok", "decoder_sparse_step"] if experts else []
     assert set(keys) <= set(config)
-    before = signal.signal(signal.SIGALRM, too_long)
-    for key, value in [(key, value) for key in keys for value in HF_VALUES] + [(key, "left out") for key in keys]:
-        path.write_text(json.dumps({**config, key: value} if value != "left out"
-                                   else {k: v for k, v in config.items() if k != key}))
-        signal.setitimer(signal.ITIMER_REAL, 5)  # 2 ms is usual
-        try:
-            load(tmp_path)
+    named = rf"{re.escape(str(tmp_path))}/(config.json|model.safetensors): "
+    for key, value in itertools.product(keys, [*HF_VALUES, "left out"]):
+        changed = {**config, key: value}
+        if value == "left out":
+            del changed[key]
+        path.write_text(json.dumps(changed))
+        error = says_of(tmp_path)
+        if error is None:
             loaded.append((key, value))
-        except ValueError as error:
-            refused.append((key, value))
-            said = str(error)
-            if (not re.match(rf"{re.escape(str(tmp_path))}/(config.json|model.safetensors): ", said) or key not in said
-                    or "\n" in said):
-                wrong.append((key, value, said))
-        except BaseException as error:  # noqa: BLE001  what else a wrong value may end in
-            wrong.append((key, value, repr(error)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-    assert not wrong and len(refused) > 300, wrong
-    assert all(value == "left out" or (type(value), value) in (
-        (type(config[key]), config[key]), (int, 1), (int, 2), (int, 16), (bool, True), (bool, False),
-        (type(None), None)) for key, value in loaded), loaded
+            continue
+        refused += 1
+        assert type(error) is ValueError and re.match(named, str(error)), (key, value, repr(error))
+        assert key in str(error) and "\n" not in str(error), (key, value, repr(error))
+    assert refused > 300
+    may_load = [(int, 1), (int, 2), (int, 16), (bool, True), (bool, False), (type(None), None)]
+    assert all(value == "left out" or (type(value), value) in [(type(config[key]), config[key]), *may_load]
+               for key, value in loaded), loaded

@@ -1,7 +1,10 @@
 """Processes for the tests: pools that serve one test after the other, and a second pytest process beside the first."""
 
 import contextlib
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -247,18 +250,49 @@ def pools(device_type, plain=False):
         p.stop()
 
 
-@pytest.fixture(scope="session", params=DEVICES)
-def pool(request):
-    """pool(size): the processes of that world."""
-    with pools(request.param) as get:
-        yield get
-
-
 @pytest.fixture(scope="session")
 def plain_pool():
     """As `pool`, with processes that run the reference alone."""
     with pools("cpu", plain=True) as get:
         yield get
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def pool(request):
+    """pool(size): the processes of that world. They run the whole program; for tests `on_both`, the reference, too."""
+    if request.param == "plain":
+        yield request.getfixturevalue("plain_pool")
+        return
+    with pools(request.param) as get:
+        yield get
+
+
+BOTH = [*DEVICES, "plain"]
+on_both = pytest.mark.parametrize("pool", BOTH, indirect=True)
+
+
+def on_ranks(size=None):
+    """Make a test of a function that all ranks of a pool run, `size` of them or as the test's parameter `size` says.
+    Its parameters are the test's; what it asserts, it asserts on its rank.
+
+        @pytest.mark.parametrize("stage", [1, 2])
+        @on_ranks(2)
+        def test_zero(stage): ...
+    """
+    def test_of(function):
+        @functools.wraps(function)
+        def test(pool, size=size, **parameters):
+            pool(size).run(run_body, function.__module__, function.__name__, **parameters)
+
+        names = ["pool", *["size"] * (size is None), *inspect.signature(function).parameters]
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        return test
+    return test_of
+
+
+def run_body(module, name, **parameters):
+    """What `on_ranks` has made a test of. It travels by name, because the test stands in its place."""
+    getattr(importlib.import_module(module), name).__wrapped__(**parameters)
 
 
 def is_plain():

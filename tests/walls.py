@@ -6,7 +6,6 @@ alone.
 
 import ast
 import functools
-import gc
 import inspect
 import math
 import os
@@ -21,34 +20,20 @@ import torch
 
 import collectives as dist
 import fast
-import fast.gloo
 import kernels
-import model
-import parallel
 import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_examples_print_the_same,
     test_point_to_point_equals_library)
-from tests.data import test_data_parallel_sends_two_n_minus_one_over_n
-from tests.further import (
-    averaged_over_all_replicas, FEW, test_context_parallel_equals_one_process,
-    test_expert_parallel_equals_one_process, test_experts_are_wrong_without, test_sequence_parallel_equals_one_process)
-from tests.layouts import (
-    in_layout, test_layouts_drawn_at_random_equal_one_process, test_layouts_that_round_are_near_one_process,
-    test_pipeline_composes, test_two_nodes_equal_one_process, test_without_its_collective_it_is_wrong,
-    test_zero_on_three_ranks)
-from tests.memory import (
-    test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, test_overflow_is_skipped_on_all_ranks_alike)
-from tests.pool import HERE, forkserver, needs_kernels, pools
+from tests.layouts import arguments_of, case_of, in_layout
+from tests.pool import HERE, forkserver, needs_kernels, on_ranks
 from tests.runs import log_of, Ranks, TRAIN
-from tests.zero import test_zero_sends_what_the_table_says
-from safe.flags import Settings
-from theory.memory import memory_bytes
 
 ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
          "bench", "tests", "test_all"]  # a later one may import any earlier one at its top
 REFERENCE = ROOMS[:6]
+CORE = [room for room in REFERENCE if room != "further"]
 
 
 def files_of(room):
@@ -61,129 +46,48 @@ EVERY_FILE = [str(path.relative_to(HERE)) for room in ROOMS for path in files_of
 
 # ------------------------------------------------------------------------------------------------------ the reference
 
-def cases_of(test):
-    """The arguments of a test that has one line of them."""
-    return [case if isinstance(case, tuple) else (case,) for case in test.pytestmark[0].args[1]]
-
-
-@pytest.mark.parametrize("test,arguments", [(test, arguments) for test, some in [
-    (test_bytes_sent_are_the_formulas, [(3,), (4,)]),
-    (test_between_nodes_every_rank_sends_its_share, [(4, 2)]),
-    (test_context_parallel_equals_one_process, [({"cp": 2, "pp": 2}, 4, "zb-h1", {"zero": 3}, "ring")]),
-    (test_sequence_parallel_equals_one_process, [({"tp": 2, "pp": 2}, 4, "zb-h1", {"zero": 1})]),
-    (test_expert_parallel_equals_one_process, [({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3}, {"bias": FEW})]),
-    (test_experts_are_wrong_without, [({"dp": 2}, "exchange"), ({"dp": 2}, averaged_over_all_replicas)]),
-    (test_point_to_point_equals_library, [(4,)]),
-    (test_examples_print_the_same, [(4,)]),
-    (test_collective_equals_library, [(name, 3) for name in COLLECTIVES]),
-    (test_blocks_may_be_uneven, [(4, "plain")]),
-    (test_data_parallel_sends_two_n_minus_one_over_n, [(3, "monkeypatch")]),
-    (test_zero_sends_what_the_table_says, [(3, 1), (2, 3)]),
-    (test_16_bit_gradients_add_up_in_float32_whatever_the_schedule, [()]),
-    (test_without_its_collective_it_is_wrong, cases_of(test_without_its_collective_it_is_wrong)),
-    (test_two_nodes_equal_one_process, [({"dp": 4}, 2, "1f1b", zero, 2) for zero in (1, 2, 3)]),
-    (test_layouts_that_round_are_near_one_process, [
-        (1, torch.bfloat16, None), (2, torch.float32, torch.bfloat16), (3, torch.float16, None)]),
-    (test_overflow_is_skipped_on_all_ranks_alike, [("text", 1, ()), ("text", 2, ("--experts", "4", "--ep", "2"))]),
-    (test_zero_on_three_ranks, cases_of(test_zero_on_three_ranks)),
-    (test_pipeline_composes, [({"dp": 2, "pp": 2}, "1f1b", {"zero": 2}), ({"dp": 2, "pp": 2}, "zb-h1", {"zero": 3})]),
-    (test_layouts_drawn_at_random_equal_one_process, cases_of(test_layouts_drawn_at_random_equal_one_process)),
-] for arguments in some], ids=lambda value: getattr(value, "__name__", str(value)))
-def test_the_reference_alone_passes(plain_pool, request, test, arguments):
-    test(plain_pool, *(request.getfixturevalue(a) if a in ("monkeypatch", "text") else a for a in arguments))
-
-
-def bytes_alive():
-    """Of all tensors of this process, each storage once. The collectives' receive buffers do not count."""
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    scratches = {t.untyped_storage().data_ptr() for t in fast.gloo.scratches()}
-    return sum(size for place, size in sizes.items() if place not in scratches)
-
-
-KEEPER = dict(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64)
-
-
-def bytes_kept(zero, within):
-    """Bytes that this rank keeps between backward and step, in bf16 with AdamW."""
-    before = bytes_alive()
-    net = parallel.parallelize(model.GPTConfig(**KEEPER), parallel.make_mesh("cpu", dp=4), "cpu", torch.bfloat16,
-                               zero=zero, zero_within=within)
-    opt = net.make_optimizer(torch.optim.AdamW, lr=0.1)
-    x, y = (torch.randint(256, (2, 16)).split(1) for _ in range(2))
-    for step in range(2):
-        opt.zero_grad()
-        net.forward_backward(x, y)
-        kept = bytes_alive() - before
-        opt.step()
-    return kept
-
-
-@pytest.mark.parametrize("way", ["whole", "plain"])
-def test_zero_keeps_what_the_table_says(pool, plain_pool, way):
-    if pool.device_type == "cuda":
-        pytest.skip("the table is that of any device")
-    for zero, within in [*((zero, 4) for zero in range(4)), (2, 2), (3, 2)]:
-        s = Settings(dp=within, zero=zero, dtype="bf16", batch_size=within)
-        table = memory_bytes(model.GPTConfig(**KEEPER), s)
-        table = sum(table[kind] for kind in ("parameters", "gradients", "optimizer"))
-        for kept in (plain_pool if way == "plain" else pool)(4).run(bytes_kept, zero, within):
-            assert abs(kept / table - 1) < 0.05, (zero, kept, table)
+@pytest.mark.parametrize("test, arguments", [
+    (test_bytes_sent_are_the_formulas, (3,)), (test_bytes_sent_are_the_formulas, (4,)),
+    (test_between_nodes_every_rank_sends_its_share, (4, 2)), (test_point_to_point_equals_library, (4,)),
+    (test_examples_print_the_same, (4,)), (test_blocks_may_be_uneven, (4, "plain")),
+    *((test_collective_equals_library, (name, 3)) for name in COLLECTIVES)],
+    ids=lambda value: getattr(value, "__name__", str(value)))
+def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
+    test(plain_pool, *arguments)
 
 
 PROGRAMS = [  # processes, flags
-    (1, "--dtype fp64"), (4, "--dtype fp64 --dp 2 --tp 2"), (2, "--dtype fp64 --tp 2 --sp"),
-    (4, "--dtype fp64 --cp 2 --dp 2 --zero 2"), (2, "--dtype fp64 --cp 2 --cp-kind ulysses"),
-    (2, "--dtype fp64 --dp 2 --ep 2 --experts 4"), (2, "--dtype fp64 --pp 2 --schedule 1f1b"),
-    (2, "--dtype fp64 --pp 2 --schedule zb-h1"), (2, "--dtype fp64 --pp 2 --schedule interleaved --virtual-stages 2"),
-    (2, "--dtype fp64 --zero 1"), (2, "--dtype fp64 --zero 2"), (2, "--dtype fp64 --zero 3"),
-    (4, "--dtype fp64 --dp 2 --pp 2 --zero 1"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3"),
-    (4, "--dtype fp64 --zero 1 --zero-within 2")]
-OF_DP_ALONE = [(2, "--dtype fp64 --dp 2 --zero 1"), (2, "--dtype fp64 --tp 2"), (2, "--dtype fp64 --pp 2")]
+    (1, ""), (4, "--dp 2 --tp 2"), (2, "--tp 2 --sp"), (4, "--cp 2 --dp 2 --zero 2"), (2, "--cp 2 --cp-kind ulysses"),
+    (2, "--dp 2 --ep 2 --experts 4"), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --schedule zb-h1"),
+    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--zero 1"), (2, "--zero 2"), (2, "--zero 3"),
+    (4, "--dp 2 --pp 2 --zero 1"), (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"),
+    (2, "--dtype fp16 --zero 3")]
+OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
 
 
-@pytest.fixture(scope="session")
-def whole_run(text, tmp_path_factory):
-    """whole_run(size, flags): all flags of a run of the whole program, and its log."""
-    @functools.cache
-    def get(size, flags):
-        folder = tmp_path_factory.mktemp("whole")
-        flags = [*TRAIN, "--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", *flags.split()]
-        ranks = Ranks([*flags, "--out", str(folder)], size, folder / "printed")
-        assert ranks.end() == [0] * size, ranks.printed()
-        return flags, log_of(folder)
-    return get
-
-
-def reference_in(folder, rooms=REFERENCE):
+def reference_in(folder, rooms):
     """Copy the reference's files there, and nothing else."""
-    for room in rooms:
-        for file in files_of(room):
-            target = pathlib.Path(folder, file.relative_to(HERE))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, target)
+    for file in sum(map(files_of, rooms), []):
+        target = pathlib.Path(folder, file.relative_to(HERE))
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(file, target)
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """{whether further/ is there: a folder with the reference's files alone}"""
-    return {True: reference_in(tmp_path_factory.mktemp("reference")),
-            False: reference_in(tmp_path_factory.mktemp("core"), [room for room in REFERENCE if room != "further"])}
-
-
-@pytest.mark.parametrize("size,flags,further", [(*program, True) for program in PROGRAMS]
-                         + [(*program, False) for program in OF_DP_ALONE], ids=str)
-def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(folders, whole_run, tmp_path, size, flags, further):
-    tolerance = 1e-10 if "fp64" in flags else 1e-3
-    flags, log = whole_run(size, flags)
-    ranks = Ranks([*flags, "--out", str(tmp_path)], size, tmp_path / "printed", folder=folders[further])
-    assert ranks.end() == [0] * size, ranks.printed()
-    assert "mode     plain" in ranks.printed()
-    assert [entry["step"] for entry in log] == [1, 2, 3] and log[0]["loss"] > 5
-    for plain, whole in zip(log_of(tmp_path), log, strict=True):
+@pytest.mark.parametrize("size, flags, rooms", [(*program, REFERENCE) for program in PROGRAMS]
+                         + [(*program, CORE) for program in OF_DP_ALONE],
+                         ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))
+def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(text, tmp_path, size, flags, rooms):
+    tolerance, logs = 1e-3 if "--dtype" in flags else 1e-10, {}
+    flags = [*TRAIN, "--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", "--dtype", "fp64",
+             *flags.split()]
+    for mode, folder in ("plain", reference_in(tmp_path / "alone", rooms)), ("fast", None):
+        ranks = Ranks([*flags, "--out", str(tmp_path / mode)], size, tmp_path / "printed", folder=folder)
+        assert ranks.end() == [0] * size, ranks.printed()
+        assert f"mode     {mode}" in ranks.printed()
+        logs[mode] = log_of(tmp_path / mode)
+    assert [entry["step"] for entry in logs["plain"]] == [1, 2, 3] and logs["plain"][0]["loss"] > 5
+    for plain, whole in zip(*logs.values(), strict=True):
         for key in {"loss", "grad_norm", "lr", "load_max", "load_entropy"} & set(whole):
             assert abs(plain[key] - whole[key]) <= tolerance * abs(whole[key]), (key, plain, whole)
 
@@ -289,12 +193,9 @@ def modules_here():
             and name.split(".")[0] in ROOMS and name.split(".")[0] not in ("fast", "safe", "tests", "test_all")]
 
 
-def old_objects_here():
-    return old_objects(modules_here())
-
-
-def test_no_old_object_is_reachable(pool):
-    assert pool(2).run(old_objects_here) == [[], []]
+@on_ranks(2)
+def test_no_old_object_is_reachable():
+    assert old_objects(modules_here()) == []
 
 
 def test_an_old_object_is_found():
@@ -354,33 +255,30 @@ def kernels_alone():
     kernels.use("auto")
 
 
-ENTERED = [  # rows, and the layout that enters them: micro-batches, schedule, options, the model's change
-    ("collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces parallel.Pipeline "
-     "parallel.ParallelGPT parallel.make_buckets parallel.make_reducer parallel.DDP", {"dp": 2}, 1, "1f1b", {},
-     {"n_layer": 5}),
-    ("parallel.ShardReducer parallel.ShardedOptimizer", {"dp": 2}, 2, "1f1b", {"zero": 1}, {}),
-    ("parallel.FlatParameter parallel.FSDP", {"dp": 2}, 2, "1f1b", {"zero": 3}, {}),
-    ("parallel.ColumnParallelLinear", {"tp": 2}, 1, "1f1b", {}, {}),
-    ("further.sequence.gather_tokens further.sequence.scatter_tokens", {"tp": 2}, 1, "1f1b", {"sequence": True}, {}),
-    ("further.context.RingAttention further.context.going_round kernels.attend kernels.attend_backward", {"cp": 2}, 1,
-     "1f1b", {"tokens": 8}, {"seq_len": 8}),
-    ("further.experts.Experts further.experts.visit further.experts.through_experts "
-     "kernels.grouped_linear", {"dp": 2}, 1, "1f1b", {"ep": 2}, {"experts": 4}),
-    ("kernels.Linear kernels.bias_gradient", {"pp": 2}, 2, "zb-h1", {}, {}),
-    ("kernels.LayerNorm kernels.flash_attention", {"dp": 1}, 1, "1f1b",
-     {"choice": "triton", "dtype": torch.float32, "batch": 1, "tokens": 4},
-     {"seq_len": 4, "n_layer": 1, "n_embd": 32, "n_head": 2}),
-]
+ENTERED = {  # a layout, and the rows that it enters
+    "dp=2 n_layer=5": "collectives.make_link kernels.linear model.Block parallel.even_pieces "
+                      "parallel.Pipeline parallel.ParallelGPT parallel.make_buckets parallel.make_reducer parallel.DDP",
+    "dp=2 micro_batches=2 zero=1": "parallel.ShardReducer parallel.ShardedOptimizer",
+    "dp=2 micro_batches=2 zero=3": "parallel.FlatParameter parallel.FSDP",
+    "tp=2": "parallel.ColumnParallelLinear",
+    "tp=2 sequence=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
+    "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round kernels.attend "
+                               "kernels.attend_backward",
+    "dp=2 ep=2 experts=4": "further.experts.Experts further.experts.visit further.experts.through_experts "
+                           "kernels.grouped_linear",
+    "pp=2 micro_batches=2 schedule=zb-h1": "kernels.Linear kernels.bias_gradient",
+    "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
+        "kernels.LayerNorm kernels.flash_attention",
+}
 
 
-@pytest.mark.parametrize("rows,layout,micro_batches,schedule,options,change", ENTERED, ids=str)
-def test_rows_are_entered(pool, rows, layout, micro_batches, schedule, options, change):
-    if "choice" in options:
+@pytest.mark.parametrize("layout", ENTERED)
+def test_rows_are_entered(pool, layout):
+    if "triton" in layout:
         needs_kernels(pool)
-    ranks = pool(math.prod(layout.values()))
-    for entered in ranks.run(rows_entered, in_layout, layout, "sgd", micro_batches, change, schedule=schedule,
-                             **options):
-        assert set(rows.split()) <= entered
+    place, options = arguments_of(case_of(layout))
+    for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, *place, **options):
+        assert set(ENTERED[layout].split()) <= entered
 
 
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
@@ -389,17 +287,16 @@ def test_every_row_is_entered_by_a_named_layout(triton_kernels):
     process.start()
     started = receive.recv()
     process.join()
-    by_layouts = {row for rows, *_ in ENTERED for row in rows.split()}
+    by_layouts = set(" ".join(ENTERED.values()).split())
     every = {f"{module.__name__}.{name}" for module, name, _ in safe.SWAPS + fast.SWAPS}
     assert every - by_layouts - started - rows_entered(kernels_alone) == set()
-
-
-def test_on_comes_first():
-    """Not once a group exists."""
-    with pools("cpu", plain=True) as get:
-        get(2).run(on_after_a_group)
 
 
 def on_after_a_group():
     with pytest.raises(RuntimeError, match="before any process group"):
         fast.on()
+
+
+def test_on_comes_first(plain_pool):
+    """Not once a group exists."""
+    plain_pool(2).run(on_after_a_group)
