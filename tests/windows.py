@@ -9,7 +9,6 @@ import unittest.mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as torch_dist
 
 import collectives as dist
 import fast.exchange
