@@ -198,9 +198,12 @@ class Link:
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
-        chunks = [chunk.clone() for chunk in chunks]  # K elements more, because the ring overwrites all chunks
-        ring_reduce_scatter(self, chunks, op)
-        result.copy_(chunks[self.rank])
+        width, inputs = max(map(len, chunks)), {chunk.untyped_storage().data_ptr() for chunk in chunks}
+        if len(result) == width and result.untyped_storage().data_ptr() not in inputs:  # later steps still read these
+            sums = result
+        else:
+            sums = torch.empty(width, dtype=result.dtype, device=result.device)
+        result.copy_(ring_reduce_scatter(self, chunks, op, sums))
 
     def all_gather(self, chunks):
         """Rank c holds chunk c; afterwards every rank holds all. Step s: send chunk r-s right, receive chunk r-1-s."""
@@ -322,7 +325,7 @@ COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch
 
 def _average(op, tensor, size):
     """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does)."""
-    if op == ReduceOp.AVG:
+    if op == ReduceOp.AVG and size > 1:
         tensor.div_(size, rounding_mode=None if tensor.is_floating_point() or tensor.is_complex() else "trunc")
 
 
@@ -363,16 +366,20 @@ def _blocks(tensor, sizes, n):
 #
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either half, 2(N-1)/N x K for the two in a row.
 
-def ring_reduce_scatter(link, chunks, op):
-    """Combine chunk c of all ranks into chunk c of rank c, in place. The other chunks are left with partial sums."""
+def ring_reduce_scatter(link, chunks, op, sums=None):
+    """Combine chunk c of all ranks on rank c, and return it. sums: room for a chunk, which then takes the partial sums;
+    left out, chunks are overwritten by those that pass through this rank."""
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
-    received = link.scratch(chunks[0], max(map(len, chunks)))  # K/N elements, the only extra memory
+    received = link.scratch(chunks[0], max(map(len, chunks)))  # K/N elements
+    outgoing = chunks[(link.rank - 1) % link.size]
     for s in range(link.size - 1):
-        outgoing, growing = chunks[(link.rank - 1 - s) % link.size], chunks[(link.rank - 2 - s) % link.size]
-        incoming = received[:len(growing)]
+        mine = chunks[(link.rank - 2 - s) % link.size]
+        incoming = received[:len(mine)]
         link.exchange([(outgoing, right)], [(incoming, left)])
-        COMBINE[op](incoming, growing, out=growing)
-    _average(op, chunks[link.rank], link.size)
+        outgoing = mine if sums is None else sums[:len(mine)]
+        COMBINE[op](incoming, mine, out=outgoing)
+    _average(op, outgoing, link.size)
+    return outgoing
 
 
 # -------------------------------------------------------------------------------------------------- recursive doubling

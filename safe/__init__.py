@@ -5,11 +5,13 @@ chosen by train.py's last lines.
 """
 
 import collectives
-from safe import launch, messages
+import kernels
+from safe import launch, messages, sizes
 
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", messages.watched_link),
     (collectives, "rendezvous", launch.settled_rendezvous),
+    (kernels, "use", sizes.checked_use),
 ]
 
 

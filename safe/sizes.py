@@ -2,6 +2,10 @@
 
 from dataclasses import fields
 
+import torch
+
+import kernels
+from kernels import HAVE_TRITON, use
 from model import ACTIVATIONS, GPTConfig
 
 
@@ -36,3 +40,13 @@ def check_sizes(c, called=str):
         (c.experts and c.expert_every > c.n_layer, f"{every} {c.expert_every} must be at most the number of blocks, "
          f"{c.n_layer}: give {every} {c.n_layer}"),
         (not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")])
+
+
+def checked_use(choice):
+    """As kernels.use, but ValueError for a choice that this machine cannot take."""
+    raise_first(ValueError, [
+        (choice not in ("auto", "torch", "triton"), f"kernels '{choice}' are not one of auto, torch, triton"),
+        (choice == "triton" and not HAVE_TRITON, "triton kernels need the package triton"),
+        (choice == "triton" and not (kernels.INTERPRETED or torch.cuda.is_available()), "triton kernels need a CUDA "
+         "GPU, or TRITON_INTERPRET=1 to run them slowly on the CPU")])
+    use(choice)

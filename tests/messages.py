@@ -62,7 +62,7 @@ def refusals():
             (lambda: dist.all_to_all_single(zeros(9), zeros(3), [3] * 3, [1] * 3), "sends itself 1 elements, and has"),
             (lambda: dist.all_gather([t] * (n + 1), t), f"tensor_list must hold {n}, one for each rank"),
             (lambda: dist.reduce_scatter(t, [t] * (n - 1)), f"input_list must hold {n}"),
-            (lambda: dist.all_to_all([t] * n, [t]), f"output_tensor_list must hold {n}"),
+            (lambda: dist.all_to_all([t] * n, [t]), f"input_tensor_list must hold {n}"),
             (lambda: dist.all_to_all([t] * n, [t.int()] * n), "all tensors must have one dtype"),
             (lambda: dist.gather(t, [t], dst=rank), f"gather_list must hold {n}, one"),
             (lambda: dist.scatter(t, [elsewhere] * n, src=rank),

@@ -256,7 +256,7 @@ def kernels_alone():
 
 
 ENTERED = {  # a layout, and the rows that it enters
-    "dp=2 n_layer=5": "collectives.make_link kernels.linear model.Block parallel.even_pieces "
+    "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
                       "parallel.Pipeline parallel.ParallelGPT parallel.make_buckets parallel.make_reducer parallel.DDP",
     "dp=2 micro_batches=2 zero=1": "parallel.ShardReducer parallel.ShardedOptimizer",
     "dp=2 micro_batches=2 zero=3": "parallel.FlatParameter parallel.FSDP",

@@ -18,6 +18,7 @@ from tests.collectives import ring_only
 from tests.data import laid_out, stepped_by
 from tests.layouts import SMALL, tokens_of
 from tests.pool import close, on_both, on_ranks
+from safe.flags import Settings
 from theory.memory import memory_bytes
 
 
@@ -96,7 +97,7 @@ def test_zero_keeps_what_the_table_says(zero, within):
         net.forward_backward(x, y)
         kept = bytes_alive() - before
         opt.step()
-    table = memory_bytes(config, zero, within, dtype=torch.bfloat16)
+    table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
     assert abs(kept / sum(table[kind] for kind in ("parameters", "gradients", "optimizer")) - 1) < 0.05, (kept, table)
 
 
