@@ -32,7 +32,7 @@ from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.peers import PEERS
 from lessons.plan import describe_parameters
-from safe.reports import BirthLog, predicted_bytes, Stopwatch
+from safe.reports import predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import simulate, split_pieces
@@ -137,9 +137,10 @@ def bubble(trainer, gradients, seconds, repeats):
     half of it each. Stages take as long as the slowest rank's."""
     s, samples = trainer.s, []
     for _ in range(repeats):
-        stopwatch, took = Stopwatch(trainer.net.pipeline), Counter()
-        gradients()
-        for action, start, end in stopwatch.stop():  # without waiting
+        took = Counter()
+        with timed(trainer.net.pipeline) as spans:
+            gradients()
+        for action, start, end in spans:  # without waiting
             took[action.kind] += (end - start) / s.micro_batches
         samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
     costs = max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
@@ -276,7 +277,7 @@ def without(a, device):
             return None
         with patched([*rows(), (dist, "_links", defaultdict(dict))]):
             trainer = make_trainer(a.configs[name], a.layouts[name], device)
-            trainer.step(0, BirthLog())
+            trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
             trainer = None
             forget()
@@ -310,7 +311,7 @@ def warm_up(step, s, config):
 
 def build_ours(config, s, device):
     trainer = make_trainer(config, s, device)
-    trainer.step(0, BirthLog())
+    trainer.step(0)
     warm_up(lambda: trainer.step(1), s, config)
     return trainer
 

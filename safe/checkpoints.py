@@ -53,19 +53,16 @@ def settled(s, config):
     return {"flags": flags, "start": start, "model": dataclasses.asdict(config)}
 
 
-OLDER = {"init_from": "", "experts": 0, "top_k": 2, "expert_every": 1}  # what a manifest without these keys means
-
-
 def differences(there, here, parts=("model", "flags", "start", "data")):
     """How two results of `run_of` differ in what both know, in words. Data counts by its contents, not its path, so it
     may move."""
     found = []
     for part in parts:
-        known = {**OLDER, **there[part]}
         for key, value in here[part].items():
-            if key != "data" and key in known and known[key] != value:
+            known = there[part].get(key, value)
+            if key != "data" and known != value:
                 name = f"data: {key}" if part == "data" else dashed(key)
-                found.append(f"{name} {known[key] or 'none'} there, {value or 'none'} here")
+                found.append(f"{name} {known or 'none'} there, {value or 'none'} here")
     return found
 
 
@@ -180,9 +177,7 @@ def find_checkpoint(s, read_all):
         return None
     reject(s.resume == "newest" and not s.out, "--resume without a value goes on in --out: give --out DIR too")
     path = s.out if s.resume == "newest" else s.resume
-    is_one = path.endswith(".pt") or os.path.exists(os.path.join(path, "manifest.json"))
-    if not is_one and not os.path.basename(path.rstrip("/")).startswith("step-"):
-        found = checkpoints(path)
-        reject(not found, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
-        path = found[-1]
-    return open_checkpoint(path, read_all)
+    newest = (checkpoints(path) or [path])[-1]
+    is_one = newest != path or path.endswith(".pt") or "step-" in path or os.path.exists(f"{path}/manifest.json")
+    reject(not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
+    return open_checkpoint(newest, read_all)

@@ -118,6 +118,10 @@ def check_layout(s, config, world, local_world):
     """Reject a layout whose sizes do not divide or that needs more GPUs than there are. Fills in s.dp, s.device and
     s.cuda_graphs. Returns how many processes the layout needs."""
     processes = processes_of(s, world)
+    store, restarts = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "MAX_RESTARTS"))
+    # Torchrun keeps that store over restarts, with the addresses of the processes that died (pytorch #135712).
+    reject(world > local_world and store == "True" and restarts != "0", "--max-restarts on several nodes: processes "
+           "that are started again would not meet; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes")
     check_parts(s, config, world, local_world, processes)
     check_schedule(s, config)
     check_device(s, config, world, local_world, processes)

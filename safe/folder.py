@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import socket
+import tempfile
 
 from safe.checkpoints import checkpoints, differences, open_checkpoint
 from safe.files import write_file
@@ -21,11 +22,9 @@ def start_of(s, identity, asked, read_all):
     newest in --out. BadInput if --out holds another run."""
     found, folder = checkpoints(s.out), s.out.rstrip("/")
     if asked:
-        home = os.path.dirname(os.path.abspath(asked.path))
-        reject(os.path.realpath(home) != os.path.realpath(s.out), f"--resume {asked.path}: a run goes on in its own "
-               f"folder: give --out {home}; or begin another run from its weights, with --init-from {asked.path}")
-        reject(os.path.realpath(found[-1]) != os.path.realpath(asked.path), f"--resume {asked.path}: {found[-1]} "
-               "would be in the way of what follows: move it away, or go on from there")
+        reject(not found or not os.path.samefile(found[-1], asked.path), f"--resume {asked.path}: a run goes on in its "
+               f"own folder, from the newest checkpoint there: give --out {os.path.dirname(os.path.abspath(asked.path))}"
+               f" and move newer ones away; or begin another run from its weights, with --init-from {asked.path}")
         return asked, identity | {"start": asked.manifest["run"]["start"]}
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:
@@ -41,46 +40,42 @@ def start_of(s, identity, asked, read_all):
     return newest, identity
 
 
-class Lock:
-    """Makes --out this run's own, on rank 0, and keeps a second run from writing there.
-
-    It locks the file .lock until this process ends. The file names the process. Rank 0 empties it when all is saved;
-    the process that started the ranks looks at it to choose its exit code."""
-
-    def __init__(self, folder, identity):
-        path = pathlib.Path(folder, ".lock")
-        try:
-            os.makedirs(folder, exist_ok=True)
-            self.file = path.open("a+")
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.file.truncate(0)
-            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            self.file.flush()
-            write_file(os.path.join(folder, "run.json"), json.dumps(identity))
-            for name in os.listdir(folder):  # a killed run leaves folders half written or half removed
-                if re.fullmatch(r"\.step-\d+\.(part|old)", name):
-                    shutil.rmtree(os.path.join(folder, name))
-        except BlockingIOError:
-            raise BadInput(f"--out {folder}: {path.read_text().strip() or 'another run'} writes there; name another "
-                           f"folder, e.g. --out {folder.rstrip('/')}-2") from None
-        except OSError as error:
-            raise BadInput(f"--out {folder}: {error.strerror}; name a folder that can be written") from None
-
-    def mark_all_saved(self):
-        self.file.truncate(0)  # possible even on a full disk
-
-    def all_saved(self):
-        return not os.path.getsize(self.file.name)
+@contextlib.contextmanager
+def writable(folder, name):
+    """Make the folder that flag `name` asks for. BadInput if that fails, or what is written inside."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        yield
+    except OSError as error:
+        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
 
 def check_folder(folder, name):
-    try:
-        os.makedirs(folder, exist_ok=True)
-        probe = pathlib.Path(folder, ".writable")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
+    with writable(folder, name), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def lock(folder, identity):
+    """Make --out this run's own, on rank 0, and keep a second run from writing there.
+
+    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. Rank 0
+    empties it when all is saved; the process that started the ranks looks at it to choose its exit code."""
+    path = pathlib.Path(folder, ".lock")
+    with writable(folder, "--out"):
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"--out {folder}: {path.read_text().strip() or 'another run'} writes there; name another "
+                           f"folder, e.g. --out {folder.rstrip('/')}-2") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        write_file(os.path.join(folder, "run.json"), json.dumps(identity))
+        for name in os.listdir(folder):  # a killed run leaves folders half written or half removed
+            if re.fullmatch(r"\.step-\d+\.(part|old)", name):
+                shutil.rmtree(os.path.join(folder, name))
+    return file
 
 
 class Log:

@@ -1,5 +1,6 @@
 """GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`."""
 
+import functools
 import json
 import os
 import pathlib
@@ -139,14 +140,11 @@ def write_hf(folder, config, get, dtype=torch.float32):
     """
     os.makedirs(folder, exist_ok=True)
     ours = {name if name == "lm_head.weight" else f"transformer.{name}": row for name, row in entries(config).items()}
-    whole = {}
+    get_once = functools.lru_cache(1)(get)  # a stack of experts not for each expert
 
     def part(hf_name):
         name, expert, _ = ours[hf_name]
-        if name not in whole:  # get a stack of experts once, not for each expert
-            whole.clear()
-            whole[name] = get(name)
-        tensor = whole[name] if expert is None else whole[name][expert]
+        tensor = get_once(name) if expert is None else get_once(name)[expert]
         return tensor.t() if name.endswith(TRANSPOSED) else tensor
 
     weights = write_safetensors(os.path.join(folder, "model.safetensors"),

@@ -1,19 +1,15 @@
 """Starting the processes of a layout, and ending them together."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
 
 from collectives import rendezvous
-from safe.messages import PeerError
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
@@ -103,7 +99,9 @@ def end_with_launcher():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; at SIGTERM a rank would save and exit with 0
 
 
-def settle(device_type, timeout):
+def settled_rendezvous(device_type, timeout):
+    """As collectives.rendezvous, after what lets a run end cleanly."""
+    end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
     waits["timeout"] = timeout
     c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
@@ -117,43 +115,4 @@ def settle(device_type, timeout):
         # Ranks of one node meet on the loopback interface, because gloo would look up this machine's name, which may
         # not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def own_store(timeout):
-    """On several nodes torchrun keeps its store over restarts, and the addresses of the processes that died are still
-    in it (pytorch #135712). So rank 0 opens a new store for each start and writes its port into the old one. Returns
-    arguments for init_process_group that name the new store, or None where the old one will do."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
-        return None
-    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-
-    def store(port, is_master=False):
-        return torch_dist.TCPStore(host, port, None, is_master, timedelta(seconds=timeout), wait_for_workers=False)
-
-    old = store(int(os.environ["MASTER_PORT"]))
-    if rank == 0:
-        new = store(0, is_master=True)
-        old.set("new store", str(new.port))
-    else:
-        new = store(port_that_answers(old, host, timeout))
-    return {"store": new, "rank": rank, "world_size": size}
-
-
-def port_that_answers(old, host, timeout):
-    """The port of rank 0's new store. Until rank 0 has written it, an earlier start's is there, where no one listens.
-    """
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        port = int(old.get("new store"))
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, port), 2).close()
-            return port
-        time.sleep(0.1)
-    raise PeerError(f"rank 0 opened no store on {host} within {timeout} s")
-
-
-def settled_rendezvous(device_type, timeout):
-    """As collectives.rendezvous, after what lets a run end cleanly."""
-    end_with_launcher()
-    settle(device_type, timeout)
-    return own_store(timeout) or rendezvous(device_type, timeout)
+    return rendezvous(device_type, timeout)

@@ -1,6 +1,7 @@
 """What a run says of itself: layout, memory, traffic, traces for Perfetto, profiles."""
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -17,47 +18,46 @@ import kernels
 import parallel
 from safe.flags import gpus_here, schedule_of
 from theory.clock import most_held
-from theory.memory import memory_bytes, tensors_in
+from theory.memory import kept_tensors, memory_bytes, tensors_in
 
 
-class Stopwatch:
-    """Times each action of a pipeline, from the moment its input is there: waiting for the input does not count.
+@contextlib.contextmanager
+def timed(pipeline):
+    """Time each action of the pipeline inside, from the moment its input is there: waiting for it does not count.
 
-    Until `stop` it replaces the pipeline's `do` and `take` by methods that note times. On CUDA a time is an event in
-    the stream, so the CPU need not wait for the GPU. stop() returns [(action, start, end)], seconds of the wall clock.
+    Yields a list that in the end holds (action, start, end), seconds of the wall clock. On CUDA a time is an event in
+    the stream, so the CPU need not wait for the GPU.
     """
+    cuda, do, take, spans = pipeline.device.type == "cuda", pipeline.do, pipeline.take, []
 
-    def __init__(self, pipeline):
-        self.pipeline, self.cuda, self.spans = pipeline, pipeline.device.type == "cuda", []
-        if self.cuda:
-            torch.cuda.synchronize()
-        self.origin, self.zero = time.time(), self.now()
-        do, take = pipeline.do, pipeline.take
-
-        def timed(action):
-            self.begin = self.now()
-            do(action)
-            self.spans.append((action, self.begin, self.now()))
-
-        def take_and_begin(receive):
-            value = take(receive)
-            self.begin = self.now()  # until now the rank was idle
-            return value
-        pipeline.do, pipeline.take = timed, take_and_begin
-
-    def now(self):
-        if not self.cuda:
+    def now():
+        if not cuda:
             return time.time()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def stop(self):
-        del self.pipeline.do, self.pipeline.take
-        if self.cuda:
-            torch.cuda.synchronize()
-            return [(a, *(self.origin + self.zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in self.spans]
-        return self.spans
+    def timed_do(action):
+        nonlocal begin
+        begin = now()
+        do(action)
+        spans.append((action, begin, now()))
+
+    def take_and_begin(receive):
+        nonlocal begin
+        value = take(receive)
+        begin = now()  # until now the rank was idle
+        return value
+
+    if cuda:
+        torch.cuda.synchronize()
+    origin = time.time()
+    zero = begin = now()
+    with patch.multiple(pipeline, do=timed_do, take=take_and_begin):
+        yield spans
+    if cuda:
+        torch.cuda.synchronize()
+        spans[:] = [(a, *(origin + zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in spans]
 
 
 class BirthLog(TorchDispatchMode):
@@ -81,6 +81,27 @@ class BirthLog(TorchDispatchMode):
     def alive(self):
         """Bytes of the counted tensors that still exist."""
         return sum(size for storage, size in self.born.items() if not storage.expired())
+
+
+@contextlib.contextmanager
+def measured(trainer):
+    """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
+    earlier ones, and buffers of collectives. Then note what share of the tokens this rank's experts got."""
+    births, net = BirthLog(), trainer.net
+
+    def note():
+        gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
+        births.ignore([*net.pipeline.x, *net.pipeline.y, *kept_tensors(net)["gradients"],
+                       *trainer.buffers_of_collectives()])
+        trainer.activations = max(trainer.activations, births.alive())
+
+    with births, patch.object(net.pipeline, "on_forward", note, create=True):
+        yield
+    if net.ep and trainer.loads is not None:
+        # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
+        # equal loads.
+        ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+        trainer.share = (trainer.loads.chunk(ranks, 1)[rank].sum() / trainer.loads.sum() * ranks).item()
 
 
 def describe(trainer):
@@ -107,13 +128,6 @@ def describe(trainer):
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
 
 
-def load_here(net, loads):
-    """Tokens that this rank's experts got, as a multiple of 1/N of all. loads (L, E) are the whole batch's, so this
-    assumes that every group of ranks that shares out the experts got equal loads."""
-    ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
-    return (loads.chunk(ranks, 1)[rank].sum() / loads.sum() * ranks).item()
-
-
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
     s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
@@ -127,13 +141,8 @@ def predicted_bytes(trainer, load=1.0):
 def traced(trainer):
     """Write what every rank runs in the step inside into one file, for Perfetto (ui.perfetto.dev) or
     chrome://tracing."""
-    stopwatch = Stopwatch(trainer.net.pipeline)
-    yield
-    write_trace(stopwatch.stop(), trainer.s.trace, trainer.say)
-
-
-def write_trace(spans, folder, say):
-    """Rank 0 writes all ranks' spans, [(action, start, end)] in seconds."""
+    with timed(trainer.net.pipeline) as spans:
+        yield
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every:
@@ -141,8 +150,8 @@ def write_trace(spans, folder, say):
         events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
                    "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-        with nothing_else_lost("trace", folder, say):
-            pathlib.Path(folder, "trace.json").write_text(json.dumps({"traceEvents": events}))
+        with nothing_else_lost("trace", trainer.s.trace, trainer.say):
+            pathlib.Path(trainer.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager

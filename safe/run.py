@@ -1,7 +1,6 @@
 """The training program that checks its input first, survives crashes, and explains errors."""
 
 import contextlib
-import gc
 import math
 import os
 import signal
@@ -20,10 +19,10 @@ from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, w
 from safe.data import check_data, check_tokens, load_data
 from safe.flags import (
     BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
-from safe.folder import check_folder, Lock, Log, start_of
+from safe.folder import check_folder, lock, Log, start_of
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
-from safe.reports import BirthLog, collective_name, describe, describe_first_steps, load_here, profiled, traced
+from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
 from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
@@ -48,9 +47,8 @@ class WatchedTrainer(Trainer):
     data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun, None in a benchmark."""
 
     def __init__(self, s, config, source, data, device, run=None):
-        self.run, self.bytes, self.unit = run, data[2], "byte" if data[2] else "token"
-        self.log = self.first = self.unread = self.gpu_flops = None
-        self.bad, self.activations, self.share, self.memory = 0, 0, 1.0, {}
+        self.run, self.log, self.unit = run, None, "byte" if data[2] else "token"
+        self.first, self.activations, self.share, self.memory = 0, 0, 1.0, {}
         self.terminated, self.stopping, self.saved = False, False, True
         super().__init__(s, config, source, data[:2], device)
 
@@ -63,42 +61,22 @@ class WatchedTrainer(Trainer):
         describe(self)
         with contextlib.suppress(Terminated):
             super().train(saved)
-        if self.run.saving and not self.s.steps and not self.run.checkpoint:
+        if self.s.out and not self.s.steps and not self.run.checkpoint:
             self.save(0)
 
-    def step(self, step, births=None):
-        """As in Trainer. births: a BirthLog that measures activations; the first step has one of its own."""
+    def step(self, step):
+        """As in Trainer. The first step measures activations. The third one, if asked to, is traced and profiled,
+        because the steps before it warm up."""
         progress("starting the step", step=step + 1)
-        if step == self.first:
-            births = BirthLog()
-        third = self.first is not None and step == min(self.first + 2, self.s.steps - 1)  # steps before it warm up
+        third = step == min(self.first + 2, self.s.steps - 1)
         with contextlib.ExitStack() as around:
-            if births:
-                around.enter_context(self.measured(births))
+            if step == self.first:
+                around.enter_context(measured(self))
             if third and self.s.trace:
                 around.enter_context(traced(self))
             if third and self.s.profile:
                 around.enter_context(profiled(self))
             return super().step(step)
-
-    @contextlib.contextmanager
-    def measured(self, births):
-        """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
-        earlier ones, and buffers of collectives."""
-        pipeline = self.net.pipeline
-
-        def note():
-            gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-            births.ignore([*pipeline.x, *pipeline.y, *kept_tensors(self.net)["gradients"],
-                           *self.buffers_of_collectives()])
-            self.activations = max(self.activations, births.alive())
-
-        pipeline.on_forward = note
-        with births:
-            yield
-        pipeline.on_forward = None
-        if self.net.ep and self.loads is not None:
-            self.share = load_here(self.net, self.loads)
 
     def micro_batches(self, tokens, seed, step):
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
@@ -108,32 +86,27 @@ class WatchedTrainer(Trainer):
             rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.chunk(self.s.micro_batches) for t in rows]
 
+    def agree(self, *numbers):
+        """As in Trainer. self.stopping becomes true on all ranks alike, if one has had a SIGTERM."""
+        *numbers, self.stopping = super().agree(*numbers, self.terminated)
+        return numbers
+
     def all_finite(self, loss, norm):
-        """As in Trainer. self.bad becomes 0 if all is finite, 1 if only the norm is not; else world size + 1 - r, where
-        r is the first rank whose loss is not."""
-        blame = 1 + dist.get_world_size() - dist.get_rank()
-        alarm = torch.where(loss.isfinite(), (~norm.isfinite()).long(), blame)
-        late = self.device.type == "cuda" and self.s.on_nan == "stop" and not self.scaler
-        self.bad, self.stopping = self.agree(self.read(alarm, late), self.terminated)
-        finite = not self.bad
-        self.skipped += not finite
-        if self.scaler:
-            hopeless = self.scaler.scale == 1
-            self.scaler.update(finite)
-            self.bad = self.bad and hopeless  # fp16 overflows sometimes; it is an error only at the smallest scale
+        """As in Trainer. If not: NotFinite, before anything is saved; with --on-nan skip, a line that says so."""
+        hopeless = not self.scaler or self.scaler.scale == 1  # until then, an overflow of fp16 is no error
+        finite = super().all_finite(loss, norm)
+        if not finite and hopeless:
+            self.say_what_is_not_finite(loss)
         return finite
 
-    def read(self, alarm=None, late=False):
-        """`alarm`, a number on the device, as an int. late: return the alarm of the step before, which has arrived by
-        now, because waiting for this step's would leave the GPU idle. Without `alarm`: return the one still unread."""
-        before, self.unread = self.unread, None
-        if late:
-            self.unread = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
-            self.unread[0].copy_(alarm, non_blocking=True)
-            self.unread[1].record()
-        if before:
-            before[1].synchronize()
-        return int(before[0] if before else 0 if late or alarm is None else alarm)
+    def say_what_is_not_finite(self, loss):
+        world, done = dist.get_world_size(), progress()[0]
+        blame, = self.agree(0 if loss.isfinite() else world - dist.get_rank())  # the first rank has the largest number
+        what = f"the loss on rank {world - blame}" if blame else "the gradient"
+        self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
+        if self.s.on_nan == "stop":
+            raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
+        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
 
     # printing and logging
 
@@ -150,7 +123,6 @@ class WatchedTrainer(Trainer):
         return also or super().due(what, done)
 
     def report(self, done, loss, norm):
-        self.raise_alarm(done)
         if done == min(self.first + 2, self.s.steps):
             self.memory = describe_first_steps(self)
         if self.due("log", done) or self.due("eval", done):
@@ -163,18 +135,6 @@ class WatchedTrainer(Trainer):
             kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
             self.say(f"{self.where(done)}  SIGTERM: {kept}")
             raise Terminated
-
-    def raise_alarm(self, done):
-        """If a number was not finite, raise NotFinite; with --on-nan skip, say so instead. Before a checkpoint is
-        saved, also read the alarm that is still unread."""
-        bad = self.bad or (self.stopping or self.due("save", done)) and self.agree(self.read())[0]
-        if not bad:
-            return
-        what = "the gradient" if bad == 1 else f"the loss on rank {dist.get_world_size() + 1 - bad}"
-        self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
-        if self.s.on_nan == "stop":
-            raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
-        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
 
     def record(self, entry):
         """Print and log the entry. Its speed is the mean over the steps since the last entry."""
@@ -193,11 +153,10 @@ class WatchedTrainer(Trainer):
             left = int((s.steps - done) * tokens / speed)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
                      f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
+            self.write_log(entry)
         if "val_loss" in entry:
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
                      f"{entry['val_loss'] / math.log(2):.2f} bits")
-        if s.log_every:
-            self.write_log(entry)
         self.since, self.logged, self.memory = time.perf_counter(), done, {}
 
     def write_log(self, entry):
@@ -209,15 +168,17 @@ class WatchedTrainer(Trainer):
         0's last one, they could time out."""
         progress("sampling")
         whole = self.whole_model()
-        prompt = list(os.fsencode(self.s.prompt)) if self.bytes else self.held_out[:1].tolist()
+        prompt = list(os.fsencode(self.s.prompt)) if self.unit == "byte" else self.held_out[:1].tolist()
         tokens = torch.tensor([prompt or [10]], device=self.device)
         for i in range(self.s.sample):
-            if self.agree(self.terminated)[0]:
+            self.agree()
+            if self.stopping:
                 break
             if dist.get_rank() == 0:
                 tokens = whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i)
         tokens = tokens[0].tolist()
-        text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if self.bytes else " ".join(map(str, tokens))
+        is_text = self.unit == "byte"
+        text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if is_text else " ".join(map(str, tokens))
         self.say(f"--- sample, {self.s.sample} tokens ---\n{text}\n---")
 
     # checkpoints
@@ -296,7 +257,7 @@ class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
-    the layout needs), `saving` (whether --out gets checkpoints) and `lock` (the Lock of --out, on rank 0).
+    the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there, else None).
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer
@@ -318,27 +279,27 @@ class WatchedRun(Run):
         check_numbers(s)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
-        if checkpoint and not s.steps and checkpoint.manifest["run"]["data"]["bytes"]:
-            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True  # only a sample is asked for
+        only_sample = checkpoint and not s.steps
+        if only_sample and checkpoint.manifest["run"]["data"]["bytes"]:
+            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True
         else:
             data = load_data(s)
             check_data(s, config, *data[:2])
         reject(s.sample and data[2] and max(os.fsencode(s.prompt), default=0) >= config.vocab_size,
                f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text")
         identity = run_of(s, config, data)
-        if checkpoint and s.steps and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
+        if checkpoint and not only_sample and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
             raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "
                            f"({'; '.join(how)}): give that, or start a new run with --init-from {checkpoint.path}")
-        self.saving, self.lock = bool(s.out) and not (checkpoint and not s.steps), None
-        if self.saving:
-            checkpoint, identity = start_of(s, identity, checkpoint, self.rank == 0)
-            source = checkpoint.source if checkpoint else source
-        self.saved = checkpoint and checkpoint.manifest | {"tensors": checkpoint.moments}
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
             if folder and self.rank == 0:
                 check_folder(folder, name)
-        if self.saving and self.rank == 0:
-            self.lock = Lock(s.out, identity)
+        self.lock = None
+        if s.out and not only_sample:
+            checkpoint, identity = start_of(s, identity, checkpoint, self.rank == 0)
+            source = checkpoint.source if checkpoint else source
+            self.lock = lock(s.out, identity) if self.rank == 0 else None
+        self.saved = checkpoint and checkpoint.manifest | {"tensors": checkpoint.moments}
         self.s, self.config, self.source, self.data = s, config, source, data
         self.checkpoint, self.identity = checkpoint, identity
 
@@ -346,9 +307,9 @@ class WatchedRun(Run):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         if self.processes != self.world:
             if self.lock:  # release it, for the rank 0 that is about to start
-                self.lock.mark_all_saved()
-                self.lock.file.close()
-            launch.start_again(self.processes, lambda: not self.lock or self.lock.all_saved())
+                self.lock.truncate(0)
+                self.lock.close()
+            launch.start_again(self.processes, lambda: not self.lock or not os.path.getsize(self.lock.name))
         self.watch = Watch("train.py", self.s.timeout)
         try:
             device = dist.initialize(self.s.device, self.s.timeout)
@@ -372,6 +333,6 @@ class WatchedRun(Run):
         if trainer.terminated:
             end_after_sigterm()
         if self.lock and trainer.saved:
-            self.lock.mark_all_saved()
+            self.lock.truncate(0)  # possible even on a full disk
         dist.barrier()
         return trainer.saved

@@ -24,7 +24,7 @@ from tests.pool import close
 from tests.runs import (
     command, end_of, log_of, processes_with, ran, Ranks, refusal, run_training, slow, TINY, TORCHRUN, TRAIN)
 from fast.run import FastRun
-from safe.checkpoints import checkpoints, crc_of, differences, open_checkpoint
+from safe.checkpoints import checkpoints, crc_of, open_checkpoint
 from safe.files import crc_of_file, read_safetensors
 from safe.folder import Log
 from safe.reports import nothing_else_lost
@@ -90,16 +90,6 @@ def test_checkpoint_fits_every_layout(pool, text, tmp_path, model, moves):
         biases += [(got[name], t) for name, t in want.items() if name.endswith("router.bias")]
     assert len(biases) == 2 * ("experts" in model)
     assert all(a.equal(b) and b.any() and b.equal(b.float().double()) for a, b in biases)
-
-
-def test_manifests_of_older_runs_had_no_experts_and_no_folder_to_start_from():
-    def run(init_from="", **model):
-        return {"model": model, "flags": {"balance_rate": 1e-3}, "start": {"init_from": init_from}, "data": {}}
-
-    older = {**run(n_layer=2), "flags": {}, "start": {}}
-    assert differences(older, run(n_layer=2, experts=0, top_k=2, expert_every=1)) == []
-    assert differences(older, run("/x", experts=4)) == [
-        "--experts none there, 4 here", "--init-from none there, /x here"]
 
 
 def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_path):
@@ -269,7 +259,7 @@ def not_finite(text, out, on_nan, zero):
     finally:
         parallel.cross_entropy = whole
         if run.lock:
-            run.lock.file.close()
+            run.lock.close()
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -331,7 +321,7 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
+def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path, monkeypatch):
     """Two torchrun agents, as on two machines, of two ranks each; ZeRO within each, replicas between. A rank is killed;
     torchrun starts all of them again, and they go on by themselves, to the losses of one process."""
     flags = [*TRAIN, "--data", text, "--steps", "60", "--save-every", "20", "--log-every", "20", "--dtype", "fp64"]
@@ -340,6 +330,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     out = str(tmp_path / "run")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as README says
     nodes = [command(*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "2", "--max-restarts", "2",
                      "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "train.py", *flags, "--zero",
                      "3", "--zero-within", "2", "--out", out) for _ in range(2)]

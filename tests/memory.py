@@ -26,7 +26,7 @@ from further.schedules import zero_bubble_h1
 from lessons.demos import main
 from safe.data import load_data
 from safe.flags import check_layout, model_config, Settings
-from safe.reports import BirthLog, predicted_bytes
+from safe.reports import predicted_bytes
 from theory.memory import memory_bytes
 
 
@@ -91,7 +91,7 @@ def memory_of(text, choice, flags):
                             "--n-head", "2", "--n-embd", "32", "--batch-size", "2", "--kernels", choice,
                             *flags.split()])
     with torch.device("cpu"):
-        trainer.step(0, BirthLog())
+        trainer.step(0)
         measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
         kernels.use("auto")
     kinds = [(measured[kind], predicted[kind]) for kind in ("parameters", "gradients", "optimizer")]

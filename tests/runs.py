@@ -54,7 +54,7 @@ def run_training(flags):
         run = fast.run.FastRun(["--device", device.type, *flags])
         saved = run.train(device)
     if run.lock:
-        run.lock.file.close()
+        run.lock.close()
     return saved
 
 

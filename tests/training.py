@@ -268,8 +268,8 @@ REFUSED = [(flags, flags) for flags in (  # flags that the one line must repeat
     (f"{OTHER} 4", "(--experts 2 there, 4 here; --lr 0.002 there, 0.5 here): name a"),
     (f"{OTHER} 0", "/run-2\n"),  # --resume would refuse another number of experts
     ("--resume STEP_3 --out RUN", "process 1 on here writes there"),
-    ("--resume STEP_3 --out NEW", "a run goes on in its own folder"),
-    ("--resume STEP_2 --out RUN", "step-00000003 would be in the way")]
+    ("--resume STEP_3 --out NEW", "a run goes on in its own folder, from the newest checkpoint there: give --out "),
+    ("--resume STEP_2 --out RUN", "/run and move newer ones away")]
 
 
 @pytest.fixture(scope="session")
@@ -311,6 +311,15 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, says, bad_files, monkeypat
     data = [] if {"--data", "--resume"} & {*words} else ["--data", str(bad_files["ASCII"])]
     assert says in refusal(data + words, monkeypatch, capsys)
     assert files() == before
+
+
+def test_restarts_on_several_nodes_need_a_new_store(monkeypatch):
+    s = parse(["--device", "cpu"])
+    for store, restarts, fine in ("True", "3", False), ("False", "3", True), ("True", "0", True):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", store)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        with contextlib.nullcontext() if fine else pytest.raises(BadInput, match="set TORCH_DISABLE_SHARE_RDZV_TCP_S"):
+            assert check_layout(s, model_config(s)[0], 16, 8) == 16
 
 
 CUDA, CPU = ("cuda", "on"), ("cpu", "off")
