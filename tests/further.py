@@ -5,15 +5,12 @@ import dataclasses
 import itertools
 import math
 import types
-import unittest.mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fast.nccl
-import fast.context
 import collectives as dist
 import fast.attention
 import further.context
@@ -22,19 +19,8 @@ import kernels
 import model
 from tests.collectives import DirectGlooLink, served_by
 from tests.kernels import random
-from tests.layouts import SMALL, case_of, differences_in, in_layout
+from tests.layouts import SMALL, case_of, differences_in
 from tests.pool import close, needs_kernels
-
-
-def in_layout_by_rows(*args, **options):
-    with unittest.mock.patch.object(fast.nccl, "takes_rows", lambda nbytes, group, waits=True: True):
-        return in_layout(*args, **options)
-
-
-def test_sequence_parallel_in_place_equals_one_process(pool):
-    """Gathered and scattered where tokens belong, however small they are."""
-    case = case_of("tp=2 sequence=1 n_layer=3 micro_batches=2")
-    assert not any(differences_in(pool, case, run=in_layout_by_rows))
 
 
 def test_a_ring_is_wrong_where_keys_and_values_stay(pool):

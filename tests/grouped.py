@@ -1,36 +1,18 @@
 """Grouped products, sorting by expert."""
 
 import math
-import unittest.mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import collectives as dist
-import fast.experts
 import further.experts
 import kernels
 import model
-from tests.kernels import GROUPS, HALF, KERNEL_DEVICE, WITH_PRODUCTS, either_way, grouped_linear, random  # noqa: F401
-from tests.layouts import ALL, BATCH, FEW, differences, in_layout, one_process
+from tests.kernels import HALF, KERNEL_DEVICE, WITH_PRODUCTS, either_way, grouped_linear, random  # noqa: F401
 from tests.pool import close, needs_kernels
 from fast.experts import FusedExperts, visit_under_own_rows, without_sorting
 from further.experts import expert_parallel, MixtureOfExperts
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_grouped_linear_in_float64(bias):
-    for counts in GROUPS:
-        x, w, b = torch.randn(sum(counts), 3), torch.randn(len(counts), 2, 3), torch.randn(len(counts), 2)
-        leaves = [t.double().requires_grad_() for t in (x, w, b)[:2 + bias]]
-        function = lambda x, w, b=None: kernels.grouped_linear(x, w, b, torch.tensor(counts))
-        for row, e in enumerate(e for e, count in enumerate(counts) for _ in range(count)):
-            want = F.linear(leaves[0][row], leaves[1][e], leaves[2][e] if bias else None)
-            assert close(function(*leaves)[row].detach(), want.detach(), 1e-14)
-        assert torch.autograd.gradcheck(function, leaves)
-        for grad in torch.autograd.grad(function(*leaves).sum(), leaves[1:]):
-            assert all(not g.any() for g, count in zip(grad, counts) if not count)
 
 
 def mixture_of(config, dtype):
@@ -77,31 +59,6 @@ def results_of_shared_experts(choice):
     y.backward(dy)
     kernels.use("auto")
     return [t.detach().cpu().numpy() for t in (y, x.grad, *(p.grad for p in mixture.parameters()), mixture.router.load)]
-
-
-def traveling(run, *args, **options):
-    """`run` with exchanges of rows under what a rank's own rows need, whatever the group and the width."""
-    with unittest.mock.patch.dict(fast.experts.HIDE_EXCHANGES, link=dist.Link, bytes=0), unittest.mock.patch.object(
-            fast.experts, "start_exchange", wraps=fast.experts.start_exchange) as started:
-        result = run(*args, **options)
-    assert started.call_count
-    return result
-
-
-@pytest.mark.parametrize("layout,micro_batches,schedule,options,experts", [
-    ({"dp": 2}, 2, "1f1b", {"ep": 2, "zero": 3, "recompute": "block"}, {"bias": FEW}),
-    ({"dp": 2}, 1, "1f1b", {"ep": 2}, {"bias": ALL, "top_k": 1}),
-    ({"dp": 4}, 2, "1f1b", {"ep": 4, "zero": 1}, {}), ({"dp": 3}, 1, "1f1b", {"ep": 3}, {"experts": 6}),
-    ({"dp": 2, "tp": 2, "pp": 2}, 2, "zb-h1", {"ep": 2, "sequence": True}, {})], ids=str)
-def test_experts_equal_one_process_where_rows_travel_under_own_rows(pool, layout, micro_batches, schedule, options,
-                                                                    experts):
-    optimizer, change = ("adamw", {"n_layer": 3, "tied": False}) if "zero" in options else ("sgd", {"n_layer": 3})
-    change |= {"experts": 4, **experts}
-    bias, batch = change.pop("bias", None), BATCH // 3 * 3 if layout["dp"] == 3 else BATCH
-    want = one_process(optimizer, tokens=8, bias=bias, batch=batch, **change)
-    for got in pool(math.prod(layout.values())).run(traveling, in_layout, layout, optimizer, micro_batches, change,
-                                                    tokens=8, schedule=schedule, bias=bias, batch=batch, **options):
-        assert not differences(got, want), change
 
 
 def test_visits_without_sorting_give_the_same(pool):

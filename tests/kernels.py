@@ -100,8 +100,9 @@ def no_worse_than_pytorch(ours, theirs, inputs, units=2):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.manual_seed(1)
         grads = [cast(torch.randn(y.shape, device=y.device).to(inputs[0].dtype)).to(y.dtype) for y in outputs]
-        runs.append([y.detach().clone() for y in outputs] + list(torch.autograd.grad(outputs, leaves, grads)))
-    for i, (mine, other, exact) in enumerate(zip(*runs)):
+        found = torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()
+        runs.append([y.detach().clone() for y in outputs] + list(found))
+    for i, (mine, other, exact) in enumerate(zip(*runs, strict=True)):
         if exact.norm() < 1e-12:  # a gradient of exactly 0, as that of a single key
             assert mine.norm() < 1e-5
             continue
@@ -112,40 +113,45 @@ def no_worse_than_pytorch(ours, theirs, inputs, units=2):
 
 
 def test_hand_derived_backwards_equal_autograd():
-    x, w, b, dy = (torch.randn(5, 7, dtype=torch.float64) for _ in range(4))
-    x.requires_grad_()
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    x, dy, w, b = draw(5, 7), draw(5, 7), draw(7), draw(7)
+    pairs = []  # ours, exact
     for forward, backward, library in [(kernels.elu_reference, kernels.elu_backward_reference, F.elu),
-                                       (kernels.gelu_reference, kernels.gelu_backward_reference,
-                                        lambda x: F.gelu(x, approximate="tanh"))]:
-        assert (close(forward(x), library(x), 1e-14)
-                and close(backward(x, dy).detach(), torch.autograd.grad(library(x), x, dy)[0], 1e-14))
-    w, b = w[0].clone().requires_grad_(), b[0].clone().requires_grad_()
+                                       (kernels.gelu_reference, kernels.gelu_backward_reference, plain_gelu)]:
+        pairs += (forward(x), library(x)), (backward(x, dy), *torch.autograd.grad(library(x), x, dy))
     y, m, k = kernels.layer_norm_reference(x, w, b, 1e-5)
-    assert close(y, F.layer_norm(x, (7,), w, b), 1e-14)
-    for mine, exact in zip(kernels.layer_norm_backward_reference(x, dy, w, m, k),
-                           torch.autograd.grad(y, (x, w, b), dy)):
-        assert close(mine.detach(), exact, 1e-14)
-    q, k, v, do = (torch.randn(2, 3, T, 4, dtype=torch.float64, requires_grad=True) for T in (5, 7, 7, 5))
+    pairs += (y, F.layer_norm(x, (7,), w, b)), *zip(kernels.layer_norm_backward_reference(x, dy, w, m, k),
+                                                    torch.autograd.grad(y, (x, w, b), dy))
+    q, k, v, do = (draw(2, 3, T, 4) for T in (5, 7, 7, 5))
     for is_causal in (True, False):
         o, lse = kernels.attention_reference(q, k, v, is_causal)
-        assert close(o.detach(), plain_attention(q, k, v, is_causal).detach(), 1e-14)
-        for mine, exact in zip(kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
-                               torch.autograd.grad(o, (q, k, v), do)):
-            assert close(mine.detach(), exact, 1e-13)
+        pairs += (o, plain_attention(q, k, v, is_causal)), *zip(
+            kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
+            torch.autograd.grad(o, (q, k, v), do))
     targets = torch.tensor([0, 6, 3, 3, 1])
     loss = F.cross_entropy(x, targets)
     top, total, picked = kernels.softmax_sums(x.detach(), targets)
-    assert close((total.log() + top - picked).mean(), loss.detach(), 1e-14)
-    assert close(kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3 / 5)),
-                 torch.autograd.grad(3 * loss, x)[0], 1e-14)
+    pairs += ((total.log() + top - picked).mean(), loss), (
+        kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3 / 5)),
+        *torch.autograd.grad(3 * loss, x))
+    for i, (ours, exact) in enumerate(pairs):
+        assert close(ours.detach(), exact.detach(), 1e-14), i
+
+
+plain_gelu = functools.partial(F.gelu, approximate="tanh")
 
 
 def plain_attention(q, k, v, is_causal):
+    """Zero in the first rows, where they see no key."""
+    blind = max(0, q.shape[2] - k.shape[2]) if is_causal else 0
+    q = q[:, :, blind:]
     mask = (torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
             if is_causal else None)
     # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow.
     whole = torch.contiguous_format
-    return F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask)
+    return F.pad(F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask), (0, 0, blind, 0))
 
 
 def plain_norm(x, w, b):
@@ -173,16 +179,18 @@ WITH_PRODUCTS = torch.float32, HALF
 
 def rows_of_kernels():
     """Yield (whether fast/ replaces it, name, ours, PyTorch's, a function that draws inputs of a dtype, dtypes)."""
-    def draw(*shapes, scale=1, swap=None):  # swap: two dimensions that change places in memory
+    def draw(*shapes, scale=1, swap={}):  # swap: of an input, by number, two dimensions that change places in memory
         def inputs(dtype):
             every = [scale * random(*shape, dtype=dtype) for shape in shapes]
-            return [x.transpose(*swap).contiguous().transpose(*swap) for x in every] if swap else every
+            for i, (a, b) in swap.items():
+                every[i] = every[i].transpose(a, b).contiguous().transpose(a, b)
+            return every
         return inputs
 
-    for ours, theirs in (kernels.elu, F.elu), (kernels.gelu, functools.partial(F.gelu, approximate="tanh")):
+    for ours, theirs in (kernels.elu, F.elu), (kernels.gelu, plain_gelu):
         for n in LENGTHS:
             yield False, f"{ours.__name__} {n}", ours, theirs, draw((n,), scale=3), ALL_DTYPES
-        yield False, f"{ours.__name__} strided", ours, theirs, draw((3, 50, 7), swap=(0, 2)), ALL_DTYPES
+        yield False, f"{ours.__name__} strided", ours, theirs, draw((3, 50, 7), swap={0: (0, 2)}), ALL_DTYPES
 
     norm, add = (functools.partial(function, eps=1e-3) for function in (kernels.layer_norm, add_layer_norm))
     for rows, width in [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []):
@@ -191,14 +199,15 @@ def rows_of_kernels():
         yield (False, f"add, norm {size}", add, lambda x, r, w, b: (x + r, plain_norm(x + r, w, b)), draw(x, x, w, w),
                ALL_DTYPES)
         yield (False, f"x, norm {size}", lambda x, w, b: add(x, None, w, b), lambda x, w, b: (x, plain_norm(x, w, b)),
-               lambda dtype, x=x, w=w: draw(x, swap=(1, 2))(dtype) + draw(w, w)(dtype), ALL_DTYPES)
+               draw(x, w, w, swap={0: (1, 2)}), ALL_DTYPES)
 
-    sizes = [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64), (2, 1, 33, 70, 128), (1, 2, 5, 20, 256)]
+    sizes = [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64), (2, 1, 33, 70, 128), (1, 2, 5, 20, 256),
+             (1, 2, 20, 5, 16)]  # causal, the first 15 rows see no key
     for (B, H, Tq, Tk, D), causal in itertools.product(sizes + [(2, 3, 1000, 1000, 64)] * bool(GPUS), (True, False)):
         size, plain = f"{B} {H} {Tq} {Tk} {D}{' causal' * causal}", functools.partial(plain_attention, is_causal=causal)
         q, k = (B, H, Tq, D), (B, H, Tk, D)
         yield (True, f"attention {size}", lambda *qkv, causal=causal: kernels.FlashAttention.apply(*qkv, causal), plain,
-               lambda dtype, q=q, k=k: draw(q)(dtype) + draw(k, swap=(2, 3))(dtype) + draw(k)(dtype), WITH_PRODUCTS)
+               draw(q, k, k, swap={1: (2, 3)}), WITH_PRODUCTS)
         if Tq == Tk:
             yield (True, f"packed attention {size}", functools.partial(kernels.attention, is_causal=causal),
                    lambda qkv, plain=plain: plain(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2),
@@ -206,11 +215,16 @@ def rows_of_kernels():
 
     for rows, vocab in (1, 1), (17, 127), (3, 4096), (2, 5000):
         targets = torch.arange(2 * rows, device=KERNEL_DEVICE)[::2] * 7 % vocab  # not contiguous
-        for way, swap in ("", None), (" strided", (0, 1)):
+        for way, swap in ("", {}), (" strided", {0: (0, 1)}):
             yield (False, f"cross-entropy {rows} x {vocab}{way}",  # 3 times, so that the gradient that arrives is not 1
                    lambda z, targets=targets: 3 * kernels.cross_entropy(z, targets),
                    lambda z, targets=targets: 3 * plain_cross_entropy(z, targets),
                    draw((rows, vocab), scale=5, swap=swap), ALL_DTYPES)
+    # More than the kernel reads at a time is impossible.
+    hidden, targets = torch.arange(5000, device=KERNEL_DEVICE) < 4097, torch.full((2,), 4999, device=KERNEL_DEVICE)
+    yield (False, "cross-entropy of what is read last",
+           lambda z: kernels.cross_entropy(z.masked_fill(hidden, -math.inf), targets),
+           lambda z: plain_cross_entropy(z.masked_fill(hidden, -math.inf), targets), draw((2, 5000)), ALL_DTYPES)
 
     for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
         ours, theirs = (functools.partial(function, counts) for function in (grouped_linear, grouped_by_loop))
@@ -218,10 +232,32 @@ def rows_of_kernels():
         yield True, f"grouped {counts}", ours, theirs, draw(x, w, b), WITH_PRODUCTS
         if counts is GROUPS[0]:
             yield True, f"grouped {counts} without bias", ours, theirs, draw(x, w), WITH_PRODUCTS
-            yield True, f"grouped {counts} strided", ours, theirs, draw(x, w, swap=(-1, -2)), WITH_PRODUCTS
+            swap = {0: (0, 1), 1: (1, 2)}
+            yield True, f"grouped {counts} strided", ours, theirs, draw(x, w, swap=swap), WITH_PRODUCTS
 
-    yield (True, "linear", lambda x, w, b: kernels.Linear.apply(x, w, b, None), F.linear,
-           draw((2, 3, 16), (37, 16), (37,)), (torch.float32,))
+    # 8 does not divide the outputs, so fast/ pads a weight of 16 bits, and cuts off whatever gradient comes back.
+    x, w, b = (2, 3, 16), (37, 16), (37,)
+    targets = torch.arange(6, device=KERNEL_DEVICE)
+    yield (True, "linear", lambda x, w, b: kernels.Linear.apply(x, w, b, None), F.linear, draw(x, w, b),
+           (torch.float32,))
+    linear = lambda *inputs: kernels.linear(*inputs)
+    yield False, "linear of a row", linear, F.linear, draw((16,), w, b), ALL_DTYPES
+    yield False, "linear without bias", linear, F.linear, draw(x, w), ALL_DTYPES
+
+    def loss_of_linear(x, w):
+        y = linear(x, w)
+        torch.autograd.grad(y.square().sum(), x, retain_graph=True)  # a backward before, which changes nothing
+        return kernels.cross_entropy(y.flatten(0, 1), targets)
+
+    yield (False, "linear, cross-entropy", loss_of_linear,
+           lambda x, w: plain_cross_entropy(F.linear(x, w).flatten(0, 1), targets), draw(x, w), ALL_DTYPES)
+
+    for M, K, N, *options in ((1, 1, 1, None, (16, 16, 16, 1)), (17, 127, 33, kernels._gelu, (16, 16, 32, 2)),
+                              (127, 40, 100, None, (32, 16, 16, 3)), (70, 40, 130, kernels._elu)):
+        plain = {None: lambda y: y, kernels._gelu: plain_gelu, kernels._elu: F.elu}[options[0]]
+        yield (True, f"product {M} {K} {N}", lambda a, b, options=options: kernels.matmul(a, b, *options),
+               torch.no_grad()(lambda a, b, plain=plain: plain(a @ b)), draw((M, K), (K, N), swap={1: (0, 1)}),
+               WITH_PRODUCTS)
 
 
 @pytest.mark.parametrize("way,dtype,ours,theirs,inputs", [
@@ -240,8 +276,7 @@ def test_kernel(request, way, dtype, ours, theirs, inputs, triton_kernels, monke
 
 def test_activations_near_0_and_far_from_it(triton_kernels):
     tiny = torch.tensor([-1e-7, -1e-3, -0.3, -0.36, -100.0, 0.0, 1e-7, 50.0], device=KERNEL_DEVICE)
-    tanh = functools.partial(F.gelu, approximate="tanh")
-    for ours, theirs, least in (kernels.elu, F.elu, 0), (kernels.gelu, tanh, 1e-8):
+    for ours, theirs, least in (kernels.elu, F.elu, 0), (kernels.gelu, plain_gelu, 1e-8):
         assert torch.allclose(ours(tiny).double(), theirs(tiny.double()), rtol=1e-6, atol=least)
         assert ours(torch.empty(0, 4, device=KERNEL_DEVICE)).shape == (0, 4)
 
@@ -252,42 +287,6 @@ def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
     grads = [torch.autograd.grad(add_layer_norm(x, r, w, b)[1].square().sum(), (x, w, b)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*grads))
     assert torch.equal(torch.autograd.grad(add_layer_norm(x, r, w, b)[0].sum(), x)[0], torch.ones_like(x))
-
-
-def test_flash_attention_of_rows_that_see_no_key(either_way):
-    q, k, v = (random(1, 2, T, 16).requires_grad_() for T in (20, 5, 5))
-    y = kernels.FlashAttention.apply(q, k, v, True)
-    y.sum().backward()
-    assert (not y[:, :, :15].any() and not q.grad[:, :, :15].any() and y[:, :, 15:].any() and q.grad.isfinite().all()
-            and v.grad.isfinite().all())
-
-
-def test_cross_entropy_where_all_that_is_read_at_first_is_impossible(triton_kernels):
-    z, targets = random(2, 5000), torch.full((2,), 4999, device=KERNEL_DEVICE)
-    z[:, :4097] = -math.inf  # more than the kernel reads at a time
-    assert close(kernels.cross_entropy(z, targets), F.cross_entropy(z.double(), targets), 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_outputs_that_8_does_not_divide(dtype, triton_kernels):
-    """The weight is padded with zeros and the result is a view without them, whatever gradient comes back and however
-    often."""
-    one = random(16, dtype=dtype).requires_grad_()  # a row alone
-    assert torch.autograd.grad(kernels.linear(one, random(37, 16, dtype=dtype), random(37, dtype=dtype)).sum(),
-                               one)[0].shape == (16,)
-    x, w, targets = (random(2, 3, 16, dtype=dtype).requires_grad_(), random(37, 16, dtype=dtype).requires_grad_(),
-                     torch.arange(6, device=KERNEL_DEVICE))
-    kernels.use("torch")
-    want = kernels.linear(x, w)
-    want_grads = [torch.autograd.grad(f(want), [x, w], retain_graph=True) for f in (
-        lambda y: y.square().sum(), lambda y: F.cross_entropy(y.float().flatten(0, 1), targets))]
-    kernels.use("triton")
-    got = kernels.linear(x, w)
-    assert got.shape == want.shape and close(got.detach(), want.detach(), 1e-2)
-    for f, grads in zip((lambda y: y.square().sum(), lambda y: kernels.cross_entropy(y.flatten(0, 1), targets)),
-                        want_grads):
-        for g, h in zip(torch.autograd.grad(f(got), [x, w], retain_graph=True), grads):
-            assert g.shape == h.shape and close(g, h, 2e-2)
 
 
 def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
@@ -305,59 +304,29 @@ def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
         other.backward()
 
 
-def vocabulary_parallel_loss(dtype, choice):
-    kernels.use(choice)
-    torch.manual_seed(0)
-    logits, targets = (4 * torch.randn(2, 3, 41, device="cpu")).to(dtype), torch.randint(41, (2, 3), device="cpu")
-    logits, targets = logits.to(torch.get_default_device()), targets.to(torch.get_default_device())
-    mine = logits.tensor_split(dist.get_world_size(), 2)[dist.get_rank()].clone().requires_grad_()
-    loss = parallel.cross_entropy(mine * 1, targets, 41, None)
-    loss.backward()
+def vocabulary_parallel_loss():
+    draw, found = torch.Generator().manual_seed(0), []
+    logits, targets = 4 * torch.randn(2, 3, 41, generator=draw), torch.randint(41, (2, 3), generator=draw)
+    for dtype, choice in (torch.float32, "triton"), (torch.float64, "torch"):
+        kernels.use(choice)
+        mine = logits.tensor_split(dist.get_world_size(), 2)[dist.get_rank()].to(torch.get_default_device(), dtype)
+        mine.requires_grad_()
+        loss = parallel.cross_entropy(mine * 1, targets.to(mine.device), 41, None)
+        loss.backward()
+        found.append((loss.detach(), mine.grad))
     kernels.use("auto")
-    return loss.item(), mine.grad.cpu()
+    assert all(close(ours, exact, 1e-6) for ours, exact in zip(*found))
 
 
 def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
     needs_kernels(pool)
-    ours, exact = (pool(3).run(vocabulary_parallel_loss, dtype, choice)
-                   for dtype, choice in ((torch.float32, "triton"), (torch.float64, "torch")))
-    for (loss, grad), (exact_loss, exact_grad) in zip(ours, exact):
-        assert close(loss, exact_loss, 1e-6) and close(grad, exact_grad, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", WITH_PRODUCTS, ids=str)
-def test_matmul(dtype, triton_kernels):
-    for (M, K, N), tiles in [((1, 1, 1), (16, 16, 16, 1)), ((17, 127, 33), (16, 16, 32, 2)),
-                             ((127, 40, 100), (32, 16, 16, 3))]:
-        a, b = random(M, K, dtype=dtype), random(N, K, dtype=dtype).T
-        product = a.double() @ b.double()
-        unit = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 0.5)  # as above
-        for ours, theirs, exact in ((kernels.matmul(a, b, None, tiles), a @ b, product), (
-                kernels.matmul(a, b, kernels._gelu, tiles), F.gelu(a @ b, approximate="tanh"),
-                kernels.gelu_reference(product))):
-            error, allowed = (float((c.double() - exact).norm() / exact.norm()) for c in (ours, theirs))
-            assert error <= 1.1 * max(allowed, unit), (M, K, N, error, allowed)
-    # Rows + columns of tiles.
-    assert tiles_read(32, 32, 1, 128) == 4 + 32 and tiles_read(32, 32, 8, 128) == 8 + 16
+    pool(3).run(vocabulary_parallel_loss)
 
 
 def test_a_choice_of_kernels_is_obeyed_plain(plain_kernels):
     for choice in ("torch", "triton"):
         kernels.use(choice)
         assert kernels.on_triton(random(2)) == (choice == "triton")
-
-
-def test_product_plain(plain_kernels):
-    a, b = random(70, 40), random(40, 130)
-    assert close(kernels.matmul(a, b, kernels._elu).double(), F.elu(a.double() @ b.double()), 1e-6)
-    x, w, bias, taken = (random(2, 3, 16).requires_grad_(), random(37, 16).requires_grad_(),
-                         random(37).requires_grad_(), [])
-    y = kernels.Linear.apply(x, w, bias, None)
-    assert y.equal(kernels.linear(x, w, bias))
-    dx, dw, db = torch.autograd.grad(y.square().sum(), (x, w, bias))
-    kernels.Linear.apply(x, w.detach(), bias.detach(),
-                         lambda dy, x: taken.extend((dy.T @ x, kernels.bias_gradient(dy)))).square().sum().backward()
-    assert x.grad.equal(dx) and taken[0].equal(dw) and taken[1].equal(db)
 
 
 def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
@@ -382,26 +351,6 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
                         (lambda: kernels.use("cuda"), "'cuda'")]:
         with pytest.raises(ValueError, match=words):
             call()
-
-
-@pytest.mark.parametrize("way", ["fast", "plain"])
-def test_training_with_kernels_follows_pytorch(way, triton_kernels, monkeypatch):
-    if way == "plain":
-        put_back(monkeypatch, kernels, model)
-    config, losses = model.GPTConfig(61, 16, 2, 2, 32), {}
-    for choice in ("triton", "torch"):
-        kernels.use(choice)
-        net = model.GPT(config).to(KERNEL_DEVICE)
-        optimizer = torch.optim.SGD(net.parameters(), 0.3)
-        for step in range(3):
-            x = torch.randint(61, (1, 17), generator=torch.Generator().manual_seed(0)).to(KERNEL_DEVICE)
-            loss = parallel.cross_entropy(net(x[:, :-1]), x[:, 1:], 61)
-            losses.setdefault(choice, []).append(loss.item())
-            if step < 2:  # nobody sees what a last step would change
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-    assert close(losses["triton"], losses["torch"], 1e-5) and losses["torch"][-1] < losses["torch"][0] - 0.1
 
 
 def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
@@ -480,6 +429,7 @@ def test_python_kernels_py(monkeypatch, capsys):
     main()
     kernels.use("auto")
     printed = capsys.readouterr().out
+    assert tiles_read(32, 32, 1, 128) == 4 + 32 and tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
     if kernels.HAVE_TRITON:
         rows = {line[:32].strip(): [part.split() for part in line[32:].split(" | ")]
                 for line in printed.splitlines() if re.search(r"e-\d\d ", line)}

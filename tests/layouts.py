@@ -19,6 +19,8 @@ from torch import nn
 import collectives as dist
 import fast
 import fast.context
+import fast.experts
+import fast.nccl
 import further.context
 import further.experts
 import further.nodes
@@ -142,14 +144,45 @@ def keys_travel_ahead():
 BREAKS = {function.__name__: function for function in (average_over_copies, sums_of_all_keys, keys_travel_ahead)}
 
 
-def in_layout(*args, without=None, node=None, choice="auto", **options):
+def rows_in_place():
+    """Sequences are gathered and scattered where tokens belong, however small they are."""
+    return unittest.mock.patch.object(fast.nccl, "takes_rows", lambda nbytes, group, waits=True: True)
+
+
+@contextlib.contextmanager
+def under_own_rows():
+    """Experts' rows travel under what a rank's own rows need, whatever the group and the width."""
+    with unittest.mock.patch.dict(fast.experts.HIDE_EXCHANGES, link=dist.Link, bytes=0), unittest.mock.patch.object(
+            fast.experts, "start_exchange", wraps=fast.experts.start_exchange) as started:
+        yield
+    assert started.called
+
+
+def with_whole_backwards(ranks, p, m, v=1):
+    """ZB-H1 whose backwards are in one piece on some ranks."""
+    return [[action._replace(kind="B") if r in ranks and action.kind == "I" else action for action in actions
+             if r not in ranks or action.kind != "W"] for r, actions in enumerate(zero_bubble_h1(p, m))]
+
+
+MIXED = {"whole-0": functools.partial(with_whole_backwards, {0}),  # schedules
+         "whole-2": functools.partial(with_whole_backwards, {2}),
+         "whole-0-1": functools.partial(with_whole_backwards, {0, 1})}
+
+# What fast/ does on GPUs, or with much to send.
+FORCED = {function.__name__: function for function in (rows_in_place, under_own_rows)}
+
+
+def in_layout(*args, without=None, node=None, choice="auto", forced=None, **options):
     """`three_steps` on this rank. without: a function of the reference whose collectives do nothing, or one of BREAKS.
-    node: as if torchrun had started nodes of so many ranks. choice: of kernels."""
+    node: as if torchrun had started nodes of so many ranks. choice: of kernels. forced: one of FORCED."""
     with contextlib.ExitStack() as around:
         if node:
             around.enter_context(nodes_of(node))
+        if forced:
+            around.enter_context(FORCED[forced]())
         if without:
             around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without))
+        around.enter_context(unittest.mock.patch.dict(parallel.SCHEDULES, MIXED))
         around.callback(kernels.use, "auto")
         kernels.use(choice)
         return three_steps(*args, **options)
@@ -245,11 +278,11 @@ def arguments_of(case):
     return (layout, case.pop("optimizer"), case.pop("micro_batches"), change), case
 
 
-def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
+def differences_in(pool, case, tolerances=(1e-10,)):
     """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
     want = one_process(optimizer, *(options[name] for name in ("batch", "tokens", "bias", "clip")), **change)
-    results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options)
+    results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, **options)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
@@ -286,7 +319,8 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "pp=2,3,4 schedule=gpipe micro_batches=2", "pp=2,3,4 schedule=gpipe micro_batches=8 tied=0",
         "pp=2,3,4 schedule=1f1b,zb-h1 micro_batches=1", "pp=2,3,4 schedule=1f1b,zb-h1 micro_batches=2,4 tied=0",
         "pp=2,3,4 schedule=1f1b,zb-h1 micro_batches=3 batch=24", "pp=4 schedule=1f1b,zb-h1 micro_batches=8"]),
-    ("pipeline", [""], ["pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_"]),
+    ("pipeline", [""], ["pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_",
+                        "pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1"]),
     ("pipeline", ["schedule=interleaved n_layer=7"], [
         "pp=2 virtual_stages=2 micro_batches=2", "pp=2 virtual_stages=3 micro_batches=8",
         "pp=3 virtual_stages=2 micro_batches=3 batch=24", "pp=4 virtual_stages=1 micro_batches=4",
@@ -304,7 +338,8 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "tp=2 micro_batches=2 schedule=1f1b,zb-h1", "tp=5 n_head=5 n_embd=30 recompute=block", "dp=2 tp=2",
         "tp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4",
         "tp=2 pp=4 schedule=zb-h1 micro_batches=2 recompute=attention",
-        "tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients"]),
+        "tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients",
+        "tp=2 micro_batches=2 forced=rows_in_place"]),
     ("sequence", [UNTIED + "sequence=1 n_layer=3"], [
         "dp=2 tp=2 zero=1 micro_batches=2", "dp=2 tp=2 zero=2 micro_batches=2 recompute=attention",
         "dp=2 tp=2 zero=3 micro_batches=2 recompute=block", "dp=2 tp=2 pp=2 zero=3 micro_batches=2",
@@ -340,6 +375,10 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "dp=2 ep=2 without=exchange,ParallelGPT.balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
         "dp=2 tp=2 ep=2 without=ParallelGPT.balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
         "tp=2 sequence=1 without=scatter_tokens,ParallelGPT.balance"]),
+    ("experts", ["experts=4 tokens=8 n_layer=3 forced=under_own_rows"], [
+        "dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few " + UNTIED, "dp=2 ep=2 bias=all top_k=1",
+        "dp=4 ep=4 zero=1 micro_batches=2 " + UNTIED, "dp=3 ep=3 experts=6 batch=6",
+        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 sequence=1 micro_batches=2"]),
 ]
 
 
@@ -366,8 +405,8 @@ NEAR = [  # rows that round, and how near they are: gradients sent in bf16, laye
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float32 reduce_dtype=bfloat16", 2**-5),
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float16", 2**-8),
-    ("dp=2 zero=3 choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5),
-    ("tp=2 sequence=1 choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)]
+    *((f"{layout} choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
+      for layout in ("dp=1", "dp=2 zero=3", "tp=2 sequence=1"))]
 
 
 @on_both
@@ -384,28 +423,13 @@ def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
 
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
-def partly_fused(ranks):
-    """ZB-H1 whose backwards are in one piece on some ranks."""
-    def schedule(p, m, v=1):
-        return [[action._replace(kind="B") if r in ranks and action.kind == "I" else action for action in actions
-                 if r not in ranks or action.kind != "W"] for r, actions in enumerate(zero_bubble_h1(p, m))]
-    return schedule
-
-
-def in_layout_partly_fused(ranks, *args, **options):
-    with unittest.mock.patch.dict(parallel.SCHEDULES, {"partly fused": partly_fused(ranks)}):
-        return in_layout(*args, schedule="partly fused", **options)
-
-
-@pytest.mark.parametrize("ranks", [{0}, {2}, {0, 1}])
-def test_stages_may_run_b_or_its_halves(pool, ranks):
-    """Checked, simulated, run. Where rank 0 alone does not put W off, ZB-H1 does the same in the same time."""
-    lists = partly_fused(ranks)(3, 6)
+@pytest.mark.parametrize("name", MIXED)
+def test_stages_may_run_b_or_its_halves(name):
+    """Where rank 0 alone does not put W off, ZB-H1 does the same in the same time."""
+    lists = MIXED[name](3, 6)
     parallel.check(parallel.lower(lists))
-    h1 = simulate(zero_bubble_h1(3, 6)).length
-    assert simulate(lists).length == h1 if ranks == {0} else simulate(lists).length > h1
-    run = functools.partial(in_layout_partly_fused, ranks)
-    assert not any(differences_in(pool, case_of("pp=3 micro_batches=4"), run=run))
+    slower = simulate(lists).length - simulate(zero_bubble_h1(3, 6)).length
+    assert slower == 0 if name == "whole-0" else slower > 0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -451,19 +475,15 @@ def test_layers_are_split_by_cost():
 
 def test_layers_behind_frozen_ones_have_their_gradients():
     """Nothing before the first layer needs a gradient, so a detached weight would have no backward there."""
-    def gradients(split):
-        net = model.GPT(SMALL).double()
-        for name, param in net.named_parameters():
-            param.requires_grad = "attn" in name or "mlp" in name
-        if split:
-            parallel.split_linears(net)
-        x, y = tokens_of(0)
+    net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
+    for name, param in net.named_parameters():
+        param.requires_grad = "attn" in name or "mlp" in name
+    for prepare in (lambda net: None), parallel.split_linears:
+        prepare(net)
+        net.zero_grad()
         F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
-        return {name: param.grad for name, param in net.named_parameters() if param.requires_grad}
-
-    split = gradients(True)
-    for name, want in gradients(False).items():
-        assert close(split[name], want, 1e-12), name
+        grads.append([param.grad for param in net.parameters() if param.requires_grad])
+    assert all(close(split, want, 1e-12) for want, split in zip(*grads, strict=True))
 
 
 def refused(message, *args, **options):
