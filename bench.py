@@ -40,12 +40,12 @@ from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
 from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
-from lessons.pictures import CHARTS, draw_file, pictures
+from lessons.pictures import draw_file, pictures
 from lessons.plan import plan
-from lessons.strategies import WITHOUT, configs_of, layouts, strategies
+from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch
-from safe.flags import BadInput, check_layout, gpus_here, model_config, Parser, refuse, reject, Settings
+from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings
 from safe.folder import check_folder
 from safe.launch import is_forked
 from theory.speed import MACHINES, describe_machine
@@ -54,7 +54,7 @@ from theory.speed import MACHINES, describe_machine
 # ---------------------------------------------------------------------------------------- kernels, lessons, collectives
 
 def measure_kernels(a):
-    device = torch.device(a.device, *[0] * (a.device == "cuda"))
+    device = torch.device(a.device)
     kernels.use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
     (x, y), m = torch.zeros(2, n, device=device), torch.randn(side, side, device=device).bfloat16()
@@ -79,13 +79,13 @@ def measure_kernels(a):
 
 
 def lessons(a):
-    device = torch.device(a.device, *[0] * (a.device == "cuda"))
+    device = torch.device(a.device)
     kernels.use("triton" if on_triton(a) else "auto")
     n, side, repeats = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
     table = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
                   "fewer bytes", {
         "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f",
-        "faster": "faster:>9.2f", "fewer": "fewer:>6.2f", "read": "read:<29"})
+        "faster": "faster:>9.2f", "fewer": "fewer:>6.2f", "read": "read:<31"})
     for name in a.only:
         lesson = LESSONS[name]
         ways = lesson.ways(device, n, side)  # {way: (function, inputs, bytes)}
@@ -152,15 +152,15 @@ def scaling(a):
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
     worlds, one = [1 << i for i in range(a.gpus.bit_length())], {}
     names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
-    given = [word for name in names if getattr(a, name) for word in (f"--{name.replace('_', '-')}", getattr(a, name))]
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "rows.json")
-            words = [sys.executable, os.path.abspath(__file__), "strategies", "--gpus", n, "--batch-size", batch,
-                     "--json", path, "--accumulate", batch // n // a.batch_size, "--only", *a.only,
-                     *["--quick"] * a.quick, *given]
-            done = subprocess.run(list(map(str, words)), stdout=subprocess.DEVNULL)
+            given = {"gpus": n, "batch_size": batch, "json": path, "micro_batches": batch // n // a.batch_size,
+                     **{name: getattr(a, name) for name in names if getattr(a, name)}}
+            words = [f"{dashed(name)}={value}" for name, value in given.items()]
+            done = subprocess.run([sys.executable, os.path.abspath(__file__), "strategies", *words, "--only", *a.only,
+                                   *["--quick"] * a.quick], stdout=subprocess.DEVNULL)
             if done.returncode:  # the command has said why
                 sys.exit(done.returncode)
             with open(path) as file:
@@ -196,20 +196,19 @@ FLAGS = [
     option((*MEASURED, "lessons"), "--only", "which kernels, lessons, collectives or strategies; left out, all (but "
            "experts and dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
     option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
-    *(number(OF_A_MODEL, "--" + name.replace("_", "-"), "instead of the preset's") for name in train.SIZES),
+    *(number(OF_A_MODEL, dashed(name), "instead of the preset's") for name in train.SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
     option(("collectives", *TRAINED), "--comm", "whose collectives are ours; ring: the textbook's",
            choices=["ours", "ring", "torch"], default="ours"),
-    number(("strategies",), "--accumulate", "micro-batches without a pipeline", default=1),
-    number(("strategies",), "--micro-batches", "micro-batches of a pipeline", default=8),
+    number(("strategies",), "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
     number(("strategies",), "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option(TRAINED, "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
     option(("kernels", "collectives", "strategies"), "--plain", "measure the reference alone, without fast/",
            action="store_true"),
     number(TRAINED, "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
     option(("strategies",), "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
-           + ", ".join(WITHOUT), nargs="*", choices=list(WITHOUT), metavar="PIECE"),
+           + ", ".join(pieces()), nargs="*", choices=list(pieces()), metavar="PIECE"),
     option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"],
            default="weak"),
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
@@ -229,7 +228,7 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    others = argparse.Namespace(gpus=1, accumulate=1, json="", without=None, plain=False)  # no flags there
+    others = argparse.Namespace(gpus=1, json="", without=None, plain=False)  # no flags there
     return parser.parse_args(words, others)
 
 
@@ -292,16 +291,16 @@ def check_processes(a, world):
 def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
-    a.without = list(WITHOUT) if a.without == [] else a.without
+    a.without = list(pieces()) if a.without == [] else a.without
     reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
     asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
-    every = layouts(a.gpus, a.micro_batches, a.virtual_stages, routed.experts)
+    every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)
     a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        given = {"dtype": a.dtype, "device": a.device, "batch_size": a.batch_size, "micro_batches": a.accumulate,
-                 "cuda_graphs": "off" if a.plain else a.cuda_graphs, "plain": a.plain}
+        given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "batch_size": a.batch_size,
+                 "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
         s = Settings(**given | every[name])
         try:
             check_layout(s, a.configs[name], 1, 1)
@@ -316,7 +315,7 @@ def check_files(a):
     """Set a.drawn, the pictures of the files. BadInput for files that cannot be drawn."""
     a.drawn = {}
     for path in a.files:
-        advice = f"give files that `bench.py {', '.join(CHARTS)} --json` or `train.py --trace` wrote"
+        advice = "give files that `bench.py kernels, collectives, scaling --json` or `train.py --trace` wrote"
         with readable(path, advice), open(path) as file:
             a.drawn |= draw_file(json.load(file))
     if int(os.environ.get("RANK", "0")) == 0:

@@ -17,7 +17,7 @@ from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
-from safe.flags import BadInput, Parser, refuse, Settings
+from safe.flags import BadInput, dashed, Parser, refuse, Settings
 from theory.clock import draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 
@@ -52,28 +52,33 @@ def ring_states():
     return [*states, t.tolist()]
 
 
-def demo_collectives(arguments):
+def shown(tensors):
+    return "   ".join(str(t.tolist()) for t in tensors)
+
+
+def demo_collectives():
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    row, tens, nothing = torch.tensor, [10 * rank + i for i in range(n)], [0] * n
-
-    def show(title, call, *tensors):
-        before = "   ".join(str(t.tolist()) for t in tensors)
-        call(*[list(t) if t.dim() > 1 else t for t in tensors])  # scatter and gather take a list of parts
-        say(f"\n{title}")
-        say_in_order(f"  rank {rank}   {before}   ->   " + "   ".join(str(t.tolist()) for t in tensors))
+    one, tens = torch.tensor([10 + rank]), 10 * rank + torch.arange(n)
+    to_fill, parts_to_fill = torch.zeros_like(one), torch.zeros_like(tens)
 
     def at_root(parts):
-        return [parts] if rank == 0 else []
+        return [parts.view(n, 1)] if rank == 0 else []
 
-    show("broadcast: one to all", dist.broadcast, row([1, 2, 3]) if rank == 0 else row([0, 0, 0]))
-    show("scatter: one sends each its part", dist.scatter, row([0]), *at_root(10 * torch.arange(n).view(n, 1)))
-    show("gather: scatter backwards", dist.gather, row([10 + rank]), *at_root(torch.zeros(n, 1, dtype=torch.int64)))
-    show("reduce: gather, combining on the way", dist.reduce, row([rank, 10 * rank]))
-    show("all-gather: gather, for everybody", dist.all_gather_into_tensor, row(nothing), row([10 + rank]))
-    show("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor, row([0]), row(tens))
-    show("all-reduce = reduce-scatter + all-gather", dist.all_reduce, row(tens))
-    show("all-to-all: a transpose over ranks", dist.all_to_all_single, row(nothing), row(tens))
+    for title, call, *tensors in (
+            ("broadcast: one to all", dist.broadcast, tens),
+            ("scatter: one sends each its part", dist.scatter, to_fill, *at_root(tens)),
+            ("gather: scatter backwards", dist.gather, one, *at_root(parts_to_fill)),
+            ("reduce: gather, combining on the way", dist.reduce, tens),
+            ("all-gather: gather, for everybody", dist.all_gather_into_tensor, parts_to_fill, one),
+            ("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor, to_fill, tens),
+            ("all-reduce = reduce-scatter + all-gather", dist.all_reduce, tens),
+            ("all-to-all: a transpose over ranks", dist.all_to_all_single, parts_to_fill, tens)):
+        tensors = [t.clone() for t in tensors]
+        before = shown(tensors)
+        call(*[list(t) if t.dim() > 1 else t for t in tensors])  # scatter and gather take a list of parts
+        say(f"\n{title}")
+        say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
     say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
     steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
@@ -97,7 +102,7 @@ def demo_collectives(arguments):
         say(f"  {call.__name__:24}{traffic_of(call.__name__).bytes:>12,} | {formula:>12,}   {text}")
 
 
-def demo_sizes(arguments):
+def demo_sizes():
     """Parameters, FLOPs and training bytes of every preset."""
     print(f"{'preset':12} {'layers':>6} {'heads':>5} {'width':>5} {'vocab':>6} {'context':>7} {'parameters':>13} "
           f"{'FLOPs/token':>12} {'training MiB':>12}")
@@ -108,14 +113,14 @@ def demo_sizes(arguments):
           "gradients 4,\nAdamW 8; activations come on top.")
 
 
-def demo_memory(arguments):
+def demo_memory(model, dp, tp, dtype):
     """The ZeRO table: bytes a GPU at each stage."""
-    config, gib = PRESETS[arguments.model], 2**30
-    print(f"{arguments.model}, {config.parameters():,} parameters, dp {arguments.dp} x tp {arguments.tp}, "
-          f"{arguments.dtype}, AdamW: GiB a GPU, without activations\n\n"
+    config, gib = PRESETS[model], 2**30
+    print(f"{model}, {config.parameters():,} parameters, dp {dp} x tp {tp}, "
+          f"{dtype}, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        s = Settings(dp=arguments.dp, tp=arguments.tp, zero=zero, dtype=arguments.dtype, batch_size=arguments.dp)
+        s = Settings(dp=dp, tp=tp, zero=zero, dtype=dtype, batch_size=dp)
         kinds = memory_bytes(config, s)
         sizes = [kinds[kind] / gib for kind in ("parameters", "gradients", "optimizer")]
         print(f"ZeRO-{zero}  {''.join(f'{size:12.2f}' for size in sizes)}{sum(sizes):10.2f}   {what}")
@@ -137,8 +142,9 @@ def demo_memory(arguments):
     print("Here there is no dropout, and no T x T scores are kept.")
 
 
-def demo_pipeline(arguments):
-    p, m, v = arguments.stages, arguments.micro_batches, arguments.virtual_stages
+def demo_pipeline(stages, micro_batches, virtual_stages):
+    """The schedules: grids, bubbles, activations."""
+    p, m, v = stages, micro_batches, virtual_stages
     # at m >= p ranks are idle so long, in units of F = I = W; on each rank, and stages a rank
     schedules = {"gpipe": (3 * (p - 1), 1), "1f1b": (3 * (p - 1), 1), "interleaved": (3 * (p - 1) / v, v),
                  "zb-h1": (p - 1, 1)}
@@ -164,24 +170,25 @@ def off(a, b):
     return ((a - b).norm() / b.norm()).item()  # the relative error of a
 
 
-def demo_data(arguments):
+def demo_data():
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
     dist.use(None, "ring")  # the lecture's: where fast/ is on, small tensors go another way, in fewer messages
     mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
-    model, came, complete = parallel.DDP(net, bucket_mb=2), set(), []
+    model, came = parallel.DDP(net, bucket_mb=2), set()
     piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
+
+    def pieces(params):
+        return ", ".join(dict.fromkeys(piece[p] for p in params))
 
     def look(param):  # called when backward has computed this parameter's gradient
         came.add(param)
-        for bucket in model.buckets:
-            if bucket not in complete and came.issuperset(bucket.params):
-                complete.append(bucket)
-                has, lacks = (", ".join(dict.fromkeys(piece[p] for p in some))
-                              for some in (bucket.params, [p for p in reversed(model.params) if p not in came]))
-                say(f"  {len(came):7} of {len(piece)}{bucket.numel * 8 // 1024:>9}   {has:22}{lacks or 'nothing'}")
+        bucket = model.reducer.bucket_of[param]
+        if came.issuperset(bucket.params):
+            missing = [p for p in reversed(model.params) if p not in came]
+            say(f"  {len(came):9} of {len(piece)}   {pieces(bucket.params):22}{pieces(missing) or 'nothing'}")
 
     def show(what, other):
         sent = traffic_of("all_reduce")
@@ -193,7 +200,7 @@ def demo_data(arguments):
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
         f"float64.\nA bucket is complete when its last gradient is computed. parallel.py sends all buckets after "
         f"backward; fast/overlap.py\nsends each when it is complete, so that it travels while backward goes on:\n\n"
-        f"  gradients ready      KiB   bucket of             backward still computes")
+        f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
     cross_entropy(one(x), y, config.vocab_size).backward()
     cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
@@ -207,7 +214,7 @@ def demo_data(arguments):
     dist.use(None, "ours")
 
 
-def demo_tensor(arguments):
+def demo_tensor():
     """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config = GPTConfig(n_layer=1, n_head=2 * N, n_embd=32 * N)
@@ -252,8 +259,9 @@ def context_work(rank, other, n, kind):
     return mine.tolist(), theirs.tolist(), ((ahead > 0) + 0.5 * (ahead == 0)).sum().item()
 
 
-def demo_context(arguments):
-    n = arguments.ranks
+def demo_context(ranks):
+    """A sequence cut over ranks: who computes what in each step."""
+    n = ranks
     print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right, so in step s "
           f"a rank\nhas those of the rank s to its left. \"Q x K: W\" means that queries of chunks Q see keys of "
           f"chunks K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, "
@@ -275,7 +283,7 @@ def demo_context(arguments):
           f"and zigzag takes just that.")
 
 
-def demo_experts(arguments):
+def demo_experts():
     """Experts over the ranks in float64: where tokens go, what the exchange sends, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
     config = GPTConfig(seq_len=5, n_embd=32, experts=2 * N)
@@ -317,45 +325,39 @@ def positive(text):
     return int(text)
 
 
-MEMORY = {"--model": {"choices": list(PRESETS), "default": "gpt2-xl"}, "--dp": {"default": 8}, "--tp": {"default": 1},
-          "--dtype": {"choices": ["fp32", "bf16"], "default": "bf16"}}
-PIPELINE = {"--stages": {"default": 4}, "--micro-batches": {"default": 8}, "--virtual-stages": {"default": 2}}
-
-
-def ranks(count):
-    return {"--ranks": {"default": count}}
-
-
-DEMOS = (  # name, function, help, options; does it start --ranks processes
-    ("sizes", demo_sizes, "parameters, FLOPs and training bytes of every preset", {}, False),
-    ("kernels", lambda arguments: errors.main(), "each kernel's error beside PyTorch's", {}, False),
-    ("collectives", demo_collectives, "every collective, step by step, and the bytes it sends", ranks(4), True),
-    ("memory", demo_memory, "the ZeRO table: bytes a GPU at each stage", MEMORY, False),
-    ("data", demo_data, "gradients sent in buckets, or one by one", ranks(2), True),
-    ("tensor", demo_tensor, "attention and MLP cut over ranks: shapes, f and g, bytes", ranks(2), True),
-    ("pipeline", demo_pipeline, "the schedules: grids, bubbles, activations", PIPELINE, False),
-    ("context", demo_context, "a sequence cut over ranks: who computes what in each step", ranks(4), False),
-    ("experts", demo_experts, "tokens that travel to experts", ranks(2), True))
+DEMOS = {  # name: (function, {flag: what it is if left out})
+    "sizes": (demo_sizes, {}),
+    "kernels": (errors.main, {}),
+    "collectives": (demo_collectives, {"ranks": 4}),
+    "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8, "tp": 1, "dtype": "bf16"}),
+    "data": (demo_data, {"ranks": 2}),
+    "tensor": (demo_tensor, {"ranks": 2}),
+    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2}),
+    "context": (demo_context, {"ranks": 4}),
+    "experts": (demo_experts, {"ranks": 2})}
+ON_RANKS = demo_collectives, demo_data, demo_tensor, demo_experts  # each rank is a process and runs the demo
+CHOICES = {"model": list(PRESETS), "dtype": ["fp32", "bf16"]}
 
 
 def main():
     parser = Parser(prog="python -m lessons", description="Lessons of the reading path. They run the reference.")
-    lessons = parser.add_subparsers(required=True, metavar="LESSON")
-    for name, run, help, options, starts in DEMOS:
-        lesson = lessons.add_parser(name, help=help)
-        for option, more in options.items():
-            lesson.add_argument(option, **({} if "choices" in more else {"type": positive}), **more)
-        lesson.set_defaults(run=run, starts=starts)
+    lessons = parser.add_subparsers(dest="name", required=True, metavar="LESSON")
+    for name, (demo, flags) in DEMOS.items():
+        lesson = lessons.add_parser(name, help=demo.__doc__)
+        for flag, default in flags.items():
+            kind = str if flag in CHOICES else positive
+            lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag))
     try:
-        arguments = parser.parse_args()
+        flags = vars(parser.parse_args())
     except BadInput as problem:
         refuse(parser.prog, problem, 0)
-    if not arguments.starts:
-        return arguments.run(arguments)
+    demo = DEMOS[flags.pop("name")][0]
+    if demo not in ON_RANKS:
+        return demo(**flags)
     if "RANK" not in os.environ:
-        launch.start_again(arguments.ranks)
+        launch.start_again(flags["ranks"])
     safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal
     dist.initialize("cpu")
-    arguments.run(arguments)
+    demo()
     dist.barrier()
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 import kernels
-from kernels import tl, triton
+from kernels import triton
 from lessons.kernels import tiles_read
 
 
@@ -31,26 +31,12 @@ def one_by_one_and_fused(plain, passes, ours):
     return ways
 
 
-@triton.jit
-def _copy_lines(x, y, line, step, BLOCK: tl.constexpr):
-    """A program copies BLOCK numbers of a line. Neighbours in a line are `step` elements apart, lines `line`."""
-    at = tl.program_id(1) * line + (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)) * step
-    tl.store(y + at, tl.load(x + at))
-
-
 def columns_and_rows(device, n, side):
-    """A copy, down columns or along rows. A GPU reads memory in sectors of 32 bytes. Down a column each sector serves
-    one number, unless L2 keeps it for the next column."""
-    side = math.isqrt(n)
-    x, y = torch.randn(2, side, side, device=device)
-
-    def along(line, step):
-        if not kernels.on_triton(x):
-            return y.copy_(x if step == 1 else x.T)
-        _copy_lines[side // min(side, 1024), side](x, y, line, step, min(side, 1024))
-        return y
-    asked = 2 * x.numel() * (32 if device.type == "cuda" else 4)
-    return {"columns": (lambda: along(1, side), [], asked), "rows": (lambda: along(side, 1), [], 2 * x.nbytes)}
+    """A copy that reads down columns or along rows. A GPU reads memory in sectors of 32 bytes. Down a column each
+    sector serves one number, unless L2 keeps it for the next column."""
+    x, y = torch.randn(2, math.isqrt(n), math.isqrt(n), device=device)
+    read = x.numel() * (32 if device.type == "cuda" else 4)
+    return {"columns": (y.copy_, [x.T], read + y.nbytes), "rows": (y.copy_, [x], 2 * x.nbytes)}
 
 
 def ungrouped_and_grouped(device, n, side):
@@ -77,7 +63,8 @@ LESSONS = {
                   one_by_one_and_fused(kernels.elu_reference, 8.5, kernels.elu)),
     "fusion": Lesson("GELU in one kernel: one read, one write", "kernels.py _map",
                      one_by_one_and_fused(kernels.gelu_reference, 14, kernels.gelu)),
-    "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py _copy_lines", columns_and_rows),
+    "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py columns_and_rows",
+                         columns_and_rows),
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py make_shard", float32_and_bf16),
 }

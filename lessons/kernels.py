@@ -135,6 +135,7 @@ def tiles_read(tall, wide, group, at_once=132):
 
 
 def main():
+    """Each kernel's error beside PyTorch's."""
     gpu = torch.cuda.is_available()
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")

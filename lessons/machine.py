@@ -11,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
+import kernels
 import parallel
 from fast.blocks import FusedBlock
 from fast.nccl import Direct
@@ -57,9 +58,7 @@ def measure_machine(device, dtype, config, comm):
         dy, leaves = torch.randn_like(function(x)), [x, *getattr(function, "parameters", list)()]
         return lambda: torch.autograd.grad(function(x), leaves, dy)
 
-    block, attention, tiny = (FusedBlock(some, 0).to(device, dtype)
-                              for some in (config, config, GPTConfig(n_embd=32, n_head=1)))
-    attention.attn.c_attn = attention.attn.c_proj = torch.nn.Identity()  # only attention itself is left
+    block, tiny = (FusedBlock(some, 0).to(device, dtype) for some in (config, GPTConfig(n_embd=32, n_head=1)))
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
     a, wide, up = random(k, c), random(k, config.inner), random(c, config.inner)
@@ -67,7 +66,8 @@ def measure_machine(device, dtype, config, comm):
     seconds = interleaved({
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
-        "attention": both_ways(attention.attn, b, t, 3 * c), "launch": both_ways(tiny, 1, 16, 32),
+        "attention": both_ways(kernels.attention, b, t, 3, config.n_head, c // config.n_head),
+        "launch": both_ways(tiny, 1, 16, 32),
         "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
         device, 5, calls=3)
     products = b * t / k * seconds["products"] * (2 + 4 * c / config.inner)  # all of a block
@@ -84,10 +84,10 @@ def measure_machine(device, dtype, config, comm):
         return machine
     group = dist.new_group()
     dist.use(group, comm)
-    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21))]  # small, large
-    seconds = interleaved({some.nbytes: functools.partial(dist.all_reduce, some, group=group) for some in tensors},
-                          device, 5, calls=5)
-    hop, link = fit([1, 1], [2 * (n - 1) / n * size for size in seconds], list(seconds.values()))
+    small, large = (torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21)))
+    seconds = interleaved({2 * (n - 1) / n * some.nbytes: functools.partial(dist.all_reduce, some, group=group)
+                           for some in (small, large)}, device, 5, calls=5)
+    hop, link = fit([1, 1], [*seconds], [*seconds.values()])
     dist.destroy_process_group(group)
     return dataclasses.replace(machine, link=link, hop=hop)
 

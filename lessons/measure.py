@@ -63,9 +63,9 @@ def mark(device):
     return event
 
 
-def of_all_ranks(value, group=None):
-    every = [None] * dist.get_world_size(group)
-    torch_dist.all_gather_object(every, value, group)
+def of_all_ranks(value):
+    every = [None] * dist.get_world_size()
+    torch_dist.all_gather_object(every, value)
     return every
 
 
@@ -108,14 +108,14 @@ def write_json(path, what, device, tables, **more):
     """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
     if not path or int(os.environ.get("RANK", "0")):
         return
-    here, commit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "unknown"
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
-                                         stderr=subprocess.DEVNULL).strip()
+    here, commit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
+    with contextlib.suppress(OSError):  # where there is no git
+        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
+                                capture_output=True).stdout.strip()
     hardware = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, NCCL {torch.cuda.nccl.version()}"
-    found = {"what": what, "hardware": hardware, "commit": commit, "command": " ".join(sys.argv),
+    found = {"what": what, "hardware": hardware, "commit": commit or "unknown", "command": " ".join(sys.argv),
              "torch": torch.__version__, "triton": getattr(triton, "__version__", None), **more,
              "rows": [row for table in tables for row in table.rows]}
     with open(path, "w") as file:

@@ -108,63 +108,54 @@ def draw_schedules():
 
 def draw_trace(found):
     """The pipeline as it ran, from train.py's --trace."""
-    spans = defaultdict(list)
-    for event in found["traceEvents"]:
-        if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}:
-            action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
-            spans[event["tid"]].append((action, event["ts"], event["ts"] + event["dur"]))
-    every = sum(spans.values(), [])
-    first, last = min(start for _, start, _ in every), max(end for _, _, end in every)
-    rows = [[(action, start - first, end - first) for action, start, end in row] for _, row in sorted(spans.items())]
-    return 34 + 20 * len(rows), [*legend(6, 230, KINDS), *lanes(rows, 900 / (last - first), 28)]
+    events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
+    first = min(event["ts"] for event in events)
+    spans, last = defaultdict(list), 0
+    for event in events:
+        start, end = event["ts"] - first, event["ts"] + event["dur"] - first
+        action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
+        spans[event["tid"]].append((action, start, end))
+        last = max(last, end)
+    rows = [row for _, row in sorted(spans.items())]
+    return 34 + 20 * len(rows), [*legend(6, 230, KINDS), *lanes(rows, 900 / last, 28)]
 
 
-def charts_of_kernels(rows):
-    for picture, op, key, unit in (("attention", "attention", "tflops", "TFLOP/s"),
-                                   ("layer-norm", "layer norm", "tb", "TB/s")):
-        for way in "forward", "backward":
-            yield picture, f"{op} {way}, {unit}", [
-                (row["op"].removeprefix(op), row["who"], row[key]) for row in rows
-                if row["op"].startswith(op) and row["way"] == way]
-
-
-def charts_of_collectives(rows):
-    yield "all-reduce", "all-reduce, bus GB/s by size", [
-        (f"{row['size']:,.0f} KiB", who, row[key]) for row in rows
-        if row["op"] == "all_reduce" and row.get("bus", 0) > 1
-        for who, key in (("ours", "bus"), ("torch", "torch_bus"))]
-
-
-def charts_of_scaling(rows):
-    yield "scaling", "tokens/s a GPU, % of one GPU's", [
-        (f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}", row["efficiency"]) for row in rows]
-
-
-# of a --json file, by its "what": its rows -> (picture, title, [(group, bar, value)]) of each chart
-CHARTS = {"kernels": charts_of_kernels, "collectives": charts_of_collectives, "scaling": charts_of_scaling}
+def bars_of(what, row):
+    """(picture, chart, group, bar, value) of each bar that a row of `bench.py WHAT --json` gives."""
+    if what == "kernels":
+        for op, key, unit in ("attention", "tflops", "TFLOP/s"), ("layer norm", "tb", "TB/s"):
+            if row["op"].startswith(op):
+                chart = f"{op} {row['way']}, {unit}"
+                yield op.replace(" ", "-"), chart, row["op"].removeprefix(op), row["who"], row[key]
+    elif what == "collectives" and row["op"] == "all_reduce" and row.get("bus", 0) > 1:
+        for who, key in ("ours", "bus"), ("torch", "torch_bus"):
+            yield "all-reduce", "all-reduce, bus GB/s by size", f"{row['size']:,.0f} KiB", who, row[key]
+    elif what == "scaling":
+        group, bar = f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}"
+        yield "scaling", "tokens/s a GPU, % of one GPU's", group, bar, row["efficiency"]
 
 
 def draw_file(found):
     """{picture: (height, parts)} of a file's trace or rows. KeyError, ValueError: there is nothing to draw in it."""
     if "traceEvents" in found:
         return {"pipeline": draw_trace(found)}
-    drawn = {}
-    for picture, title, bars in CHARTS[found["what"]](found["rows"]):
-        groups = defaultdict(dict)
-        for group, bar, value in bars:
-            groups[group][bar] = value
-        if groups:
-            height, parts = drawn.get(picture, (0, []))
-            drawn[picture] = height + 280, [*parts, *chart(f"{title}; {found['hardware']}", groups, height)]
+    drawn, charts = {}, {}
+    for row in found["rows"]:
+        for picture, title, group, bar, value in bars_of(found["what"], row):
+            charts.setdefault((picture, title), defaultdict(dict))[group][bar] = value
+    if not charts:
+        raise ValueError("nothing to draw")
+    for (picture, title), groups in charts.items():
+        height, parts = drawn.get(picture, (0, []))
+        drawn[picture] = height + 280, [*parts, *chart(f"{title}; {found['hardware']}", groups, height)]
     return drawn
 
 
 def pictures(a):
     """Write SVG pictures of what the code does, and of the rows and traces in files."""
     dist.initialize("cpu")
-    drawn = {"ring": draw_ring(), "zero-stages": draw_zero_stages(),
-             "schedules": draw_schedules(), **a.drawn}
-    for name, (height, parts) in drawn.items():
+    ours = {"ring": draw_ring(), "zero-stages": draw_zero_stages(), "schedules": draw_schedules()}
+    for name, (height, parts) in (ours | a.drawn).items():
         if dist.get_rank() == 0:
             path = os.path.join(a.into, name + ".svg")
             with open(path, "w") as file:

@@ -10,7 +10,7 @@ import torch
 import parallel
 import train
 from lessons.measure import say, Table, write_json
-from safe.flags import BadInput, check_parts, Settings
+from safe.flags import BadInput, check_parts, dashed, Settings
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
 
@@ -72,8 +72,9 @@ SHOWN = ("dp", "tp", "sp", "pp", "cp", "cp_kind", "ep", "zero", "zero_within", "
 
 def describe_layout(s):
     """train.py's flags for a layout."""
-    given = {name: getattr(s, name) for name in SHOWN if getattr(s, name) != getattr(Settings(), name)}
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items()).replace(" True", "")
+    plain = Settings()
+    given = {name: getattr(s, name) for name in SHOWN if getattr(s, name) != getattr(plain, name)}
+    return " ".join(f"{dashed(name)} {value}" for name, value in given.items()).replace(" True", "")
 
 
 def describe_parameters(config):
@@ -94,7 +95,7 @@ def plan(a):
         **{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}, "layout": "layout:<1"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:  # a layout gets one row, for its fastest micro-batches and recomputing
-        key = s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.zero, s.zero_within, s.sp, s.schedule
+        key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none"))
         if key in seen or (need := needed_bytes(config, s)) > ROOM * machine.memory:
             continue
         seen.add(key)

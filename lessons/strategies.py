@@ -35,7 +35,7 @@ from lessons.plan import describe_parameters
 from safe.reports import predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
-from theory.clock import simulate, split_pieces
+from theory.clock import split_pieces
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages
 
@@ -81,37 +81,31 @@ WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # axes on which the cal
 
 
 @contextlib.contextmanager
-def routes_of(net):
-    """Inside, record for each forward of a block with experts int64 (E): how many rows this rank's tokens send to each
-    expert. Forwards that backward runs again are not recorded."""
-    routes = []
+def routes_of_rows():
+    """Inside, record for each forward through experts of several ranks how many rows this rank sends to each expert,
+    and how many come for each of its own from each rank: int64 (E) and (N, E/N), flat. Forwards that backward runs
+    again are not recorded."""
+    routes, send = [], dist.all_to_all_single
 
-    def kept(mlps, rows, counts):
-        if torch._C._current_graph_task_id() == -1:  # no backward is running
-            routes.append(counts)
-        return mlps(rows, counts)
+    def recorded(incoming, counts, *args, **more):
+        if counts.dtype == torch.int64 and torch._C._current_graph_task_id() == -1:  # no backward is running
+            routes.append((counts, incoming))
+        return send(incoming, counts, *args, **more)
 
-    with contextlib.ExitStack() as stack:
-        for part in (part for stage in net.stages for part in net.module(stage).modules()):
-            if isinstance(part, experts.Experts):
-                stack.enter_context(patch.object(part, "mlps", functools.partial(kept, part.mlps)))
+    with patch.object(dist, "all_to_all_single", recorded):
         yield routes
 
 
 def predicted_traffic(trainer, routes=()):
-    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of`. Call on
-    all ranks."""
+    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = list(enumerate(split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
     kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
-    total, buckets, of_experts, rows = Counter(), [], [], None
+    total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.same_experts else buckets).append((bucket.numel, gathers))
-    if net.ep:
-        n, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
-        there = [tuple(counts.view(n, -1).sum(1).tolist()) for counts in routes]
-        rows = there, list(zip(*([each[rank] for each in calls] for calls in of_all_ranks(there, net.ep))))
+    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
     partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
     where = {"dp": net.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
@@ -131,22 +125,16 @@ def communication(trainer, device, seconds, repeats, calls):
     return 100 - 100 * without / seconds
 
 
-def bubble(trainer, gradients, seconds, repeats):
-    """Columns: a pipeline's bubble, simulated from the measured times of F, I and W, and measured. seconds: what a
-    call of gradients(), a step's forward and backward, takes. If the schedule does not split backward, I and W are
-    half of it each. Stages take as long as the slowest rank's."""
-    s, samples = trainer.s, []
+def bubble(trainer, repeats):
+    """The percentage of a pipeline's forward and backward in which its busiest rank has nothing to do."""
+    samples = []
     for _ in range(repeats):
-        took = Counter()
         with timed(trainer.net.pipeline) as spans:
-            gradients()
-        for action, start, end in spans:  # without waiting
-            took[action.kind] += (end - start) / s.micro_batches
-        samples.append((took["F"], took["I"] + took["B"] / 2, took["W"] + took["B"] / 2))
-    costs = max(of_all_ranks([statistics.median(column) for column in zip(*samples)]), key=sum)
-    timeline = simulate(parallel.SCHEDULES[s.schedule](s.pp, s.micro_batches, s.virtual_stages), *costs)
-    return {"bubble": 100 * max(timeline.idle) / timeline.length,
-            "bubble_measured": 100 - 100 * s.micro_batches * sum(costs) / seconds}
+            trainer.step(2)
+        _, starts, ends = zip(*spans)  # without waiting
+        samples.append((sum(ends) - sum(starts), ends[-1] - starts[0]))
+    busy, length = (max(of_all_ranks(statistics.median(column))) for column in zip(*samples))
+    return 100 - 100 * busy / length
 
 
 def forget():
@@ -207,12 +195,8 @@ def sends_late(computed):
     return call
 
 
-def always(s, config):
-    return True
-
-
-def with_experts(s, config):
-    return config.experts > 0
+def never(*args, **more):
+    return False
 
 
 def ring_for_ours(group, comm):
@@ -235,35 +219,41 @@ def add_and_norm(x, residual, weight, bias, eps=1e-5):
     return x, kernels.layer_norm(x, weight, bias, eps)
 
 
-# A piece of fast/: (a function that gives what stands in its place, [(object, attribute, value), ...]; which layouts
-# of which models use the piece).
-WITHOUT = {
-    "graphs": (lambda: [(run, "replay_micro_batches", lambda net: None)], always),   # kernels launched one by one
-    "kernels": (lambda: [(kernels, "on_triton", lambda x: False)], always),          # PyTorch's operations
-    "tuning": (lambda: [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)], always),  # the reference's
-    "norm": (lambda: [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)], always),
-    "addition": (lambda: plain_rows(model), always),                                 # added to x, and then the norm
-    "bias": (lambda: plain_rows(kernels, "bias_gradient"), always),                  # PyTorch's sum
-    "specialized": (lambda: [(attention, "specialized_takes", lambda *args: False)], always),  # the reference's forward
-    "padding": (lambda: [(linear, "pad_outputs", lambda x, weight: weight)], always),  # of GPT-2's 50257 tokens
-    "adamw": (lambda: [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))], always),  # PyTorch's
-    "links": (lambda: [(dist, "make_link", ring_for_ours)], always),                 # rings
-    "windows": (lambda: [(NodeLink, "window", Direct.window)], always),              # NCCL's messages
-    "sums": (lambda: [(NodeLink, "kernel_for", lambda *args: None)], always),        # all-reduces by copies, messages
-    "copies": (lambda: [(windows, "WINDOW_FROM", 1 << 62)], always),                 # NCCL's messages, but for sums
-    "replay": (lambda: [(recorded, "REPLAY_BYTES", 0)], always),                     # collectives launched one by one
-    "doubling": (lambda: [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))], always),  # rings alone
-    "mailboxes": (lambda: [(gloo, "make_mailboxes", lambda link: None)], lambda s, _: s.device == "cpu"),  # gloo's TCP
-    "early": (lambda: [(Early, "computed", sends_late(Early.computed))], lambda s, _: s.dp > 1 and s.zero < 2),
-    "fetching": (lambda: [(FetchingFSDP, "fetch", lambda self, unit: None)], lambda s, _: s.zero == 3),  # no unit ahead
-    "rows": (lambda: [(nccl, "takes_rows", lambda *args: False)], lambda s, _: s.sp),  # tokens copied into one message
-    "patience": (lambda: [(PatientPipeline, "expect", PatientPipeline.post)], lambda s, _: s.pp > 1),
-    "ring": (lambda: plain_rows(context), lambda s, _: s.cp > 1 and s.cp_kind == "ring"),  # the reference's
-    "sorting": (lambda: plain_rows(experts, "Experts", "through_experts"), with_experts),  # by PyTorch's operations
-    "grouped": (lambda: [(kernels, "grouped_linear", grouped_by_library)], with_experts),  # PyTorch's grouped product
-    "hiding": (lambda: plain_rows(experts, "visit"), lambda s, _: s.ep > 1),         # all rows travel, then all compute
-    "exchange": (lambda: [(NodeLink, "_all_to_all_at_once", lambda *args, **more: False),
-                          (NodeLink, "_by_one_kernel", lambda *args, **more: False)], lambda s, _: s.ep > 1)}
+def pieces():
+    """{piece of fast/: [(object, attribute, what stands in its place), ...]}"""
+    return {
+        "graphs": [(run, "replay_micro_batches", lambda net: None)],                # kernels launched one by one
+        "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
+        "tuning": [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)],   # the reference's
+        "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
+        "addition": plain_rows(model),                                              # added to x, and then the norm
+        "bias": plain_rows(kernels, "bias_gradient"),                               # PyTorch's sum
+        "specialized": [(attention, "specialized_takes", never)],                   # the reference's forward
+        "padding": [(linear, "pad_outputs", lambda x, weight: weight)],             # of GPT-2's 50257 tokens
+        "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
+        "links": [(dist, "make_link", ring_for_ours)],                              # rings
+        "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
+        "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
+        "copies": [(windows, "WINDOW_FROM", 1 << 62)],                              # NCCL's messages, but for sums
+        "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
+        "doubling": [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))],  # rings alone
+        "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
+        "early": [(Early, "computed", sends_late(Early.computed))],
+        "fetching": [(FetchingFSDP, "fetch", lambda self, unit: None)],             # no unit ahead
+        "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
+        "patience": [(PatientPipeline, "expect", PatientPipeline.post)],
+        "ring": plain_rows(context),                                                # the reference's
+        "sorting": plain_rows(experts, "Experts", "through_experts"),               # by PyTorch's operations
+        "grouped": [(kernels, "grouped_linear", grouped_by_library)],               # PyTorch's grouped product
+        "hiding": plain_rows(experts, "visit"),                                     # all rows travel, then all compute
+        "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
+
+
+def used(piece, s, config):
+    """Whether a layout of a model uses this piece of fast/, as far as it can be told without a GPU."""
+    return {"mailboxes": s.device == "cpu", "early": s.dp > 1 and s.zero < 2, "fetching": s.zero == 3, "rows": s.sp,
+            "patience": s.pp > 1, "ring": s.cp > 1 and s.cp_kind == "ring", "sorting": config.experts > 0,
+            "grouped": config.experts > 0, "hiding": s.ep > 1, "exchange": s.ep > 1}.get(piece, True)
 
 
 def without(a, device):
@@ -272,10 +262,9 @@ def without(a, device):
         "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
 
     def seconds(name, piece=None):
-        rows, used = WITHOUT.get(piece, (list, always))
-        if not used(a.layouts[name], a.configs[name]):
+        if not used(piece, a.layouts[name], a.configs[name]):
             return None
-        with patched([*rows(), (dist, "_links", defaultdict(dict))]):
+        with patched([*pieces().get(piece, ()), (dist, "_links", defaultdict(dict))]):
             trainer = make_trainer(a.configs[name], a.layouts[name], device)
             trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
@@ -335,7 +324,7 @@ def memory_and_traffic(trainer):
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
               for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
     trainer.step(2)
-    with routes_of(trainer.net) as routes:
+    with routes_of_rows() as routes:
         dist.reset_traffic()
         trainer.step(2)
     counted = sum(t.bytes for t in dist.traffic().values())
@@ -347,7 +336,7 @@ def memory_and_traffic(trainer):
 def measure_strategy(name, s, a, device, machine):
     """Rows of one strategy: ours, and PyTorch's own."""
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
-    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline's bubble is one step's
+    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
     peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
 
     def row(who, seconds, peak, **more):
@@ -356,22 +345,22 @@ def measure_strategy(name, s, a, device, machine):
                     **more)
 
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
-    batches = trainer.micro_batches(trainer.train_data, 0, 0)
     more = memory_and_traffic(trainer)
     for group in trainer.net.groups:
         dist.use(group, a.comm)
     trainer.net.pipeline.graphs = no_graphs()  # a graph sends as it was recorded
     steps = {"ours": lambda: trainer.step(2)}
-    if s.pp > 1:
-        steps["gradients"] = lambda: (trainer.optimizer.zero_grad(), trainer.net.forward_backward(*batches, s.schedule))
     if peer:
+        batches = trainer.micro_batches(trainer.train_data, 0, 0)
         (steps["peer"], title), peer_peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
     seconds = interleaved(steps, device, a.repeats, calls)
+    costs = predict(config, s, machine)
+    planned = sum(costs)
     if s.pp > 1:
-        more |= bubble(trainer, steps["gradients"], seconds["gradients"], a.repeats)
+        more |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
+                 "bubble_measured": bubble(trainer, a.repeats)}
     elif a.gpus > 1:
         more["communication"] = communication(trainer, device, seconds["ours"], a.repeats, calls)
-    planned = sum(predict(config, s, machine))
     if peer:
         more["ratio"] = seconds["peer"] / seconds["ours"]
     yield row("ours" if a.comm == "ours" else f"ours, {a.comm}", seconds["ours"], peak, plan=1e3 * planned,

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import json
 import sys
@@ -29,15 +28,15 @@ import theory.speed
 import theory.traffic
 import train
 from tests.collectives import nodes_of
-from tests.kernels import KERNEL_DEVICE, random
+from tests.kernels import KERNEL_DEVICE
 from tests.pool import close
-from tests.runs import parse, Ranks
+from tests.runs import named, parse, Ranks
 from fast.zero import FetchingFSDP
 from lessons.kernels import Size, grouped
 from lessons.machine import calls_of, fit, sent_in
 from lessons.measure import without_collectives
 from lessons.peers import world_mesh
-from lessons.strategies import communication, configs_of, forget, make_trainer, predicted_traffic, routes_of
+from lessons.strategies import communication, configs_of, forget, make_trainer, predicted_traffic, routes_of_rows
 from safe.flags import Settings
 from theory.speed import Machine
 
@@ -51,22 +50,27 @@ def trainer_of(flags):
     return make_trainer(dataclasses.replace(model.GPTConfig(67, 16, 5, 4, 48), **sizes), s, torch.get_default_device())
 
 
+def doubling_up_to(size):
+    """Inside, all-reduces of up to so many bytes take log2 rounds, others rings."""
+    both = dict.fromkeys(fast.rings.DOUBLING_BYTES, size)
+    return unittest.mock.patch.object(fast.rings, "DOUBLING_BYTES", both)
+
+
 def bench_traffic(cases):
     """[(bytes by formula, bytes counted)] of the second step of each case on this rank; small tensors in log2 rounds,
     others in rings."""
-    found, kept = [], fast.rings.DOUBLING_BYTES
-    fast.rings.DOUBLING_BYTES = dict.fromkeys(kept, 2000)
-    for case in cases:
-        trainer = trainer_of(case)
-        trainer.step(0)  # ZeRO-3 learns its order of units
-        with routes_of(trainer.net) as routes:
-            dist.reset_traffic()
-            trainer.step(1)
-        counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
-        found.append((predicted_traffic(trainer, routes), counted))
-        del trainer
-        forget()
-    fast.rings.DOUBLING_BYTES = kept
+    found = []
+    with doubling_up_to(2000):
+        for case in cases:
+            trainer = trainer_of(case)
+            trainer.step(0)  # ZeRO-3 learns its order of units
+            with routes_of_rows() as routes:
+                dist.reset_traffic()
+                trainer.step(1)
+            counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+            found.append((predicted_traffic(trainer, routes), counted))
+            del trainer
+            forget()
     return found
 
 
@@ -157,19 +161,20 @@ CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 def collectives_traffic(nodes):
     """{name: (bytes by formula, bytes counted)} of collectives on this rank, an all-reduce in rings and in log2 rounds.
     nodes: in nodes of so many ranks, those that then work in two levels; 0: all."""
-    device, found, kept = torch.get_default_device(), {}, fast.rings.DOUBLING_BYTES
-    ops = ("all_reduce", *theory.traffic.HALVES) if nodes else lessons.machine.BUS
+    found, ops = {}, ("all_reduce", *theory.traffic.HALVES) if nodes else lessons.machine.BUS
+
+    def count(key, op, call, elements):
+        dist.reset_traffic()
+        call()
+        found[key] = sent_in(dist.link_of(None), op, elements, 4), dist.traffic()[op].bytes
+
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
         for op, small, size in itertools.product(ops, (0, 1 << 30), (5000, 1_600_000)):
-            fast.rings.DOUBLING_BYTES = dict.fromkeys(kept, small)
-            calls, count = calls_of(op, size, device)
-            dist.reset_traffic()
-            calls["us"]()
-            found[op, small, size] = sent_in(dist.link_of(None), op, count, 4), dist.traffic()[op].bytes
-        dist.reset_traffic()
-        dist.all_reduce(torch.zeros(1003))  # no multiple of any size here
-        found["uneven"] = sent_in(dist.link_of(None), "all_reduce", 1003, 4), dist.traffic()["all_reduce"].bytes
-    fast.rings.DOUBLING_BYTES = kept
+            with doubling_up_to(small):
+                calls, elements = calls_of(op, size, torch.get_default_device())
+                count((op, small, size), op, calls["us"], elements)
+        with doubling_up_to(0):  # a ring's chunks are not all equal, because no size here divides 1003
+            count("uneven", "all_reduce", lambda: dist.all_reduce(torch.zeros(1003)), 1003)
     return found
 
 
@@ -207,12 +212,11 @@ def test_bench_strategies(only, theirs, run_bench, tmp_path):
 
 def times_without(pieces):
     """{strategy: {piece: a step's time without it, over one with all}}; a sleep stands in the place of "fetching"."""
-    sleep = FetchingFSDP, "fetch", lambda self, unit: time.sleep(0.1)
-    slow = lambda: [sleep], lessons.strategies.WITHOUT["fetching"][1]  # noqa: E731
+    slow = lessons.strategies.pieces() | {"fetching": [(FetchingFSDP, "fetch", lambda self, unit: time.sleep(0.1))]}
     layouts = {f"zero{zero}": Settings(dp=2, zero=zero, batch_size=2, device="cpu") for zero in (1, 3)}
     configs = dict.fromkeys(layouts, model.GPTConfig(67, 16, 2, 4, 48))
     a = types.SimpleNamespace(layouts=layouts, configs=configs, repeats=1, without=pieces, json="", model="")
-    with unittest.mock.patch.dict(lessons.strategies.WITHOUT, fetching=slow):
+    with unittest.mock.patch.object(lessons.strategies, "pieces", lambda: slow):
         return {row["strategy"]: row for row in lessons.strategies.without(a, torch.device("cpu")).rows}
 
 
@@ -250,8 +254,8 @@ def test_bench_strategies_without_a_piece(pool):
     found = pool(2).run(times_without, ["addition", "fetching"])[0]
     assert found["zero1"]["fetching"] is None and found["zero1"]["addition"] > 0
     assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
-    assert all(hasattr(owner, attribute) for rows, _ in lessons.strategies.WITHOUT.values()
-               for owner, attribute, _ in rows())
+    assert all(hasattr(owner, attribute) for rows in lessons.strategies.pieces().values()
+               for owner, attribute, _ in rows)
 
 
 def test_a_dense_twin_takes_as_many_flops():
@@ -265,13 +269,9 @@ def test_a_dense_twin_takes_as_many_flops():
     assert configs_of(model.GPTConfig())[2].inner == 6 * 128
 
 
-def test_grouped_products_in_the_table_are_the_same(triton_kernels):
-    """Ours and the loop compute the same, forward and backward; FLOPs and bytes are those of the tensors."""
-    case, = grouped(Size(torch.device(KERNEL_DEVICE), torch.float32, 1000))
-    y, expected = case.ours(*case.inputs), case.plain(*case.inputs)
-    grads, wanted = (torch.autograd.grad(out.square().sum(), case.inputs) for out in (y, expected))
-    assert all(close(ours, theirs, 1e-5) for ours, theirs in zip((y, *grads), (expected, *wanted)))
-    x, w = case.inputs
+def test_flops_and_bytes_of_a_grouped_product_are_those_of_its_tensors():
+    case, = grouped(Size(torch.device("cpu"), torch.float32, 1000))
+    (x, w), y = case.inputs, case.plain(*case.inputs)
     assert case.flops == (2 * x.numel() * 24, 4 * x.numel() * 24)
     assert close(case.passes[0] * x.nbytes, x.nbytes + w.nbytes + y.nbytes)
     assert close(case.passes[1] * x.nbytes, 2 * (x.nbytes + w.nbytes) + y.nbytes)
@@ -282,10 +282,9 @@ def test_line_through_times_is_found():
     assert np.allclose(fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
 
 
-def lessons_of(monkeypatch, tmp_path, *words):
+def lessons_of(monkeypatch, tmp_path, device):
     path = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["bench.py", "lessons", "--quick", "--device", KERNEL_DEVICE, "--json", str(path),
-                                      *words])
+    monkeypatch.setattr(sys, "argv", ["bench.py", "lessons", "--quick", "--device", device, "--json", str(path)])
     bench.main()
     rows = json.loads(path.read_text())["rows"]
     assert all(row["ms"] > 0 for row in rows)
@@ -295,24 +294,17 @@ def lessons_of(monkeypatch, tmp_path, *words):
 def test_bench_lessons(monkeypatch, tmp_path):
     """On a CPU: all that needs no Triton."""
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    monkeypatch.setattr(sys.modules[__name__], "KERNEL_DEVICE", "cpu")
-    found = lessons_of(monkeypatch, tmp_path)
+    found = lessons_of(monkeypatch, tmp_path, "cpu")
     assert {name for name, _ in found} == {name for name, some in lessons.gpu.LESSONS.items() if not some.on_triton}
     assert len(found) == 2 * len({name for name, _ in found}) and found["precision", "bfloat16"] == 2
     for lesson in lessons.gpu.LESSONS.values():
-        file, name = lesson.read.split()
-        assert hasattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name), lesson.read
+        assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
 
 
 def test_lessons_on_triton(monkeypatch, tmp_path, triton_kernels):
-    found = lessons_of(monkeypatch, tmp_path)
+    found = lessons_of(monkeypatch, tmp_path, KERNEL_DEVICE)
     assert {name for name, _ in found} == {*lessons.gpu.LESSONS}
     assert found["fusion", "ours"] == 7 and found["elu", "ours"] == 8.5 / 2
-    x = random(64, 128)
-    for line, step, grid in (128, 1, (4, 64)), (1, 128, (2, 128)):
-        y = torch.empty_like(x)
-        lessons.gpu._copy_lines[grid](x, y, line, step, 32)
-        assert torch.equal(x, y), step
 
 
 H200 = theory.speed.MACHINES["h200"]
@@ -329,7 +321,7 @@ BAD_BENCH = [
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
     ("strategies --device tpu", "--device"), ("scaling --only tp --gpus 3", "ddp, zero3, zero1, zero2"),
     ("scaling --micro-batches 2", "--micro-batches 2"), ("kernels --gpus 2", "--gpus 2"),
-    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'what'"), ("pictures --into FILE", "--into"),
+    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'rows'"), ("pictures --into FILE", "--into"),
     ("pictures EMPTY", "empty.json")]
 
 

@@ -12,9 +12,8 @@ import lessons.demos
 import model
 
 
-def test_pipeline_demo_draws_all_four(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lessons", "pipeline", "--stages", "4", "--micro-batches", "8"])
-    lessons.demos.main()
+def test_pipeline_demo_draws_all_four(capsys):
+    lessons.demos.demo_pipeline(4, 8, 2)
     printed = capsys.readouterr().out
     for line in ("gpipe: idle 9 by the formula | 9 simulated", "1f1b: idle 9 by the formula | 9 simulated",
                  "interleaved: idle 4.5 by the formula | 4.5 simulated", "zb-h1: idle 3 by the formula | 3 simulated",
@@ -33,14 +32,14 @@ def test_memory_demo_shows_the_lecture_s_activations(monkeypatch, capsys):
     assert rows == [[f"{a:.2f}", f"{b:.2f}"] for a, b in zip(lecture, ours)]
 
 
-def demo_lines(name, argument=None):
+def demo_lines(name):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        getattr(lessons.demos, name)(argument)
+        lessons.demos.DEMOS[name][0]()
     return out.getvalue().splitlines()
 
 
 def test_collectives_demo_shows_steps_and_counts_bytes(plain_pool):
-    lines = plain_pool(4).run(demo_lines, "demo_collectives")[0]
+    lines = plain_pool(4).run(demo_lines, "collectives")[0]
     ring = lines[lines.index("  all-gather step 2: chunk r-2, complete, goes right") + 1:][:4]
     assert [line.split()[2:] for line in ring] == [["abcd"] * 4] * 4
     counts = [line.split()[1:4:2] for line in lines if " | " in line and "counted" not in line]
@@ -48,7 +47,7 @@ def test_collectives_demo_shows_steps_and_counts_bytes(plain_pool):
 
 
 def test_data_demo_shows_buckets_that_are_complete_before_backward_ends(plain_pool):
-    lines = plain_pool(3).run(demo_lines, "demo_data")[0]
+    lines = plain_pool(3).run(demo_lines, "data")[0]
     rows = [line for line in lines if " of 52 " in line]
     leaves = [int(row.split()[0]) for row in rows]
     assert leaves == sorted(set(leaves)) and len(leaves) > 2 and leaves[-1] == 52
@@ -59,7 +58,7 @@ def test_data_demo_shows_buckets_that_are_complete_before_backward_ends(plain_po
 
 
 def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(plain_pool):
-    lines = plain_pool(3).run(demo_lines, "demo_tensor")[0]
+    lines = plain_pool(3).run(demo_lines, "tensor")[0]
     law = 4 * 16 * 128 * 96 * 8 // 3
     assert f"{law:,} a rank" in lines[0] and sum(f"{law:,} bytes sent" in line for line in lines) == 4  # f and g, twice
     assert ([re.findall(r"\([\d, ]+\)", line)[0] for line in lines if line.startswith("  rank")]
@@ -69,7 +68,7 @@ def test_tensor_demo_sends_the_formula_and_equals_the_uncut_layer(plain_pool):
 
 
 def test_experts_demo_sends_the_rows_that_travel(plain_pool):
-    lines = plain_pool(2).run(demo_lines, "demo_experts")[0]
+    lines = plain_pool(2).run(demo_lines, "experts")[0]
     tokens = [re.findall(r"(0\.\d\d) x expert (\d)", line) for line in lines if " token " in line]
     assert len(tokens) == 10 and all(abs(float(a) + float(b) - 1) < 0.02 and e != f for (a, e), (b, f) in tokens)
     table = [line.replace(",", "") for line in lines if "forward" in line and " | " in line]
@@ -84,17 +83,14 @@ def test_experts_demo_sends_the_rows_that_travel(plain_pool):
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_context_demo_has_equal_work_by_zigzag_alone(n, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lessons", "context", "--ranks", str(n)])
-    lessons.demos.main()
+def test_context_demo_has_equal_work_by_zigzag_alone(n, capsys):
+    lessons.demos.demo_context(n)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[1:] for line in lines if line.startswith("  rank ")]
     work = [[0 if cell == "idle" else float(cell) for cell in re.findall(r"idle|(?<=: )\S+", line)]
             for line in lines if line.startswith("  rank ")]
-    contiguous, zigzag = work[:n], work[n:]
-    assert contiguous == [[2] + [4] * r + [0] * (n - 1 - r) for r in range(n)] and zigzag == [[2] * n] * n
+    assert work == [[2] + [4] * r + [0] * (n - 1 - r) for r in range(n)] + [[2] * n] * n  # contiguous, zigzag
     assert [float(row[-1]) for row in rows] == [2 + 4 * r for r in range(n)] + [2 * n] * n
-    assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == 2 * n * n  # half of all 2N x 2N blocks
     assert [row[1] for row in rows[n:]] == [f"{r},{2 * n - 1 - r}" for r in range(n)]  # the chunks of its queries
     longest = [float(line.split()[-1]) for line in lines if "  busiest " in line]
     assert longest == [2 + 4 * (n - 1), 2 * n] and f"are {2 * n} a rank" in lines[-1]

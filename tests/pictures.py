@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import os
+import pathlib
 import xml.etree.ElementTree
 
 import pytest
@@ -66,23 +66,21 @@ FILES_DRAWN = {
     "scaling": [{"kind": "weak", "gpus": n, "strategy": "ddp", "who": "ours", "efficiency": 101 - n} for n in (1, 2)]}
 TRACE = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1,
           "args": {"stage": 0, "micro_batch": 3}} for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
+TRACE.append({"ph": "M", "name": "thread_name", "tid": 0})
 OF_NO_FILE = "ring", "zero-stages", "schedules"
 
 
 def test_pictures_show_what_files_hold(run_bench, tmp_path):
-    for what, rows in FILES_DRAWN.items():
-        (tmp_path / f"{what}.json").write_text(json.dumps({"what": what, "hardware": "a machine", "rows": rows}))
-    (tmp_path / "trace.json").write_text(
-        json.dumps({"traceEvents": [*TRACE, {"ph": "M", "name": "thread_name", "tid": 0}]}))
-    paths = [str(tmp_path / f"{what}.json") for what in (*FILES_DRAWN, "trace")]
-    printed = run_bench("pictures", *paths, "--into", str(tmp_path / "made"))
-    texts = {name.removesuffix(".svg"): (tmp_path / "made" / name).read_text()
-             for name in os.listdir(tmp_path / "made")}
+    files = {what: {"what": what, "hardware": "a machine", "rows": rows} for what, rows in FILES_DRAWN.items()}
+    for name, found in {**files, "trace": {"traceEvents": TRACE}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    printed = run_bench("pictures", *map(str, tmp_path.glob("*.json")), "--into", str(tmp_path / "made"))
+    texts = {path.stem: path.read_text() for path in (tmp_path / "made").iterdir()}
     assert set(texts) == {*OF_NO_FILE, "attention", "all-reduce", "scaling", "pipeline"}
     assert all(f"{name}.svg" in printed and fits(text) for name, text in texts.items())
     for name in OF_NO_FILE:
-        with open(os.path.join(HERE, "assets", f"{name}.svg")) as file:
-            assert texts[name] == file.read(), f"assets/{name}.svg is old: python bench.py pictures"
+        old = pathlib.Path(HERE, "assets", f"{name}.svg").read_text()
+        assert texts[name] == old, f"assets/{name}.svg is old: python bench.py pictures"
     made = {name: drawn([text]) for name, text in texts.items()}
 
     def bars(name, colour):  # heights, the legend's box first

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import pytest
 
@@ -160,10 +161,15 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert predict(MOE, layout("--dp 8 --batch-size 8"), slow).compute >= (6 + 3 * 3 / 9) * 5e-3
 
 
-def planned(flags):
-    """The rows of `bench.py plan`."""
+def asked(flags):
     a = bench.parse(["plan", *flags.split()])
     assert bench.check(a, 1) == 1
+    return a
+
+
+def planned(flags):
+    """The rows of `bench.py plan`."""
+    a = asked(flags)
     rows = lessons.plan.plan(a).rows
     assert [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:
@@ -175,8 +181,7 @@ def planned(flags):
 
 def all_of(flags):
     """Every layout that `bench.py plan` considers; one of each set of axes runs."""
-    a = bench.parse(["plan", *flags.split()])
-    bench.check(a, 1)
+    a = asked(flags)
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
     assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule == "zb-h1")
     for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
@@ -226,12 +231,11 @@ def test_plan_lists_what_can_run_and_fits(tmp_path):
 @pytest.mark.parametrize("kind,batches", [("weak", (8, 16, 32)), ("strong", (32, 32, 32))])
 def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
     def run(words, **more):
-        flags = dict(zip(words[3::2], words[4::2]))
-        n, batch = int(flags["--gpus"]), int(flags["--batch-size"])
-        assert batch // n // int(flags["--accumulate"]) == 8  # micro-batches stay as they are
-        with open(flags["--json"], "w") as file:
-            json.dump({"rows": [{"strategy": "ddp", "who": "ours", "ms": 1.0, "tokens": 100 - n, "mfu": None}]}, file)
-        return bench.subprocess.CompletedProcess(words, n == 8)
+        n, batch, path, micro_batches = (word.split("=")[1] for word in words[3:7])
+        assert int(batch) // int(n) // int(micro_batches) == 8  # micro-batches stay as they are
+        row = {"strategy": "ddp", "who": "ours", "ms": 1.0, "tokens": 100 - int(n), "mfu": None}
+        pathlib.Path(path).write_text(json.dumps({"rows": [row]}))
+        return bench.subprocess.CompletedProcess(words, n == "8")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     a = bench.parse(["scaling", "--gpus", "4", "--device", "cpu", "--kind", kind])
