@@ -269,6 +269,8 @@ def pool(request):
 
 BOTH = [*DEVICES, "plain"]
 on_both = pytest.mark.parametrize("pool", BOTH, indirect=True)
+on_cpus = pytest.mark.parametrize("pool", DEVICES[:1], indirect=True)
+on_gpus = pytest.mark.parametrize("pool", DEVICES[1:], indirect=True)
 
 
 def on_ranks(size=None):
