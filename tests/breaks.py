@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE))
 REFERENCE = "collectives", "kernels", "model", "parallel", "further", "train"
 RUN_IT = "the_reference_(alone|in_a_folder)|(?<!ex)plain|_demo_"  # in the names of tests that run the reference
 LIKELY = [  # beginnings of functions' names, parts of tests' names
-    ("collectives", ["formulas-(3,)", "between_nodes", "'comm': 'torch'"]),
+    ("collectives", ["formulas-(3, ", "between_nodes", "'comm': 'torch'"]),
     ("collectives.rendezvous train", ["folder_of_its_own_logs_the_same_losses[1-", "plain_logs"]),
     ("kernels.atten kernels.flash kernels.tile", ["flash_attention_plain[2-3-17-70-16-torch.float32"]),
     ("kernels.attend further.context", ["context_parallel_equals"]),

@@ -1,8 +1,6 @@
 """Collectives equal the library's, and send what the formulas say."""
 
-import contextlib
 import inspect
-import io
 import itertools
 import math
 import os
@@ -17,7 +15,7 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 from tests.links import carried, DirectGlooLink, nodes_of, NO_DOUBLING, ring_only, served_by  # noqa: F401
-from tests.pool import close, is_plain, needs_kernels
+from tests.pool import close, is_plain, needs_kernels, on_ranks
 from theory.memory import tensors_in
 
 
@@ -34,6 +32,7 @@ COLLECTIVES = [*TREES, *DIRECT]
 OF_WHOLE = ["broadcast", "reduce", "all_reduce"]  # every rank has a tensor of all K elements
 LIBRARYS = torch.float64, torch.float32, torch.int64  # dtypes that it takes in all collectives, on gloo, too
 MESSAGES = ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv"]
+WORLD = ["init_process_group", "is_initialized", "get_rank", "get_world_size", "new_group", "destroy_process_group"]
 
 
 def _values(shape, dtype, rank):
@@ -205,9 +204,10 @@ def test_two_levels_equal_library(pool, name, size, node):
     pool(size).run(compare_with_library, name, cases, node)
 
 
-@pytest.mark.parametrize("name", [*COLLECTIVES, *MESSAGES])
+@pytest.mark.parametrize("name", [*COLLECTIVES, *MESSAGES, *WORLD])
 def test_arguments_are_the_librarys(name):
-    """Names, order, defaults: what examples write for torch.distributed, they may write for ours."""
+    """Names, order, defaults: what examples write for torch.distributed, they may write for ours, so `import collectives
+    as dist` is the only line that they must change."""
     ours, library = ([(p.name, p.default) for p in inspect.signature(getattr(comm, name)).parameters.values()]
                      for comm in (dist, torch_dist))
     assert ours == library
@@ -279,7 +279,9 @@ def pass_on(comm, how, group, tensor):
     return received, source
 
 
-def point_to_point():
+@pytest.mark.parametrize("size", [2, 4, 5])
+@on_ranks()
+def test_point_to_point_equals_library():
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [None] + [g for g in [dist.new_group([0, size - 1])] if rank in (0, size - 1)] * (size > 2)
     for group, how in itertools.product(groups, ("send", "isend", "batch_isend_irecv")):
@@ -296,11 +298,6 @@ def point_to_point():
         assert rank != 1 or (t == 5).all()
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
-def test_point_to_point_equals_library(pool, size):
-    pool(size).run(point_to_point)
-
-
 def barrier_times():
     time.sleep(0.03 * dist.get_rank())
     arrived = time.time()
@@ -314,7 +311,9 @@ def test_barrier_lets_nobody_pass_before_the_last(pool, size):
     assert min(left for _, left in times) >= max(arrived for arrived, _ in times)
 
 
-def subgroup_results(comm):
+@pytest.mark.parametrize("comm", ["ours", "torch"])
+@on_ranks(5)
+def test_subgroups(comm):
     """Two disjoint groups at work at the same time, roots named by global rank and by rank in the group."""
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3, 4])]
@@ -335,84 +334,6 @@ def subgroup_results(comm):
     dist.barrier(group)
     assert dist.all_reduce(t, group=torch_dist.GroupMember.NON_GROUP_MEMBER) is None
     assert bool(dist.traffic()) == (comm == "ours")  # the library's is not counted
-
-
-@pytest.mark.parametrize("comm", ["ours", "torch"])
-def test_subgroups(pool, comm):
-    pool(5).run(subgroup_results, comm)
-
-
-def examples(comm):
-    """What lectures show with `comm` for torch.distributed: an MLP in parallel. Each strategy ends with the same loss.
-
-    It has as many layers of 8 x 8 as there are ranks, on 16 samples, in float64."""
-    rank, size = comm.get_rank(), comm.get_world_size()
-
-    def say(what, *values):
-        print(f"rank {rank} {what}", *values)
-
-    layers = [torch.sin(torch.arange(64.0, dtype=torch.float64) * (i + 1)).view(8, 8) for i in range(size)]
-    x = torch.cos(torch.arange(128.0, dtype=torch.float64)).view(16, 8)
-
-    # Data parallel: each rank its part of the batch; gradients are averaged.
-    params = [w.clone().requires_grad_() for w in layers]
-    for _ in range(2):
-        y = x.chunk(size)[rank]
-        for w in params:
-            y = torch.tanh(y @ w)
-        loss = y.square().mean()
-        loss.backward()
-        for w in params:
-            comm.all_reduce(w.grad, op=comm.ReduceOp.SUM)
-            w.data -= 0.1 * w.grad / size
-            w.grad = None
-        comm.all_reduce(loss.data)
-        say("data parallel", round(loss.item() / size, 12))
-
-    # Tensor parallel: each rank some columns of every matrix; activations are gathered.
-    y, width = x, 8 // size
-    for w in layers:
-        part = torch.tanh(y @ w[:, rank * width:(rank + 1) * width])
-        parts = [torch.empty_like(part) for _ in range(size)]
-        comm.all_gather(tensor_list=parts, tensor=part)
-        y = torch.cat(parts, dim=1)
-    say("tensor parallel", round(y.square().mean().item(), 12))
-
-    # Pipeline parallel: each rank a layer; micro-batches pass from rank to rank, and their gradients back.
-    w, saved, losses = layers[rank].clone().requires_grad_(), [], []
-    for i in range(4):
-        y = x.chunk(4)[i].clone()
-        if rank > 0:
-            comm.recv(tensor=y, src=rank - 1)
-        y.requires_grad_()
-        out = torch.tanh(y @ w)
-        saved.append((y, out))
-        if rank < size - 1:
-            comm.send(tensor=out.detach(), dst=rank + 1)
-        else:
-            losses.append(out.square().mean())
-    for i, (y, out) in enumerate(saved):
-        grad = torch.empty_like(out)
-        if rank < size - 1:
-            comm.recv(grad, src=rank + 1)
-        torch.autograd.backward(losses[i] if losses else out, None if losses else grad)
-        if rank > 0:
-            comm.isend(y.grad, dst=rank - 1).wait()
-    say("pipeline", round(w.grad.sum().item(), 9), *[round(loss.item(), 12) for loss in losses])
-
-
-def printed_by(comm):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        examples({"ours": dist, "library": torch_dist}[comm])
-    return out.getvalue()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_examples_print_the_same(pool, size):
-    """`import collectives as dist` is the only line that examples for torch.distributed must change."""
-    ours, library = (pool(size).run(printed_by, comm) for comm in ("ours", "library"))
-    assert ours == library and all(len(text.splitlines()) == 4 for text in ours)
 
 
 def traffic_of(names, elements):
@@ -452,10 +373,13 @@ def obey_the_formulas(counts, k):
     assert sum(c["gather"][0] for c in counts) == sum(c["scatter"][0] for c in counts) == n - 1
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_bytes_sent_are_the_formulas(pool, size):
-    for counts in zip(*pool(size).run(traffic_by_way, (), 400 * size)):
-        obey_the_formulas(counts, 1600 * size)
+@pytest.mark.parametrize("size,ways,elements", [*((size, (), 400) for size in (1, 2, 3, 4, 5, 8)),
+                                                (2, ("kernel",), 40), (3, ("kernel",), 40)])
+def test_bytes_sent_are_the_formulas(pool, size, ways, elements):
+    if ways:
+        needs_kernels(pool)
+    for counts in zip(*pool(size).run(traffic_by_way, ways, elements * size)):
+        obey_the_formulas(counts, 4 * elements * size)
 
 
 def traffic_by_level(node, elements):
@@ -493,7 +417,9 @@ def test_small_all_reduce_takes_log2_rounds(pool, size, messages):
     assert {(t.messages, t.bytes) for t in pool(size).run(small_traffic)} == {(messages, messages * 40)}
 
 
-def repeated_calls(elements):
+@pytest.mark.parametrize("elements", [10, 300_000])
+@on_ranks(4)
+def test_repeated_calls_on_the_same_memory(elements):
     """The same memory again and again, with new values: each call sees them, and counts the same bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole, part, counted = torch.zeros(size * elements), torch.zeros(elements), []
@@ -508,11 +434,6 @@ def repeated_calls(elements):
         assert whole.view(size, -1).eq(size * (torch.arange(size).view(-1, 1) + i)).all()
         counted.append({name: t.bytes for name, t in dist.traffic().items()})
     assert all(log == counted[0] for log in counted)
-
-
-@pytest.mark.parametrize("elements", [10, 300_000])
-def test_repeated_calls_on_the_same_memory(pool, elements):
-    pool(4).run(repeated_calls, elements)
 
 
 def same_bits_everywhere():

@@ -15,7 +15,7 @@ import collectives as dist
 import fast.recorded
 import parallel
 from tests.layouts import SMALL, differences, in_layout, one_process, tokens_of
-from tests.pool import close
+from tests.pool import close, on_cpus, on_ranks
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import GuardedOptimizer
@@ -149,8 +149,11 @@ def recorded_net(**options):
     return net, net.make_optimizer(torch.optim.SGD, lr=0.1), [t.to(device) for t in tokens_of(0)]
 
 
-def recordings_left(zero):
-    """Whether a step of another number of micro-batches finds memory of the graphs before."""
+@on_cpus  # the tape stands for graphs
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@on_ranks(1)
+def test_recordings_of_another_shape_go_before_its_first_step(zero):
+    """A step of another number of micro-batches finds no memory of the graphs before."""
     with graphs_on_tape():
         net, optimizer, (x, y) = recorded_net(zero=zero)
         for m in 1, 1, 1, 2:
@@ -161,22 +164,14 @@ def recordings_left(zero):
             net.forward_backward(x.chunk(m), y.chunk(m))
             optimizer.step()
         gc.collect()
-        return last() is not None
+        assert last() is None
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-def test_recordings_of_another_shape_go_before_its_first_step(pool, zero):
-    if pool.device_type == "cuda":
-        pytest.skip("the tape stands for graphs")
-    assert pool(1).run(recordings_left, zero) == [False]
-
-
+@on_cpus  # on GPUs some of it ends the capture with an error
 @pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2), ("settle", 1, 3)])
 def test_replayed_graphs_of_zero_are_wrong_without(pool, without, m, zero):
     """The place where micro-batches add up; the wait for what one has sent; the end of what an evaluation has gathered,
     so that a recording gathers it."""
-    if pool.device_type == "cuda":
-        pytest.skip("there some of it ends the capture with an error")
     want = one_process("sgd")
     for got in pool(2).run(in_layout_on_tape, {"dp": 2}, "sgd", m, {}, zero=zero, without=without):
         assert differences(got, want)
@@ -221,7 +216,8 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(pool, zero, micro_bat
         assert most == same > 0 == none  # in a replay no Python runs
 
 
-def padding_after_a_nan():
+@on_ranks(3)
+def test_padding_of_recorded_gradients_is_zero_in_every_step():
     net = nn.Linear(1, 1).to(torch.get_default_device())  # two numbers for three ranks
     reducer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=1.0).reducer
     totals = Totals(reducer)
@@ -229,7 +225,3 @@ def padding_after_a_nan():
     reducer.buckets[0].total.fill_(math.nan)
     totals.begin(overwrite=True)
     assert reducer.buckets[0].total[2:].eq(0).all()
-
-
-def test_padding_of_recorded_gradients_is_zero_in_every_step(pool):
-    pool(3).run(padding_after_a_nan)

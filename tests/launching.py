@@ -16,7 +16,7 @@ import torch
 import collectives as dist
 import safe.checkpoints
 from tests.pool import GPUS, HERE
-from tests.runs import TINY, TORCHRUN, command, log_of, processes_with
+from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes_with
 
 
 # Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
@@ -34,31 +34,29 @@ ENDS = {  # signal, exit code, what is said
 
 
 def run_and_end(how, text, out):
-    """Two processes, started by torchrun or by train.py itself, and their end: (printed, errors, exit code, who is
-    left)."""
-    flags = ["train.py", *TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2",
-             "--sample", "4"]
+    """Two processes, started by torchrun or by train.py itself, and their end: (printed, exit code, who is left)."""
+    flags = [*TINY, "--dp", "2", "--device", "cpu", "--data", text, "--out", out, "--eval-every", "2", "--sample", "4"]
     if how == "torchrun":
-        process = command(*ALONE * can_be_alone(), *TORCHRUN, *flags, "--steps", "2")
-        return *process.communicate(timeout=120), process.returncode, []
-    process = command(sys.executable, *flags, "--steps", "1000000")
-    next((line for line in process.stdout if line.startswith("step")), None)
-    ranks = processes_with(out, process.pid)
-    assert len(ranks) == 2 and len(processes_with(out)) == 3, process.stderr.read()
-    os.kill(ranks[-1] if how == "killed rank" else process.pid, ENDS[how][0])
+        process = command(*ALONE * can_be_alone(), *TORCHRUN, "train.py", *flags, "--steps", "2")
+        return "".join(process.communicate(timeout=120)), process.returncode, []
+    run = Ranks([*flags, "--steps", "1000000"], 1, out + ".log", launcher=True)
+    run.wait_for("\nstep ")
+    launcher, = run.processes
+    ranks = processes_with("", launcher.pid)
+    assert len(ranks) == 2, run.printed()
+    os.kill(ranks[-1] if how == "killed rank" else launcher.pid, ENDS[how][0])
     deadline = time.time() + 20
-    while processes_with(out) and time.time() < deadline:
+    while (left := {launcher.pid, *ranks} & {*processes_with("")}) and time.time() < deadline:
         time.sleep(0.1)
-    left = processes_with(out)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    return *process.communicate(), process.returncode, left
+    return run.printed(), *run.end(20), left
 
 
 @pytest.fixture(scope="session")
 def ends(text, tmp_path_factory):
-    """({how: what `run_and_end` returns}, the folder of these runs). Two at a time, for what takes time is to start.
-    Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
+    """({how: what `run_and_end` returns}, the folder of these runs). Two at a time, for torchrun's takes as long as
+    all others, which start as copies of a process that has imported PyTorch. Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
     hows = ["torchrun", *ENDS] if sys.platform == "linux" else ["torchrun"]
     folder = tmp_path_factory.mktemp("ends")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
@@ -68,8 +66,8 @@ def ends(text, tmp_path_factory):
 def test_processes_start_together(ends):
     """train.py under a torchrun of one process starts two. It has no network but the loopback interface, and a name
     that does not resolve, if this machine can do that."""
-    printed, errors, code, _ = ends[0]["torchrun"]
-    assert code == 0 and "resolve hostname" not in errors and "(made-up, " not in errors, errors
+    printed, code, _ = ends[0]["torchrun"]
+    assert code == 0 and "resolve hostname" not in printed and "(made-up, " not in printed, printed
     for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
                  "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):
         assert printed.count(said) == 1, said
@@ -79,9 +77,9 @@ def test_processes_start_together(ends):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("how", ENDS)
 def test_processes_end_together(ends, how):
-    _, errors, code, left = ends[0][how]
-    assert not left and code == ENDS[how][1] and ENDS[how][2] in errors, (left, code, errors)
-    assert how != "Ctrl-C" or "Traceback" not in errors, errors
+    printed, code, left = ends[0][how]
+    assert not left and code == ENDS[how][1] and ENDS[how][2] in printed, (left, code, printed)
+    assert how != "Ctrl-C" or "Traceback" not in printed, printed
     assert how != "SIGTERM" or safe.checkpoints.checkpoints(str(ends[1] / how)), errors
 
 

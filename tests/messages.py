@@ -20,11 +20,13 @@ import safe.messages
 from tests.collectives import BIG
 from tests.layouts import SMALL, tokens_of
 from tests.links import OWNERS, replaced, served_by, WAYS
+from tests.pool import on_cpus, on_ranks
 from fast.gloo import GlooLink, Mailboxes
 from safe.messages import PeerError, progress
 
 
-def async_overlap():
+@on_ranks(3)
+def test_async_runs_beside_the_caller():
     """The operation gets done while the caller computes; several finish in order."""
     t = torch.ones(4 * BIG)
     if t.is_cuda:
@@ -35,21 +37,17 @@ def async_overlap():
             pass
         beside = handle.is_completed() and not busy.query()
         handle.wait()
-        assert (t == dist.get_world_size()).all()
-        return beside
+        assert beside and (t == dist.get_world_size()).all()
+        return
     handles = [dist.all_reduce(t, async_op=True) for _ in range(4)]
     beside = not handles[-1].is_completed()
     for handle in handles:
         handle.wait()
-    assert (t == dist.get_world_size() ** 4).all()
-    return beside
+    assert beside and (t == dist.get_world_size() ** 4).all()
 
 
-def test_async_runs_beside_the_caller(pool):
-    assert all(pool(3).run(async_overlap))
-
-
-def refusals():
+@on_ranks(3)
+def test_wrong_calls_are_refused_before_anything_is_sent():
     """Calls are refused before anything is sent, so the group still works."""
     rank, n, t = dist.get_rank(), dist.get_world_size(), torch.ones(2)
     zeros, elsewhere = torch.zeros, torch.zeros(2, device="meta")
@@ -75,25 +73,18 @@ def refusals():
     assert (t == n).all()
 
 
-def test_wrong_calls_are_refused_before_anything_is_sent(pool):
-    pool(3).run(refusals)
-
-
-def over_its_input(kind):
+@pytest.mark.parametrize("way", ["plain", "torch", "ring", "messages"])
+@on_ranks(3)
+def test_a_result_may_lie_over_the_input(way):
     """A tensor and this rank's slice of it: gathered, then scattered back."""
     rank, n = dist.get_rank(), dist.get_world_size()
     rows, whole = torch.arange(4.0 * n).view(n, 4), torch.zeros(n, 4)
     whole[rank] = rows[rank]
-    with served_by(kind):
+    with served_by(WAYS[way][0](whole.is_cuda)):
         dist.all_gather_into_tensor(whole, whole[rank])
         assert whole.equal(rows)
         dist.reduce_scatter_tensor(whole[rank], whole)
     assert whole[rank].equal(n * rows[rank])
-
-
-@pytest.mark.parametrize("way", ["plain", "torch", "ring", "messages"])
-def test_a_result_may_lie_over_the_input(pool, way):
-    pool(3).run(over_its_input, WAYS[way][0](pool.device_type == "cuda"))
 
 
 def lost_at_once():
@@ -122,9 +113,8 @@ def lost_at_once():
     return said
 
 
+@on_cpus  # NCCL tells of it in the stream
 def test_a_peer_lost_as_a_message_starts_is_named(pool):
-    if pool.device_type == "cuda":
-        pytest.skip("NCCL tells of it in the stream")
     for what, said in zip([f"send {parallel.Action('SF', 0, 0)} of the pipeline",
                            "posted the activation of micro-batch 0 from rank 0 (pipeline rank 0)"],
                           pool(2).run(lost_at_once), strict=True):

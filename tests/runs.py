@@ -114,7 +114,7 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder):
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    sys.argv = [program + ".py", *flags]
+    sys.argv = [os.path.join(HERE, program + ".py"), *flags]
     if folder:
         import_from(folder)
         runpy.run_path(os.path.join(folder, program + ".py"), run_name="__main__")
@@ -135,15 +135,16 @@ def import_from(folder):
 class Ranks:
     """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    folder: one with the reference's files alone, whose program runs in place of the whole one."""
+    folder: one with the reference's files alone, whose program runs in place of the whole one. launcher: whether it
+    starts processes of its own; then the test must see to its end."""
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", folder=None):
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", folder=None, launcher=False):
         # Theirs; it survives them.
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
         settings = self.store.port, flags, self.log, file_bytes, deaths, program, folder
-        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=True)
+        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=not launcher)
                           for r in range(size)]
         for process in self.processes:
             process.start()

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 
 import collectives as dist
 import parallel
-from tests.pool import close
+from tests.pool import close, on_ranks
 from further.schedules import interleaved, zero_bubble_h1
 from theory.clock import simulate
 
 
-def f_and_g():
+@on_ranks(2)
+def test_f_and_g_change_nothing_in_place():
     """What autograd has saved, or will hand to others, is not summed up in place."""
     x, dy = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True), torch.ones(3, dtype=torch.float64)
     parallel.CopyToGroup.apply(x, None).backward(dy)
@@ -23,11 +24,9 @@ def f_and_g():
     assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2)
 
 
-def test_f_and_g_change_nothing_in_place(pool):
-    pool(2).run(f_and_g)
-
-
-def vocab_parallel_loss(vocab):
+@pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
+@on_ranks()
+def test_vocabulary_parallel_cross_entropy(vocab):
     """Loss and gradient against F.cross_entropy, with large logits, and no collective of the size of the logits."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.get_default_device()
     rng = np.random.default_rng(1)
@@ -45,33 +44,23 @@ def vocab_parallel_loss(vocab):
     assert sent <= 3 * y.numel() * 8 * size.bit_length()
 
 
-@pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
-def test_vocabulary_parallel_cross_entropy(pool, size, vocab):
-    pool(size).run(vocab_parallel_loss, vocab)
-
-
-def shards_round_trip():
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@on_ranks()
+def test_shards_gather_to_the_whole():
     whole = torch.arange(6 * 9 * 4.0).view(54, 4)
     for cut in (parallel.Cut(None, 0), parallel.Cut(None, 0, parts=3), parallel.Cut(None, 1)):
         assert cut.gather(cut.part(whole), whole.shape).equal(whole)
 
 
-def test_shards_gather_to_the_whole(pool):
-    for size in (2, 3, 4, 5):
-        pool(size).run(shards_round_trip)
-
-
-def test_mesh_puts_tensor_peers_side_by_side(pool):
-    assert (pool(8).run(mesh_of_eight)
-            == [([r - r % 2, r - r % 2 + 1], [i for i in range(8) if i % 2 == r % 2 and i // 4 == r // 4])
-                for r in range(8)])
-
-
-def mesh_of_eight():
+@on_ranks(8)
+def test_mesh_puts_tensor_peers_side_by_side():
     mesh = parallel.make_mesh(torch.get_default_device().type, pp=2, dp=2, tp=2)
     with pytest.raises(ValueError, match="needs 9 processes, there are 8"):
         parallel.make_mesh("cpu", dp=9)
-    return tuple(torch_dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("tp", "dp"))
+    rank = dist.get_rank()
+    first = rank - rank % 4  # of its pipeline stage
+    for axis, peers in ("tp", [rank - rank % 2, rank - rank % 2 + 1]), ("dp", [first + rank % 2, first + rank % 2 + 2]):
+        assert torch_dist.get_process_group_ranks(mesh[axis].get_group()) == peers
 
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules

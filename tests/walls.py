@@ -24,11 +24,10 @@ import kernels
 import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
-    test_bytes_sent_are_the_formulas, test_collective_equals_library, test_examples_print_the_same,
-    test_point_to_point_equals_library)
+    test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point_equals_library)
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import HERE, forkserver, needs_kernels, on_ranks
-from tests.runs import log_of, Ranks, TRAIN
+from tests.pool import HERE, forkserver, needs_kernels, on_cpus, on_ranks
+from tests.runs import log_of, ran, run_training, TRAIN
 
 ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
          "bench", "tests", "test_all"]  # a later one may import any earlier one at its top
@@ -47,9 +46,9 @@ EVERY_FILE = [str(path.relative_to(HERE)) for room in ROOMS for path in files_of
 # ------------------------------------------------------------------------------------------------------ the reference
 
 @pytest.mark.parametrize("test, arguments", [
-    (test_bytes_sent_are_the_formulas, (3,)), (test_bytes_sent_are_the_formulas, (4,)),
+    *((test_bytes_sent_are_the_formulas, (size, (), 400)) for size in (3, 4)),
     (test_between_nodes_every_rank_sends_its_share, (4, 2)), (test_point_to_point_equals_library, (4,)),
-    (test_examples_print_the_same, (4,)), (test_blocks_may_be_uneven, (4, "plain")),
+    (test_blocks_may_be_uneven, (4, "plain")),
     *((test_collective_equals_library, (name, 3)) for name in COLLECTIVES)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
@@ -74,20 +73,20 @@ def reference_in(folder, rooms):
     return str(folder)
 
 
+@on_cpus
 @pytest.mark.parametrize("size, flags, rooms", [(*program, REFERENCE) for program in PROGRAMS]
                          + [(*program, CORE) for program in OF_DP_ALONE],
                          ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))
-def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(text, tmp_path, size, flags, rooms):
-    tolerance, logs = 1e-3 if "--dtype" in flags else 1e-10, {}
+def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(pool, text, tmp_path, size, flags, rooms):
+    tolerance = 1e-3 if "--dtype" in flags else 1e-10
     flags = [*TRAIN, "--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", "--dtype", "fp64",
-             *flags.split()]
-    for mode, folder in ("plain", reference_in(tmp_path / "alone", rooms)), ("fast", None):
-        ranks = Ranks([*flags, "--out", str(tmp_path / mode)], size, tmp_path / "printed", folder=folder)
-        assert ranks.end() == [0] * size, ranks.printed()
-        assert f"mode     {mode}" in ranks.printed()
-        logs[mode] = log_of(tmp_path / mode)
-    assert [entry["step"] for entry in logs["plain"]] == [1, 2, 3] and logs["plain"][0]["loss"] > 5
-    for plain, whole in zip(*logs.values(), strict=True):
+             *flags.split(), "--out"]
+    printed = ran([*flags, str(tmp_path / "plain")], size, tmp_path / "printed",
+                  folder=reference_in(tmp_path / "alone", rooms))
+    pool(size).run(run_training, [*flags, str(tmp_path / "fast")])
+    log = log_of(tmp_path / "plain")
+    assert "mode     plain" in printed and [entry["step"] for entry in log] == [1, 2, 3] and log[0]["loss"] > 5
+    for plain, whole in zip(log, log_of(tmp_path / "fast"), strict=True):
         for key in {"loss", "grad_norm", "lr", "load_max", "load_entropy"} & set(whole):
             assert abs(plain[key] - whole[key]) <= tolerance * abs(whole[key]), (key, plain, whole)
 

@@ -16,12 +16,14 @@ import fast.recorded
 import fast.windows
 import kernels
 from tests.collectives import (
-    BIG, Case, compare_with_library, DIRECT, left_by, NTHS, obey_the_formulas, OPS, traffic_by_way)
+    BIG, Case, compare_with_library, DIRECT, left_by, NTHS, OPS)
 from tests.links import carried, DirectGlooLink
-from tests.pool import needs_kernels
+from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks
 
 
-def messages_beside_a_collective():
+@on_cpus  # NCCL knows no tags: there messages and collectives keep one order
+@on_ranks(3)
+def test_messages_beside_a_collective():
     """What the caller sends by himself is not taken for a message of a collective that is under way, nor the other way
     round."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -36,17 +38,6 @@ def messages_beside_a_collective():
     assert (theirs == 10.0 + (rank - 1) % size).all()
 
 
-def test_messages_beside_a_collective(pool):
-    if pool.device_type == "cuda":
-        pytest.skip("NCCL knows no tags: there messages and collectives keep one order")
-    pool(3).run(messages_beside_a_collective)
-
-
-def needs_emulation(pool):
-    if pool.device_type == "cuda":
-        pytest.skip("GPUs have windows of their own")
-
-
 @contextlib.contextmanager
 def counted(kind, *methods):
     """{method: the mock that counts its calls}"""
@@ -55,7 +46,10 @@ def counted(kind, *methods):
             kind, name, autospec=True, side_effect=getattr(kind, name))) for name in methods}
 
 
-def operations_of_windows():
+@on_cpus  # GPUs have windows of their own
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks()
+def test_windows_are_used():
     """All that a window can do has been done. That it was right is seen where collectives equal the library's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     methods = "scatter", "gather", "all_reduce", "gather_rows", "scatter_rows", "all_to_all_by_copies", "shift"
@@ -71,13 +65,10 @@ def operations_of_windows():
     assert all(mock.called for mock in calls.values()), calls
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_windows_are_used(pool, size):
-    needs_emulation(pool)
-    pool(size).run(operations_of_windows)
-
-
-def sums_between_all_to_alls(elements):
+@on_cpus
+@pytest.mark.parametrize("elements", [4, 32, 33, 71])  # a turn takes 32: one turn, one, two, three
+@on_ranks(2)
+def test_copies_wait_for_who_reads_his_window(elements):
     """Rank 1 sums late what lies in its window."""
     scatter, rank, result = fast.windows.Window.scatter, dist.get_rank(), torch.zeros(elements)
     numbers = [torch.arange(elements) + 100.0 * r for r in range(2)]
@@ -97,12 +88,6 @@ def sums_between_all_to_alls(elements):
     assert sum(log.bytes for log in dist.traffic().values()) == 4 * (elements + 2 * 4)
 
 
-@pytest.mark.parametrize("elements", [4, 32, 33, 71])  # a turn takes 32: one turn, one, two, three
-def test_copies_wait_for_who_reads_his_window(pool, elements):
-    needs_emulation(pool)
-    pool(2).run(sums_between_all_to_alls, elements)
-
-
 def sums_by_kernels(name):
     """One element, several rounds, rows of 64 bytes: each by one call of the kernel."""
     size, cases = dist.get_world_size(), []
@@ -119,20 +104,12 @@ def sums_by_kernels(name):
     assert calls[kernel].call_count == len(cases)
 
 
+@on_cpus
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"])
 def test_kernels_sum_and_gather(pool, name, size):
     needs_kernels(pool)
-    needs_emulation(pool)
     pool(size).run(sums_by_kernels, name)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_bytes_that_kernels_send_are_the_formulas(pool, size):
-    needs_kernels(pool)
-    needs_emulation(pool)
-    for counts in zip(*pool(size).run(traffic_by_way, ["kernel"], 40 * size)):
-        obey_the_formulas(counts, 160 * size)
 
 
 def block_of_two_sizes():
@@ -140,9 +117,9 @@ def block_of_two_sizes():
         fast.exchange.AllToAll([0, 0], 0, "cpu")([(0, 8), (0, 0)], [(0, 16), (0, 0)])
 
 
+@on_cpus
 def test_kernel_refuses_a_block_of_two_sizes(pool):
     needs_kernels(pool)
-    needs_emulation(pool)
     pool(1).run(block_of_two_sizes)
 
 
@@ -220,7 +197,8 @@ def test_third_call_on_the_same_memory_is_recorded(monkeypatch):
     assert [call("c"), call("c")] == [3, 4] and [call("d") for _ in range(5)] == [4] * 5 and not replays.calls
 
 
-def ends_then_all():
+@on_ranks(3)
+def test_windows_of_some_ranks_do_not_stop_the_others():
     """A group of some ranks makes a window, then one of all would: not all have made as many."""
     ends, size = dist.new_group([0, dist.get_world_size() - 1]), dist.get_world_size()
     for group, elements in (ends, 1 << 19), (None, 1 << 19), (None, 1 << 23):
@@ -230,30 +208,21 @@ def ends_then_all():
             assert (t == size * (size + 1) / 2).all(), elements
 
 
-def test_windows_of_some_ranks_do_not_stop_the_others(pool):
-    pool(3).run(ends_then_all)
-
-
-def reduce_in_memory_that_comes_back():
+@on_gpus
+@on_ranks(2)
+def test_copies_are_not_replayed_on_memory_that_was_given_back():
     """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
-    rank, size, where, results = dist.get_rank(), dist.get_world_size(), [], []
+    rank, size, where, right = dist.get_rank(), dist.get_world_size(), [], []
     for elements in (1 << 23, 1 << 23, 1 << 24, 1 << 23, 1 << 20, 1 << 20):  # the last two go by messages
         t = torch.empty(elements)[:1 << 23]
         for _ in range(5):  # often enough to be recorded, and replayed; beside the caller, so by copies
             dist.all_reduce(t.fill_(1.0 + rank), async_op=True).wait()
-            results.append(bool((t == size * (size + 1) / 2).all()))
+            right.append((t == size * (size + 1) / 2).all())
         where.append(t.data_ptr())
         del t
         torch.cuda.empty_cache()
-    return (results, len(where) > len(set(where)),
-            any(graph.memory is not None for graph in dist.link_of(None).replays.graphs.values()))
-
-
-def test_copies_are_not_replayed_on_memory_that_was_given_back(pool):
-    if pool.device_type == "cpu":
-        pytest.skip("copies are for GPUs")
-    for right, same_address, copied in pool(2).run(reduce_in_memory_that_comes_back):
-        assert all(right) and same_address and copied
+    assert all(right) and len(where) > len(set(where))  # at one address twice
+    assert any(graph.memory is not None for graph in dist.link_of(None).replays.graphs.values())  # some copied
 
 
 def all_to_alls_in_a_row(most):
@@ -284,7 +253,9 @@ def test_all_to_alls_in_a_row(pool, size):
     pool(size).run(all_to_alls_in_a_row, 40_000 if pool.device_type == "cuda" else 400)
 
 
-def recorded_all_to_all():
+@on_gpus
+@on_ranks(2)
+def test_all_to_all_in_a_graph():
     rank, size, graph = dist.get_rank(), dist.get_world_size(), torch.cuda.CUDAGraph()
     x, y = torch.zeros(size * 5000, 64), torch.zeros(size * 5000, 64)
     dist.all_to_all_single(y, x)
@@ -298,13 +269,10 @@ def recorded_all_to_all():
         assert torch.equal(y[:, 7], -(10.0 * torch.arange(size) + rank + i).repeat_interleave(5000))
 
 
-def test_all_to_all_in_a_graph(pool):
-    if pool.device_type == "cpu":
-        pytest.skip("graphs are for GPUs")
-    pool(2).run(recorded_all_to_all)
-
-
-def trees_on_the_same_memory():
+@on_gpus
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_trees_are_replayed():
     """Each tree is recorded by its third call; a call with another root in between must not take its graph."""
     rank, size = dist.get_rank(), dist.get_world_size()
     t, parts = torch.empty(100), [torch.empty(100) for _ in range(size)]
@@ -318,11 +286,4 @@ def trees_on_the_same_memory():
             assert rank != root or all((part == 10 * i + j).all() for j, part in enumerate(parts))
             dist.scatter(t, [part.fill_(i - j) for j, part in enumerate(parts)] if rank == root else None, root)
             assert (t == i - rank).all()
-    return len(dist.link_of(None).replays.graphs)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_trees_are_replayed(pool, size):
-    if pool.device_type == "cpu":
-        pytest.skip("graphs are for GPUs")
-    assert pool(size).run(trees_on_the_same_memory) == [4 * size] * size
+    assert len(dist.link_of(None).replays.graphs) == 4 * size
