@@ -22,9 +22,10 @@ def start_of(s, identity, asked, read_all):
     newest in --out. BadInput if --out holds another run."""
     found, folder = checkpoints(s.out), s.out.rstrip("/")
     if asked:
+        home = os.path.dirname(os.path.abspath(asked.path))
         reject(not found or not os.path.samefile(found[-1], asked.path), f"--resume {asked.path}: a run goes on in its "
-               f"own folder, from the newest checkpoint there: give --out {os.path.dirname(os.path.abspath(asked.path))}"
-               f" and move newer ones away; or begin another run from its weights, with --init-from {asked.path}")
+               f"own folder, from the newest checkpoint there: give --out {home} and move newer ones away; or begin "
+               f"another run from its weights, with --init-from {asked.path}")
         return asked, identity | {"start": asked.manifest["run"]["start"]}
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:

@@ -61,8 +61,6 @@ class WatchedTrainer(Trainer):
         describe(self)
         with contextlib.suppress(Terminated):
             super().train(saved)
-        if self.s.out and not self.s.steps and not self.run.checkpoint:
-            self.save(0)
 
     def step(self, step):
         """As in Trainer. The first step measures activations. The third one, if asked to, is traced and profiled,
@@ -310,17 +308,16 @@ class WatchedRun(Run):
                 self.lock.truncate(0)
                 self.lock.close()
             launch.start_again(self.processes, lambda: not self.lock or not os.path.getsize(self.lock.name))
-        self.watch = Watch("train.py", self.s.timeout)
+        watch = Watch("train.py", self.s.timeout)
         try:
             device = dist.initialize(self.s.device, self.s.timeout)
-            self.watch.start()
+            watch.start()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
             if not isinstance(error, (BadInput, NotFinite, PeerError, torch.distributed.DistError)):
                 traceback.print_exception(error)
-            self.watch.give_up(error)
-        finally:
-            self.watch.done = True
+            watch.give_up(error)
+        watch.done = True
         dist.destroy_process_group()
         sys.exit(0 if saved else 1)
 

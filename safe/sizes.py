@@ -21,7 +21,7 @@ def multiple(n, of):
     return -(-n // of) * of
 
 
-def check_sizes(c, called=str):
+def check_sizes(c, called):
     """ValueError unless a model can have the sizes c, fields of a GPTConfig. called(field): what users call it."""
     for field in fields(GPTConfig):
         value, least = getattr(c, field.name), 0 if field.name in ("inner", "experts") else 1
@@ -29,16 +29,15 @@ def check_sizes(c, called=str):
             raise ValueError(f"{called(field.name)} {value!r} must be of type {field.type.__name__}")
         if field.type is int and not least <= value < 2**31:
             raise ValueError(f"{called(field.name)} {value} must be at least {least} and less than 2^31")
-    experts, top_k, every = called("experts"), called("top_k"), called("expert_every")
     raise_first(ValueError, [
         (c.n_embd % c.n_head, f"{called('n_embd')} {c.n_embd} is not a multiple of {called('n_head')} {c.n_head}: give "
          f"{called('n_embd')} {multiple(c.n_embd, c.n_head)}"),
         (c.activation not in ACTIVATIONS, f"{called('activation')} {c.activation!r} is not one of "
          f"{', '.join(ACTIVATIONS)}"),
-        (0 < c.experts < c.top_k, f"{experts} {c.experts} is less than the {c.top_k} that a token goes through: give "
-         f"{top_k} {c.experts} or {experts} {max(4, c.top_k)}"),
-        (c.experts and c.expert_every > c.n_layer, f"{every} {c.expert_every} must be at most the number of blocks, "
-         f"{c.n_layer}: give {every} {c.n_layer}"),
+        (0 < c.experts < c.top_k, f"{called('experts')} {c.experts} is less than the {c.top_k} that a token goes "
+         f"through: give {called('top_k')} {c.experts} or {called('experts')} {max(4, c.top_k)}"),
+        (c.experts and c.expert_every > c.n_layer, f"{called('expert_every')} {c.expert_every} must be at most the "
+         f"number of blocks, {c.n_layer}: give {called('expert_every')} {c.n_layer}"),
         (not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")])
 
 

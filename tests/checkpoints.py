@@ -1,6 +1,7 @@
 """Checkpoints survive crashes, kills, full disks, and are refused when damaged."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -22,8 +24,7 @@ import parallel
 from tests.models import Malice
 from tests.pool import HERE, close
 from tests.runs import (
-    end_of, log_of, processes_with, ran, Ranks, refusal, run_training, slow, TINY, TRAIN)
-from fast.run import FastRun
+    end_of, log_of, processes_with, ran, Ranks, refusal, run_training, slow, start, TINY, TRAIN, trained)
 from safe.checkpoints import checkpoints, crc_of, open_checkpoint
 from safe.files import crc_of_file, read_safetensors
 from safe.folder import Log
@@ -45,16 +46,15 @@ SAME = [  # processes, flags, and flags of the second run alone
 
 
 @pytest.mark.parametrize("size,flags,second", SAME)
-def test_resumed_run_is_the_same_to_the_bit(pool, text, tmp_path, size, flags, second):
+def test_resumed_run_is_the_same_to_the_bit(trained, tmp_path, size, flags, second):
     """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for
     bit."""
-    flags = [*TRAIN, "--data", text, "--steps", "4", "--save-every", "2", "--lr", "0.01", "--clip", "0.5", "--out",
-             str(tmp_path), "--device", pool(size).device_type, *flags.split()]
-    pool(size).run(run_training, flags)
+    flags = f"--steps 4 --save-every 2 --lr 0.01 --clip 0.5 --out OUT {flags} "
+    trained(size, flags)
     want = end_of(tmp_path)
     assert [step for step, _ in want[1]] == [1, 2, 3, 4] and want[0] == 4
     forget(tmp_path, 4)
-    pool(size).run(run_training, flags + second.split())
+    trained(size, flags + second)
     assert end_of(tmp_path) == want
 
 
@@ -66,21 +66,17 @@ MOVES = [  # a model, and through which layouts a run of it moves
 
 
 @pytest.mark.parametrize("model,moves", MOVES, ids=["dense", "experts"])
-def test_checkpoint_fits_every_layout(pool, text, tmp_path, model, moves):
+def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
     """From the middle of one layout to the middle of the next: one process's losses, weights and moments, and to the
     bit its routers' biases, which move by whole steps."""
     whole, moved, steps = tmp_path / "whole", tmp_path / "moved", range(1, len(moves) + 1)
-    flags = [*TRAIN, "--data", text, "--steps", str(len(moves)), "--save-every", "1", "--keep", "0", "--lr", "0.01",
-             "--clip", "0.5", "--dtype", "fp64", "--device", pool(1).device_type, *model.split()]
-    pool(1).run(run_training, [*flags, "--out", str(whole)])
-
-    def rows(out):
-        return [[entry[key] for key in ("step", "loss", "grad_norm", "lr")] for entry in log_of(out)]
+    flags = f"{model} --steps {len(moves)} --save-every 1 --keep 0 --lr 0.01 --clip 0.5 --dtype fp64 --out OUT/"
+    trained(1, flags + "whole")
 
     for stop, (size, layout) in enumerate(moves, 1):
-        assert pool(size).run(run_training, [*flags, *layout.split(), "--out", str(moved)]) == [True] * size
-        assert [row[0] for row in rows(moved)] == [*steps]
-        assert all(close(a, b) for a, b in zip(zip(*rows(moved)), zip(*rows(whole)))), layout
+        assert trained(size, f"{flags}moved {layout}") == [True] * size
+        assert log_of(moved, "step") == [*steps]
+        assert all(close(log_of(moved, key), log_of(whole, key)) for key in ("loss", "grad_norm", "lr")), layout
         forget(moved, *steps[stop:])  # the next layout goes on from the middle
     biases = []
     for file in ("model", "optimizer"):
@@ -101,7 +97,7 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
                     *flags.split()], size, tmp_path / "printed", codes)
 
     def rows(out):
-        return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log_of(out) if "loss" in entry]
+        return log_of(out, "step", "loss", "grad_norm")
 
     whole, plain, again = (str(tmp_path / name) for name in ("whole", "plain", "again"))
     file, last = f"{plain}/step-00000002.pt", "step-00000004"
@@ -131,35 +127,31 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
     assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
 
 
-def test_resume_takes_settings_along_and_says_what_changes(text, tmp_path):
-    out = str(tmp_path / "run")
+def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
+    def run(flags):
+        return ran(["--device", "cpu", "--prompt", "line", *flags.split()], 1, tmp_path / "log")
 
-    def run(*flags):
-        ranks = Ranks(["--device", "cpu", "--prompt", "line", *flags], 1, tmp_path / "log")
-        assert ranks.end() == [0], ranks.printed()
-        return ranks.printed()
-
-    run(*TRAIN, "--data", text, "--steps", "3", "--seed", "5", "--save-every", "2", "--out", out)
-    longer = run("--resume", "--out", out, "--steps", "5", "--lr", "0.005", "--log-every", "1", "--sample", "6")
+    out = tmp_path / "run"
+    start("--steps 3 --seed 5 --save-every 2 --out OUT/run").said()
+    longer = run(f"--resume --out {out} --steps 5 --lr 0.005 --log-every 1 --sample 6")
     assert "step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here" in longer, longer
-    assert [entry["step"] for entry in log_of(out)] == [1, 2, 3, 4, 5]
-    assert open_checkpoint(f"{out}/step-00000005", True).manifest["run"]["flags"]["seed"] == 5
+    assert log_of(out, "step") == [1, 2, 3, 4, 5]
+    assert open_checkpoint(out / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
     files = sorted(os.listdir(out))
-    sample = run("--sample", "6", "--steps", "0", "--resume", out)
+    sample = run(f"--sample 6 --steps 0 --resume {out}")
     assert sample.split("---")[-2] == longer.split("---")[-2]  # the same six bytes after "line"
     assert files == sorted(os.listdir(out)) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
 
 
-def test_killed_at_each_point_of_a_write(text, tmp_path):
+def test_killed_at_each_point_of_a_write(start, tmp_path):
     """The same run, killed again and again, each time a little later in the writing of its first or second
     checkpoint."""
-    flags = [*TRAIN, "--data", text, "--steps", "16", "--save-every", "2", "--keep", "1", "--out"]
-    out = tmp_path / "run"
-    ran([*flags, str(tmp_path / "whole")], 1, tmp_path / "log")
+    flags, out = "--steps 16 --save-every 2 --keep 1 --out OUT/", tmp_path / "run"
+    start(flags + "whole").said()
     half, last = 0, 0
     # 5 is the log, 15 the checkpoint's name, 17 the older one's, which then goes.
     for nth in (1, 6, 8, 11, 13, 15, 16, 17, 18, 20, 21, 22):
-        ran([*flags, str(out)], 1, tmp_path / "log", [-9], deaths=(nth, nth % 2))
+        start(flags + "run", deaths=(nth, nth % 2)).said([-9])
         found = [open_checkpoint(path, True).manifest["step"] for path in checkpoints(out)]
         assert max(found, default=0) >= last  # never less than before
         last = max(found, default=0)
@@ -168,26 +160,26 @@ def test_killed_at_each_point_of_a_write(text, tmp_path):
                 half += 1
                 shutil.rmtree(unfinished)
     assert half >= 6 and 4 <= last < 16
-    ran([*flags, str(out)], 1, tmp_path / "log")
+    start(flags + "run").said()
     assert end_of(out) == end_of(tmp_path / "whole") and not [*out.glob(".step*")]
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=slow)])
-def test_killed_runs_lose_nothing(text, tmp_path, kills):
+def test_killed_runs_lose_nothing(start, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the
     same command ends with the loss, and the files, of the run that nobody killed."""
-    flags = [*TRAIN, "--data", text, "--steps", "30", "--save-every", "1", "--timeout", "120", "--dp", "2", "--zero",
-             "1", "--out"]
-    ran([*flags, str(tmp_path / "whole")], 2, tmp_path / "log")
+    flags = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/"
+    start(flags + "whole", 2).said()
     rng, killed, unfinished = np.random.default_rng(kills), 0, 0
 
     def newest(out):
         return max([0] + [int(path[-8:]) for path in checkpoints(out)])
 
     while killed < kills:
-        out = tmp_path / f"run{killed}"
+        name = f"run{killed}"
+        out = tmp_path / name
         for _ in range(min(5, kills - killed)):  # so many times the same run, then it is let through
-            ranks = Ranks([*flags, str(out)], 2, tmp_path / "log")
+            ranks = start(flags + name, 2)
             step = rng.integers(newest(out), 30) if rng.random() < 0.8 else 0  # in training, or while they start
             while newest(out) < step and ranks.processes[0].is_alive():
                 time.sleep(0.001)
@@ -201,74 +193,66 @@ def test_killed_runs_lose_nothing(text, tmp_path, kills):
             unfinished += any(out.glob(".step*"))
             for path in checkpoints(out):
                 open_checkpoint(path, True)
-        ran([*flags, str(out)], 2, tmp_path / "log")
+        start(flags + name, 2).said()
         assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
     assert unfinished or kills < 100  # some of them were caught writing
     print(f"{killed} runs killed, {unfinished} of them while they wrote; none lost anything")
 
 
-def test_killed_or_stalled_rank_is_named_by_the_others(text, tmp_path):
+def test_killed_or_stalled_rank_is_named_by_the_others(start):
     """At once, or within the timeout, in which the other run has its turn."""
-    flags = [*TRAIN, "--data", text, "--steps", "1000000"]
-    stalled = Ranks([*flags, "--tp", "2", "--pp", "2", "--timeout", "6"], 4, tmp_path / "stalled")
+    stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 6", 4, "stalled")
     try:
         stalled.wait_for("step      20/")
         stalled.kill(1, signal.SIGSTOP)
         started = time.time()
-        killed = Ranks([*flags, "--dp", "3", "--batch-size", "9", "--timeout", "60"], 3, tmp_path / "killed")
+        killed = start("--steps 1000000 --dp 3 --batch-size 9 --timeout 60", 3, "killed")
         killed.wait_for("step      20/")
         killed.kill(2)
         assert killed.end(20) == [1, 1, -9]
         assert stalled.end(30, [0, 2, 3]) == [1, 1, 1] and time.time() - started > 4.5
     finally:
         stalled.processes[1].kill()  # or pytest would wait for it in the end
-    silent = r"(?m)^train.py: rank \d: step \d+, \w.*rank {} gives no sign of life since step"
-    assert re.search(silent.format(2), killed.printed()) and "Traceback" not in killed.printed()
-    assert len(re.findall(r"(?m)^train.py: rank [01]: step \d+, \w", killed.printed())) == 2, killed.printed()
+    said, silent = killed.printed(), r"(?m)^train.py: rank \d: step \d+, \w.*rank {} gives no sign of life since step"
+    assert re.search(silent.format(2), said) and "Traceback" not in said
+    assert len(re.findall(r"(?m)^train.py: rank [01]: step \d+, \w", said)) == 2, said
     assert len(re.findall(silent.format(1), stalled.printed())) == 3, stalled.printed()
 
 
-def test_sigterm_saves_and_the_run_goes_on(text, tmp_path):
-    flags = [*TRAIN, "--data", text, "--steps", "100", "--save-every", "0", "--dp", "2", "--out"]
-    ran([*flags, str(tmp_path / "whole")], 2, tmp_path / "log")
-    ranks = Ranks([*flags, str(tmp_path / "run")], 2, tmp_path / "log")
+def test_sigterm_saves_and_the_run_goes_on(start, tmp_path):
+    flags, out = "--steps 100 --save-every 0 --dp 2 --out OUT/", tmp_path / "run"
+    start(flags + "whole", 2).said()
+    ranks = start(flags + "run", 2)
     ranks.wait_for("step  20/100")
     ranks.kill(1, signal.SIGTERM)  # one of them is enough
-    assert ranks.end() == [0, 0] and "SIGTERM: the same command goes on from here" in ranks.printed()
-    step = end_of(tmp_path / "run")[0]
-    assert 20 <= step < 100 and max(entry["step"] for entry in log_of(tmp_path / "run")) == step
-    assert f"after step {step}" in ran([*flags, str(tmp_path / "run")], 2, tmp_path / "log")
-    assert end_of(tmp_path / "run") == end_of(tmp_path / "whole")
+    assert "SIGTERM: the same command goes on from here" in ranks.said()
+    step = end_of(out)[0]
+    assert 20 <= step < 100 and max(log_of(out, "step")) == step
+    assert f"after step {step}" in start(flags + "run", 2).said()
+    assert end_of(out) == end_of(tmp_path / "whole")
 
 
-def not_finite(text, out, on_nan, zero):
+def not_finite(flags):
     """One rank's loss is NaN in step 3; what the others do."""
-    run = FastRun([*TRAIN, "--data", text, "--steps", "5", "--on-nan", on_nan, "--zero", str(zero), "--save-every", "1",
-                   "--out", out])
-    whole, calls = parallel.cross_entropy, []
+    whole, steps = parallel.cross_entropy, itertools.count(1)
 
     def loss(*arguments):
-        calls.append(0)
-        return whole(*arguments) * (math.nan if len(calls) == 3 and dist.get_rank() == 1 else 1)
+        return whole(*arguments) * (math.nan if next(steps) == 3 and dist.get_rank() == 1 else 1)
 
-    parallel.cross_entropy = loss
-    try:
-        return run.train(torch.device("cpu"))
-    except NotFinite as error:
-        return str(error)
-    finally:
-        parallel.cross_entropy = whole
-        if run.lock:
-            run.lock.close()
+    with unittest.mock.patch.object(parallel, "cross_entropy", loss):
+        try:
+            return run_training(flags)
+        except NotFinite as error:
+            return str(error)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
+def test_nan_stops_or_skips_all_ranks_alike(pool, trained, tmp_path, zero):
     if pool(2).device_type != "cpu":
-        pytest.skip("the flags say cpu")
+        pytest.skip("a graph would replay what Python multiplied with when it was recorded")
 
     def run(on_nan):
-        return pool(2).run(not_finite, text, str(tmp_path / on_nan), on_nan, zero)
+        return trained(2, f"--steps 5 --save-every 1 --zero {zero} --on-nan {on_nan} --out OUT/{on_nan}", not_finite)
 
     assert all("the loss on rank 1 is not finite" in error for error in run("stop"))
     assert log_of(tmp_path / "stop")[-1] == {"step": 3, "not_finite": "the loss on rank 1", "on_nan": "stop"}
@@ -282,16 +266,15 @@ def test_nan_stops_or_skips_all_ranks_alike(text, tmp_path, pool, zero):
     assert run("skip") == [True, True] and end_of(tmp_path / "skip") == want
 
 
-def test_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path):
-    out = tmp_path / "run"
-    flags = [*TRAIN, "--data", text, "--steps", "4", "--save-every", "2", "--out", str(out), "--dp", "2"]
-    ran([*flags, "--steps", "2"], 2, tmp_path / "log")
+def test_full_disk_costs_the_checkpoint_and_nothing_else(start, tmp_path):
+    out, flags = tmp_path / "run", "--save-every 2 --dp 2 --out OUT/run --steps "
+    start(flags + "2", 2).said()
     before = end_of(out)
     # Room for the weights, not for the optimizer.
-    said = ran([*flags, "--resume"], 2, tmp_path / "log", [1, 0], file_bytes=40_000)
+    said = start(flags + "4 --resume", 2, file_bytes=40_000).said([1, 0])
     assert re.search(r"step 4/4  not saved in .*: File too large; older checkpoints there are complete", said), said
     assert end_of(out)[2:] == before[2:] and log_of(out)[-1]["not_saved"] and not any(out.glob(".step*"))
-    ran([*flags, "--resume"], 2, tmp_path / "log")
+    start(flags + "4 --resume", 2).said()
     assert end_of(out)[0] == 4
 
 
@@ -349,8 +332,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(text, tmp_path, monkeypatch
     said = "".join(node.printed() for node in nodes)
     assert "ZeRO stage 3 within 2" in said
     assert re.search(r"resume   \S+/run/step-00000\d+: after step \d+\n", said), said
-    losses, alone = ([entry["loss"] for entry in log_of(folder)] for folder in (out, tmp_path / "one"))
-    assert close(losses, alone) and [entry["step"] for entry in log_of(out)] == [1, 20, 40, 60]
+    assert close(log_of(out, "loss"), log_of(tmp_path / "one", "loss")) and log_of(out, "step") == [1, 20, 40, 60]
     assert end_of(out)[0] == 60
 
 

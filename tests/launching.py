@@ -71,7 +71,7 @@ def test_processes_start_together(ends):
     for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
                  "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):
         assert printed.count(said) == 1, said
-    assert [entry["step"] for entry in log_of(ends[1] / "torchrun")] == [1, 2]
+    assert log_of(ends[1] / "torchrun", "step") == [1, 2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -124,6 +124,6 @@ def test_train_on_gpus(tmp_path):
                           "--save-every", "50", "--log-every", "1", "--out", str(out))
         printed, errors = process.communicate(timeout=180)
         assert process.returncode == 0, errors
-        logs.append([(entry["loss"], entry["grad_norm"]) for entry in log_of(out)])
+        logs.append(log_of(out, "loss", "grad_norm"))
     assert "cuda (NCCL)" in printed and "after step 50" in printed and log_of(out)[-1]["val_loss"] < 3
     assert len(logs[0]) == 60 and logs[0] == logs[1]

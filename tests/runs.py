@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import json
+import operator
 import os
 import pathlib
 import re
@@ -52,14 +53,26 @@ def run_training(flags):
     device = torch.get_default_device()
     with torch.device("cpu"):  # as when it is started
         run = fast.run.FastRun(["--device", device.type, *flags])
-        saved = run.train(device)
-    if run.lock:
-        run.lock.close()
-    return saved
+        try:
+            return run.train(device)
+        finally:
+            if run.lock:
+                run.lock.close()
 
 
-def log_of(folder):
-    return [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
+@pytest.fixture
+def trained(pool, text, tmp_path):
+    """trained(size, flags): trains a tiny model on `text` in a pool. In the flags, OUT stands for the test's folder."""
+    def run(size, flags, train=run_training):
+        words = ["--device", pool(size).device_type, *flags.replace("OUT", str(tmp_path)).split()]
+        return pool(size).run(train, [*TRAIN, "--data", text, *words])
+    return run
+
+
+def log_of(folder, *keys):
+    """Entries of log.jsonl; with keys, these values of the entries that have them all."""
+    entries = [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
+    return [operator.itemgetter(*keys)(entry) for entry in entries if {*keys} <= {*entry}] if keys else entries
 
 
 # -------------------------------------------------------------------------------------------------- starting and ending
@@ -176,12 +189,23 @@ class Ranks:
         assert None not in codes, f"{codes}\n{self.printed()}"
         return codes
 
+    def said(self, codes=None):
+        """What they print that end with these exit codes; left out, all with 0."""
+        assert self.end() == (codes or [0] * len(self.processes)), self.printed()
+        return self.printed()
+
 
 def ran(flags, size, log, codes=None, **more):
-    """What `Ranks` print that end with these exit codes; left out, all with 0."""
-    ranks = Ranks(flags, size, log, **more)
-    assert ranks.end() == (codes or [0] * size), ranks.printed()
-    return ranks.printed()
+    return Ranks(flags, size, log, **more).said(codes)
+
+
+@pytest.fixture
+def start(text, tmp_path):
+    """start(flags, size): `Ranks` that train a tiny model on `text`. In the flags, OUT stands for the test's folder."""
+    def begin(flags, size=1, log="log", **more):
+        words = [*TRAIN, "--data", text, *flags.replace("OUT", str(tmp_path)).split()]
+        return Ranks(words, size, tmp_path / log, **more)
+    return begin
 
 
 def refusal(arguments, monkeypatch, capsys):
@@ -203,8 +227,7 @@ def end_of(run):
     """(step of the newest checkpoint, losses in the order of the log, checksums of its files, loss scale) of a run's
     folder."""
     newest = safe.checkpoints.open_checkpoint(safe.checkpoints.checkpoints(run)[-1], True).manifest
-    losses = [(entry["step"], entry["loss"]) for entry in log_of(run) if "loss" in entry]
-    return newest["step"], losses, newest["files"], newest["updates"], newest["scaler"]
+    return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["updates"], newest["scaler"]
 
 
 # --------------------------------------------------------------------------------------------------------------- README

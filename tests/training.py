@@ -21,7 +21,7 @@ import parallel
 import theory.speed
 import train
 from tests.pool import GPUS, close
-from tests.runs import log_of, parse, refusal, run_training, TINY
+from tests.runs import log_of, parse, refusal, run_training, TINY, trained
 from further.schedules import zero_bubble_h1
 from safe.data import load_data
 from safe.flags import BadInput, check_layout, model_config, Settings
@@ -62,37 +62,32 @@ LAYOUTS = [  # processes, flags
     (3, "--pp 3")]
 
 
-def test_every_layout_logs_the_same_losses(pool, text, tmp_path, request):
+def test_every_layout_logs_the_same_losses(trained, text, tmp_path, request):
     """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users
     get them."""
     device = request.node.callspec.params["pool"]
 
     def run(size, layout):
-        out = str(tmp_path / layout)
-        pool(size).run(run_training, [
-            *TINY, "--data", text, "--dtype", "fp64", "--steps", "10", "--micro-batches", "2", "--eval-every", "5",
-            "--sample", "5", "--out", out, "--device", device, "--lr", "0.02", "--clip", "0.5", "--warmup-steps", "3",
-            *layout.split()])
-        return log_of(out), list(load(f"{out}/step-00000010").parameters())
+        out = tmp_path / layout.replace(" ", "")
+        trained(size, f"--dtype fp64 --steps 10 --micro-batches 2 --eval-every 5 --sample 5 --lr 0.02 --clip 0.5 "
+                      f"--warmup-steps 3 --out {out} {layout}")
+        return out, list(load(out / "step-00000010").parameters())
 
     one, weights = run(1, "--dp 1")
     steps, losses = plain_log(text)
-    assert close([(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in one], steps)
-    assert close([entry["val_loss"] for entry in one if "val_loss" in entry], losses)
-    assert [entry["step"] for entry in one] == list(range(1, 11)) and one[-1]["loss"] < one[0]["loss"] - 0.5
-    assert all({"step", "loss", "grad_norm", "lr", "tokens_per_s", "comm_bytes"} <= set(entry) for entry in one)
-    assert one[0]["comm_bytes"] == 0 and max(entry["grad_norm"] for entry in one) > 0.5
-    assert [entry["step"] for entry in one if "val_loss" in entry] == [5, 10]
+    assert close(log_of(one, "loss", "grad_norm", "lr"), steps) and log_of(one, "step") == [*range(1, 11)]
+    assert close(log_of(one, "val_loss"), losses) and [step for step, _ in log_of(one, "step", "val_loss")] == [5, 10]
+    assert steps[-1][0] < steps[0][0] - 0.5 and max(log_of(one, "grad_norm")) > 0.5
+    assert len(log_of(one, "tokens_per_s", "comm_bytes")) == 10 and log_of(one, "comm_bytes")[0] == 0
     for size, layout in LAYOUTS:
         if device == "cuda" and size > GPUS:
             continue
-        log, parameters = run(size, layout)
-        assert len(log) == len(one)
-        for a, b in zip(log, one):
-            for key in {"loss", "grad_norm", "lr", "val_loss"} & set(b):
-                assert abs(a[key] - b[key]) <= 1e-10 * abs(b[key]), (layout, a, b)
-            assert "torch" in layout or a["comm_bytes"] > 0
-        assert any("predicted_bytes" in entry and "measured_bytes" in entry for entry in log)
+        out, parameters = run(size, layout)
+        for key in "loss", "grad_norm", "lr", "val_loss":
+            for a, b in zip(log_of(out, key), log_of(one, key), strict=True):
+                assert abs(a - b) <= 1e-10 * abs(b), (layout, key, a, b)
+        assert "torch" in layout or min(log_of(out, "comm_bytes")) > 0
+        assert log_of(out, "predicted_bytes", "measured_bytes")
         assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(parameters, weights))
 
 
@@ -104,18 +99,15 @@ def events_of(path):
 @pytest.mark.parametrize("layout,collective", [
     ("--dp 2", "all_reduce"), ("--dp 2 --zero 3 --ep 2 --experts 4", "all_to_all_single"),
     ("--pp 2 --schedule zb-h1", "all_reduce"), ("--tp 2 --comm torch", "all_reduce")])
-def test_trace_and_profile_hold_every_rank_s_actions(pool, text, tmp_path, layout, collective):
+def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, collective):
     """In their order, the profile also collectives; with the losses of a run without."""
-    def run(*more):
-        out = tmp_path / str(len(more))
-        pool(2).run(run_training, [
-            *TINY, "--data", text, "--steps", "4", "--micro-batches", "4", "--dtype", "fp64", "--sample", "0",
-            "--eval-every", "0", "--out", str(out), "--cuda-graphs", "off",  # a graph is seen as its launch alone
-            *layout.split(), *more])
-        return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in log_of(out)]
+    def run(out, more=""):
+        # With --cuda-graphs a graph is seen as its launch alone.
+        trained(2, f"{layout} {more} --steps 4 --micro-batches 4 --dtype fp64 --cuda-graphs off --out OUT/{out}")
+        return log_of(tmp_path / out, "step", "loss", "grad_norm")
 
     profile, pipeline = tmp_path / "profile", "--pp" in layout
-    assert run("--profile", str(profile), "--trace", str(tmp_path)) == run()
+    assert run("seen", "--profile OUT/profile --trace OUT") == run("unseen")
     assert sorted(os.listdir(profile)) == ["rank-0.json", "rank-1.json"]
     traced = events_of(tmp_path / "trace.json")
     assert all(e["dur"] >= 0 for e in traced)
@@ -133,14 +125,12 @@ def test_trace_and_profile_hold_every_rank_s_actions(pool, text, tmp_path, layou
         assert here[0] > there[1] - 1e3
 
 
-def test_init_from_starts_where_the_folder_ends(pool, text, tmp_path):
+def test_init_from_starts_where_the_folder_ends(trained, text, tmp_path):
     save(model.GPT(model.GPTConfig(256, 16, 1, 2, 16), seed=7), tmp_path / "hf")
-    pool(2).run(run_training, [
-        "--init-from", str(tmp_path / "hf"), "--data", text, "--dtype", "fp64", "--steps", "1", "--tp", "2",
-        "--batch-size", "4", "--sample", "0", "--lr", "0", "--min-lr", "0", "--out", str(tmp_path / "out")])
+    trained(2, "--init-from OUT/hf --dtype fp64 --steps 1 --tp 2 --lr 0 --min-lr 0 --out OUT/out")
     before, after = load(tmp_path / "hf"), load(tmp_path / "out" / "step-00000001")
     assert all(p.equal(q) for p, q in zip(before.parameters(), after.parameters()))
-    x, y = train.batch(train.split(np.fromfile(text, np.uint8))[0], 0, 0, 4, 16, slice(None))
+    x, y = train.batch(train.split(np.fromfile(text, np.uint8))[0], 0, 0, 8, 16, slice(None))
     with torch.device("cpu"):
         want = F.cross_entropy(before.double()(x).flatten(0, 1), y.flatten()).item()
     assert abs(log_of(tmp_path / "out")[0]["loss"] - want) < 1e-10
@@ -181,13 +171,12 @@ def training_at_a_known_peak(flags):
 
 
 @pytest.mark.parametrize("tokens, long", [("64", False), ("65", True)])
-def test_train_says_when_mfu_counts_half_of_attention(pool, text, tmp_path, tokens, long):
-    printed, = pool(1).run(training_at_a_known_peak, [*TINY, "--data", text, "--steps", "2", "--seq-len", tokens,
-                                                      "--out", str(tmp_path)])
+def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens, long):
+    printed, = trained(1, f"--steps 2 --seq-len {tokens} --out OUT", training_at_a_known_peak)
     config = model.GPTConfig(256, int(tokens), 1, 2, 16)
     assert "  MFU " in printed and (theory.speed.HALF_COUNTED in printed) == long == config.long_sequences
-    for entry in log_of(tmp_path):
-        assert "mfu" not in entry or close(entry["mfu"], entry["tokens_per_s"] * config.flops_per_token() / 1e12)
+    for mfu, speed in log_of(tmp_path, "mfu", "tokens_per_s"):
+        assert close(mfu, speed * config.flops_per_token() / 1e12)
     assert config.flops_per_token() == 6 * (config.parameters() - 16 * int(tokens)) + (12 - 6 * long) * 16 * int(tokens)
 
 
