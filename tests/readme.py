@@ -38,7 +38,7 @@ def test_readme_names_what_is_there():
     there, and a level reads its own rooms. In the call path a name is defined in the file that its line stands for."""
     sources = {file: inspect.getsource(module_of(file)) for file in FILES}
     rooms = [files_in(LECTURE), files_in([*LECTURE, *FURTHER]), files_in(WHOLE)]
-    flags = ({"--" + field.name.replace("_", "-") for field in dataclasses.fields(safe.flags.Settings)}
+    flags = ({safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
              | {name for _, name, _ in bench.FLAGS})
     wrong, text = [], "".join(sources.values())
     for level, read in [(level, read) for level, rows in enumerate(readme_levels()) for read, _, _ in rows]:

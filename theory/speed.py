@@ -5,7 +5,7 @@ Read with: Ultra-Scale Playbook, "finding the best training configuration" and i
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -183,12 +183,12 @@ def context_seconds(config, s, machine, blocks, spent):
     A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
     follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
     """
-    every = seconds_of_axis(spent, "cp")
+    every = spent["cp"].total()
     if s.cp == 1 or s.cp_kind == "ulysses":
         return every
     runs = 1 + (s.recompute != "none") + 2.5  # of attention's forward; backward takes 2.5 times as long
     over = runs * s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    return max(spent["cp", "their gradients"] / (s.cp - 1), every - over)
+    return max(spent["cp"]["their gradients"] / (s.cp - 1), every - over)
 
 
 # Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
@@ -209,22 +209,18 @@ def groups_of(s):
 
 
 def seconds_by_axis(s, machine, items):
-    """({(axis, purpose): seconds of its Messages}, {axis: seconds that its traffic costs hidden, by MOVED})."""
-    spent, touched, groups = Counter(), Counter(), groups_of(s)
+    """({axis: {purpose: seconds of its Messages}}, {axis: seconds that its traffic costs hidden, by MOVED})."""
+    spent, touched, groups = defaultdict(Counter), Counter(), groups_of(s)
     for item in items:
         n, distance = groups[item.axis]
         if n == 1:
             continue
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
-        spent[item.axis, item.what] += message_seconds(item, n, machine, here)
+        spent[item.axis][item.what] += message_seconds(item, n, machine, here)
         touched[item.axis] += MOVED / machine.hbm * item.times * sum(
             k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
     return spent, touched
-
-
-def seconds_of_axis(spent, axis):
-    return sum(seconds for (some, _), seconds in spent.items() if some == axis)
 
 
 def buckets_of(s, elements, units):
@@ -245,7 +241,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     whole.
     """
     m, axis = s.micro_batches, "within" if s.zero_within and s.zero_within != s.dp * s.cp else "dp"
-    gather, reduce = (spent[axis, what] + spent["same_experts", what] for what in ("weights", "gradients"))
+    gather, reduce = (spent[axis][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
@@ -253,7 +249,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - updates)
     lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
-    between = spent["between", "averages of shards"]  # starts when all else has arrived
+    between = spent["between"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
 
 
@@ -270,14 +266,14 @@ def predict(config, s, machine):
     buckets = buckets_of(s, int(shared), blocks + 1)
     of_experts = buckets_of(s, int(experts / s.ep), routed) if experts else []
     spent, touched = seconds_by_axis(s, machine, messages(config, s, stages, buckets, of_experts=of_experts))
-    tp, ep = (seconds_of_axis(spent, axis) for axis in ("tp", "ep"))
+    tp, ep = spent["tp"].total(), spent["ep"].total()
     cp = context_seconds(config, s, machine, blocks, spent)
     waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
 
     # The lecture's bubble: ZB-H1 fills it with W. Ranks wait for transfers where the pipeline fills and drains, once a
     # stage, and at the end for a tied embedding's gradient.
     bubble = (s.pp - 1) * (f + i + 2 * waits + (-w if s.schedule == "zb-h1" else w)) / s.virtual_stages
-    transfers = spent["pp", "activations"] / m * (s.pp - 1) + spent["ends", "tied embedding"]
+    transfers = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)
     shards, copies = (s.zero_within or s.dp * s.cp, s.dp * s.cp // s.ep) if s.zero else (1, 1)

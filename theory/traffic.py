@@ -16,7 +16,7 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
 
     Rings and direct exchange send (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
     all-reduce is log2(N) rounds of the whole tensor or, if a switch joins all ranks (`switched`), one round in which a
-    rank sends it N-1 times. In a binomial tree each rank passes on the data of its subtree.
+    rank sends it N-1 times. In a binomial tree each rank sends the whole to the roots of its subtrees.
     """
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
@@ -27,10 +27,10 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
         chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
         return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
-    below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
-    return {"isend": k, "broadcast": k * (below - 1).bit_length(), "reduce": k * (rank > 0),
-            "gather": below * k // n * (rank > 0), "scatter": (below - 1) * k // n, "barrier": (n - 1).bit_length(),
-            **dict.fromkeys((SCATTER, GATHER, "all_to_all_single"), (n - 1) * k // n)}[op]
+    if op == "broadcast":
+        below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
+        return k * (below - 1).bit_length()
+    return {"isend": k, "reduce": k * (rank > 0)}.get(op, (n - 1) * k // n)
 
 
 HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # the two halves of an all-reduce
@@ -88,12 +88,13 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("weights", GATHER, axis, once + 2 * twice, narrow, m)
         yield Message("gradients", SCATTER, axis, once + twice, wide, m)
         yield Message("1-D gradients", "all_reduce", axis, whole, wide)
+        kept = [n // shards for n in once + twice] + whole
     else:
         yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
+        kept = [n // shards for n in whole]
     if s.zero in (1, 2):
         yield Message("weights", GATHER, axis, whole, narrow)
     if axis == "within":
-        kept = [n // shards for n in once + twice] + whole if s.zero == 3 else [n // shards for n in whole]
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
 
 
