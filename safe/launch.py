@@ -1,6 +1,7 @@
 """Starting the processes of a layout, and ending them together."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -49,6 +50,7 @@ def start_again(processes, saved=lambda: True):
         os.register_at_fork(after_in_child=forked)
         here += ["--run-path", "--start-method", "fork"]
         words = [os.path.abspath(sys.argv[0])]
+    keep_imports()
     try:
         run.run(run.parse_args([*here, "--nproc_per_node", str(processes), *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
@@ -87,6 +89,12 @@ def forked():
         signal.signal(name, signal.SIG_DFL)
     if os.environ["OMP_NUM_THREADS"].isdigit():  # it may be a list, one number a level of nesting
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def keep_imports():
+    """Let the garbage collector pass over what is imported: at the end of a process it would look through all of it
+    several times, which takes most of a second."""
+    gc.freeze()
 
 
 def end_after_sigterm():
@@ -155,5 +163,6 @@ def port_that_answers(old, host, timeout):
 def settled_rendezvous(device_type, timeout):
     """As collectives.rendezvous, after what lets a run end cleanly."""
     end_with_launcher()
+    keep_imports()
     settle(device_type, timeout)
     return own_store(timeout) or rendezvous(device_type, timeout)
