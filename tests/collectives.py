@@ -206,8 +206,8 @@ def test_two_levels_equal_library(pool, name, size, node):
 
 @pytest.mark.parametrize("name", [*COLLECTIVES, *MESSAGES, *WORLD])
 def test_arguments_are_the_librarys(name):
-    """Names, order, defaults: what examples write for torch.distributed, they may write for ours, so `import collectives
-    as dist` is the only line that they must change."""
+    """Names, order, defaults: what examples write for torch.distributed, they may write for ours, so that `import
+    collectives as dist` is the only line that they must change."""
     ours, library = ([(p.name, p.default) for p in inspect.signature(getattr(comm, name)).parameters.values()]
                      for comm in (dist, torch_dist))
     assert ours == library
