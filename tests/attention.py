@@ -57,7 +57,7 @@ for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
     print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 kernel, aligned = exchange._all_reduce, [["tt.divisibility", 16]]
-for even, send, gather in (True, True, True), (False, True, True), (True, True, False), (True, False, True):
+for even, send, gather in (True, True, True), (False, True, False), (True, False, True):
     sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
              "OP": "avg" if gather else "max", "TOTAL": exchange.tl.float32, "PROGRAMS": 128, "SLOTS": 4, "SLOT": 4096}
     types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
@@ -83,7 +83,7 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
                           text=True, timeout=300)
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert len(rows) == 6, done.stderr
+    assert len(rows) == 5, done.stderr
     for _, even, vectors, singles, waits in rows[2:]:
         assert (int(vectors) > 0, int(singles) > 0, int(waits)) == (even == "True", even == "False", 4)
     for D, shared, products in (map(int, row) for row in rows[:2]):

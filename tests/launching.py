@@ -56,7 +56,8 @@ def run_and_end(how, text, out):
 @pytest.fixture(scope="session")
 def ends(text, tmp_path_factory):
     """({how: what `run_and_end` returns}, the folder of these runs). Two at a time, for torchrun's takes as long as
-    all others, which start as copies of a process that has imported PyTorch. Another way is that of test_two_nodes_and_a_killed_rank_that_comes_back."""
+    all others, which start as copies of a process that has imported PyTorch. Another way is that of
+    test_two_nodes_and_a_killed_rank_that_comes_back."""
     hows = ["torchrun", *ENDS] if sys.platform == "linux" else ["torchrun"]
     folder = tmp_path_factory.mktemp("ends")
     with concurrent.futures.ThreadPoolExecutor(2) as two:
