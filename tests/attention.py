@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import types
+import unittest.mock
 
 import pytest
 import torch
@@ -22,19 +23,17 @@ from tests.pool import GPUS, HERE
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, triton_kernels, monkeypatch):
-    """One tile a program and many, one block of keys and many, strides of qkv and of heads apart. Poisoned memory shows
-    whether every element is written."""
-    ran = []
-    specialized = fast.attention.specialized_attention_forward
-    monkeypatch.setattr(fast.attention, "specialized_attention_forward", lambda *arguments: (
-        arguments[4].fill_(math.nan), arguments[5].fill_(math.nan), specialized(*arguments), ran.append(1)))
+    """One tile a program and many, one block of keys and many, strides of qkv and of heads apart. New memory holds NaN,
+    so whatever is not written shows."""
+    specialized = unittest.mock.Mock(wraps=fast.attention.specialized_attention_forward)
+    monkeypatch.setattr(fast.attention, "specialized_attention_forward", specialized)
     for B, H in (1, 1), (3, 5), (2, 20):
         q, k, v = (random(B, T, H, D, dtype=dtype).transpose(1, 2) for T in (Tq, Tk, Tk))
         for qkv in [q, k, v], [x.contiguous() for x in (q, k, v)]:
-            ran.clear()
+            specialized.reset_mock()
             o, lse = tuned_attention_forward(*qkv, is_causal)
             exact, exact_lse = kernels.attention_reference(*(x.double() for x in qkv), is_causal)
-            assert ran and (o - exact).norm() <= 4e-3 * exact.norm()
+            assert specialized.called and (o - exact).norm() <= 4e-3 * exact.norm()
             assert (lse.view(exact_lse.shape) * math.log(2) - exact_lse).abs().max() <= 1e-5
             again = tuned_attention_forward(*qkv, is_causal)
             assert torch.equal(o, again[0]) and torch.equal(lse, again[1])
@@ -106,25 +105,18 @@ def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
         assert not takes(*refused), refused
 
 
-@pytest.mark.parametrize("blocks,heads,together", [(8, 200, 64), (1, 7, 3), (32, 5, 2), (128, 16, 4)])
-def test_attention_schedule_hands_out_each_tile_once(blocks, heads, together):
-    """Every tile once, and no program has more than a longest tile above the mean."""
-    costs = tuple(range(2, blocks + 2))
-    programs = min(132, blocks * heads)
-    rows = fast.attention.attention_schedule(costs, heads, together, programs, torch.device("cpu")).tolist()
-    rows = [row[1:1 + row[0]] for row in rows]
+@pytest.mark.parametrize("Tq, Tk, is_causal, costs, heads, together", [
+    (1024, 1024, True, range(2, 10), 200, 64), (128, 128, True, [2], 7, 3), (4096, 4096, True, range(2, 34), 5, 2),
+    (2**14, 2**14, True, range(2, 130), 16, 4), (256, 512, True, [4, 5], 6, 3), (256, 512, False, [5, 5], 6, 3)])
+def test_attention_schedule_hands_out_each_tile_once(Tq, Tk, is_causal, costs, heads, together):
+    """Every tile once, and no program has more than a longest tile above the mean. A tile costs the blocks of keys that
+    it sees, and one more."""
+    blocks, programs = len(costs), min(132, len(costs) * heads)
+    tiles = fast.attention.specialized_tiles(Tq, Tk, 128, 128, is_causal, heads, together, programs, "cpu")
+    assert tiles.equal(fast.attention.attention_schedule(costs, heads, together, programs, "cpu"))
+    rows = [row[1:1 + row[0]] for row in tiles.tolist()]
     assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))
     loads = [sum(costs[tile % blocks] for tile in row) for row in rows]
     assert max(loads) - sum(loads) / programs <= max(costs)
     for row in rows:  # group of heads after group of heads
         assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
-
-
-def test_specialized_tiles_cost_the_blocks_of_keys_that_they_see(monkeypatch):
-    monkeypatch.setattr(fast.attention, "attention_schedule", lambda costs, *rest: (costs, rest))
-    for Tq, Tk, is_causal, costs in ((512, 512, True, [2, 3, 4, 5]), (256, 512, True, [4, 5]),
-                                     (256, 512, False, [5, 5]), (128, 128, True, [2])):
-        fast.attention.specialized_tiles.cache_clear()
-        tiles = fast.attention.specialized_tiles(Tq, Tk, 128, 128, is_causal, 6, 3, 5, "cpu")
-        assert tiles == (costs, (6, 3, 5, "cpu"))
-    fast.attention.specialized_tiles.cache_clear()

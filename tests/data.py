@@ -196,7 +196,7 @@ def test_weights_are_gathered_beside_the_updates_after_them(pool, stage):
 def test_a_unit_waits_for_its_own_weights_alone(stage):
     """And state_dict for all; the weights are those of a step that waits. The first forward follows no step, so it
     waits for nothing."""
-    states, waited = [], []
+    states, on_their_way = [], []
     for late in True, False:
         net, opt = layers_and_optimizer(torch.optim.Adam, stage)
         if late:
@@ -204,10 +204,8 @@ def test_a_unit_waits_for_its_own_weights_alone(stage):
         for _ in range(2):
             x = torch.ones(2, 64)
             for layer in net:
-                before = set(opt.gathering)
                 x = layer(x)
-                came = before - set(opt.gathering)
-                waited.append([i for i, other in enumerate(net) if opt.reducer.bucket_of[other.weight] in came])
+                on_their_way.append([opt.reducer.bucket_of[other.weight] in opt.gathering for other in net])
             x.square().mean().backward()
             opt.finish_grad_sync()
             opt.step()
@@ -215,7 +213,8 @@ def test_a_unit_waits_for_its_own_weights_alone(stage):
         left = len(opt.gathering)
         states.append(net.state_dict())
         assert not opt.gathering and left == late * len(opt.buckets)
-    assert waited == [[], [], [], [0], [1], [2]] + 6 * [[]]
+    here = [[False, False, False]]
+    assert on_their_way == 3 * here + [[False, True, True], [False, False, True]] + 7 * here
     assert all(states[0][name].equal(states[1][name]) for name in states[0])
 
 

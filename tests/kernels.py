@@ -15,7 +15,6 @@ import fast
 import kernels
 import model
 import parallel
-from tests.collectives import _spread
 from tests.pool import GPUS, close, needs_kernels
 from fast.adamw import AdamW
 from fast.context import add_rows
@@ -61,30 +60,16 @@ def triton_kernels():
     kernels.use("auto")
 
 
-def put_back(monkeypatch, *modules):
-    """Let the reference's own leaves stand in these modules."""
-    for module, name, plain in fast.PLAIN:
-        if module in modules:
+@pytest.fixture(params=["fast", "plain"])
+def either_way(request, triton_kernels, monkeypatch):
+    """By fast/, and by kernels.py alone: one tile size, nothing fused or padded."""
+    for module, name, plain in fast.PLAIN if request.param == "plain" else ():
+        if module is kernels:
             monkeypatch.setattr(module, name, plain)
 
 
-@pytest.fixture
-def plain_kernels(triton_kernels, monkeypatch):
-    """Only kernels.py: one tile size, nothing fused or padded."""
-    put_back(monkeypatch, kernels)
-
-
-@pytest.fixture(params=["fast", "plain"])
-def either_way(request, triton_kernels):
-    """By fast/, and by kernels.py alone."""
-    if request.param == "plain":
-        request.getfixturevalue("plain_kernels")
-
-
-def random(*shape, dtype=torch.float32, gaps=False):
-    x = torch.randn(*shape, device=KERNEL_DEVICE).to(dtype)
-    return (_spread(x.cpu()).to(KERNEL_DEVICE) if gaps and KERNEL_DEVICE == "cpu"
-            else x.t().contiguous().t() if gaps else x)
+def random(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=KERNEL_DEVICE).to(dtype)
 
 
 def no_worse_than_pytorch(ours, theirs, inputs, units=2):
@@ -221,10 +206,10 @@ def rows_of_kernels():
                    lambda z, targets=targets: 3 * plain_cross_entropy(z, targets),
                    draw((rows, vocab), scale=5, swap=swap), ALL_DTYPES)
     # More than the kernel reads at a time is impossible.
-    hidden, targets = torch.arange(5000, device=KERNEL_DEVICE) < 4097, torch.full((2,), 4999, device=KERNEL_DEVICE)
+    hidden, last = torch.arange(5000, device=KERNEL_DEVICE) < 4097, torch.full((2,), 4999, device=KERNEL_DEVICE)
     yield (False, "cross-entropy of what is read last",
-           lambda z: kernels.cross_entropy(z.masked_fill(hidden, -math.inf), targets),
-           lambda z: plain_cross_entropy(z.masked_fill(hidden, -math.inf), targets), draw((2, 5000)), ALL_DTYPES)
+           lambda z: kernels.cross_entropy(z.masked_fill(hidden, -math.inf), last),
+           lambda z: plain_cross_entropy(z.masked_fill(hidden, -math.inf), last), draw((2, 5000)), ALL_DTYPES)
 
     for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
         ours, theirs = (functools.partial(function, counts) for function in (grouped_linear, grouped_by_loop))
@@ -260,16 +245,14 @@ def rows_of_kernels():
                WITH_PRODUCTS)
 
 
-@pytest.mark.parametrize("way,dtype,ours,theirs,inputs", [
+@pytest.mark.parametrize("either_way,dtype,ours,theirs,inputs", [
     pytest.param(way, dtype, ours, theirs, inputs, id=f"{name}-{way}-{str(dtype)[6:]}")
     for replaced, name, ours, theirs, inputs, dtypes in rows_of_kernels()
-    for way in ("fast", "plain")[:1 + replaced] for dtype in dtypes])
-def test_kernel(request, way, dtype, ours, theirs, inputs, triton_kernels, monkeypatch):
+    for way in ("fast", "plain")[:1 + replaced] for dtype in dtypes], indirect=["either_way"])
+def test_kernel(request, either_way, dtype, ours, theirs, inputs):
     """A GPU multiplies and adds attention's scores with one rounding, the interpreter with two: there float32 may be
     four units off, or PyTorch's luck with the instructions of one CPU or another decides. Rows so wide that several
     programs of layer norm share one: test_python_kernels_py."""
-    if way == "plain":
-        put_back(monkeypatch, kernels)
     units = 4 if "attention" in request.node.name and not GPUS else 2
     no_worse_than_pytorch(ours, theirs, inputs(dtype), units)
 
@@ -282,26 +265,21 @@ def test_activations_near_0_and_far_from_it(triton_kernels):
 
 
 def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
-    x, r, w, b = (random(50, 96).requires_grad_(), random(50, 96), random(96).requires_grad_(),
-                  random(96).requires_grad_())
-    grads = [torch.autograd.grad(add_layer_norm(x, r, w, b)[1].square().sum(), (x, w, b)) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-    assert torch.equal(torch.autograd.grad(add_layer_norm(x, r, w, b)[0].sum(), x)[0], torch.ones_like(x))
+    leaves = [random(*shape).requires_grad_() for shape in ((50, 96), (50, 96), (96,), (96,))]
+    grads = [torch.autograd.grad(add_layer_norm(*leaves)[1].square().sum(), leaves) for _ in range(2)]
+    assert all(a.equal(b) for a, b in zip(*grads))
+    assert torch.autograd.grad(add_layer_norm(*leaves)[0].sum(), leaves[0])[0].eq(1).all()
 
 
 def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
     x, targets = random(6, 40).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
     logits = x * 1
-    loss = kernels.cross_entropy(logits, targets)
-    loss.backward(retain_graph=True)
-    assert torch.equal(logits, x.grad)  # no second tensor of that size was made
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    logits = x * 1
     loss, other = kernels.cross_entropy(logits, targets), logits.square().sum()  # saves the logits too
-    loss.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.backward()
+    loss.backward(retain_graph=True)
+    assert logits.equal(x.grad)  # no second tensor of that size was made
+    for again in loss, other:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            again.backward()
 
 
 def vocabulary_parallel_loss():
@@ -323,34 +301,30 @@ def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
     pool(3).run(vocabulary_parallel_loss)
 
 
-def test_a_choice_of_kernels_is_obeyed_plain(plain_kernels):
+def test_a_choice_of_kernels_is_obeyed(either_way):
     for choice in ("torch", "triton"):
         kernels.use(choice)
         assert kernels.on_triton(random(2)) == (choice == "triton")
 
 
 def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
-    x, w = random(3, 4), random(4)
-    for call, words in [(lambda: kernels.gelu(x.double()), r"\(3, 4\) of torch.float64"),
-                        (lambda: kernels.elu(x.int()), "torch.int32"),
-                        (lambda: kernels.layer_norm(x, w[:3], w), r"\(3, 4\) with weight \(3,\)"),
-                        (lambda: kernels.layer_norm(random(1, 65537), random(65537), random(65537)), "1 to 65536"),
-                        (lambda: add_layer_norm(x, x[:1], w, w), r"\(1, 4\)"),
-                        (lambda: kernels.cross_entropy(x, torch.zeros(2, dtype=torch.int64)),
-                         r"\(3, 4\) and targets \(2,\)"),
-                        (lambda: kernels.FlashAttention.apply(*3 * [random(1, 2, 5, 24)], True),
-                         r"head dim 24 .*\(1, 2, 5, 24\)"),
-                        (lambda: kernels.FlashAttention.apply(*2 * [random(1, 2, 5, 16)], random(1, 2, 6, 16), True),
-                         r"v \(1, 2, 6, 16\)"),
-                        (lambda: kernels.attention(random(1, 5, 2, 2, 16)), r"packed attention .*\(1, 5, 2, 2, 16\)"),
-                        (lambda: kernels.matmul(x, x), r"\(3, 4\).*needs \(M, K\) and \(K, N\)"),
-                        (lambda: kernels.grouped_linear(x, random(2, 5, 3), None, torch.tensor([1, 2])),
-                         r"x \(3, 4\), weight \(2, 5, 3\)"),
-                        (lambda: kernels.grouped_linear(x, random(1, 5, 4).double(), None, torch.tensor([3])),
-                         "weight torch.float64"),
-                        (lambda: kernels.use("cuda"), "'cuda'")]:
+    x, w, q = random(3, 4), random(4), random(1, 2, 5, 16)
+    attend, odd, wide = kernels.FlashAttention.apply, random(1, 2, 5, 24), random(65537)
+    for function, inputs, words in [
+            (kernels.gelu, [x.double()], r"\(3, 4\) of torch.float64"), (kernels.elu, [x.int()], "torch.int32"),
+            (kernels.layer_norm, [x, w[:3], w], r"\(3, 4\) with weight \(3,\)"),
+            (kernels.layer_norm, [wide[None], wide, wide], "1 to 65536"),
+            (add_layer_norm, [x, x[:1], w, w], r"\(1, 4\)"),
+            (kernels.cross_entropy, [x, torch.zeros(2, dtype=torch.int64)], r"\(3, 4\) and targets \(2,\)"),
+            (attend, [odd, odd, odd, True], r"head dim 24 .*\(1, 2, 5, 24\)"),
+            (attend, [q, q, random(1, 2, 6, 16), True], r"v \(1, 2, 6, 16\)"),
+            (kernels.attention, [random(1, 5, 2, 2, 16)], r"packed attention .*\(1, 5, 2, 2, 16\)"),
+            (kernels.matmul, [x, x], r"\(3, 4\).*needs \(M, K\) and \(K, N\)"),
+            (grouped_linear, [[1, 2], x, random(2, 5, 3)], r"x \(3, 4\), weight \(2, 5, 3\)"),
+            (grouped_linear, [[3], x, random(1, 5, 4).double()], "weight torch.float64"),
+            (kernels.use, ["cuda"], "'cuda'")]:
         with pytest.raises(ValueError, match=words):
-            call()
+            function(*inputs)
 
 
 def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
@@ -393,30 +367,24 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
 def test_rows_with_gaps_are_added(triton_kernels):
     for totals, parts in itertools.product((torch.float32, torch.float16), repeat=2):
         total, part = random(2, 5, 3, 2, 8).to(totals), random(2, 9, 2, 8).to(parts)[:, 3:8]
-        want = total.clone()
-        want[:, :, 1] = (want[:, :, 1].float() + part.float()).to(totals)
+        before, added, first = total.clone().unbind(2)
         add_rows(total[:, :, 1], part)
-        assert torch.equal(total, want)
-        want[:, :, 2] = part.to(totals)
         add_rows(total[:, :, 2], part, first=True)
-        assert torch.equal(total, want)
+        assert total.equal(torch.stack([before, (added.float() + part.float()).to(totals), part.to(totals)], 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_sum_rows(dtype, triton_kernels):
     exactly = GPUS or dtype != torch.bfloat16  # the interpreter cuts digits off
     for ranks, n in [(1, 1), (2, 17), (3, 1000), (4, 4096), (5, 5001)]:
-        for divide in (False, True):
-            rows = random(ranks, n).to(dtype).unbind()
-            expected = functools.reduce(torch.add, [row.to(torch.promote_types(dtype, torch.float32)) for row in rows])
-            expected = (expected / ranks if divide else expected).to(dtype)
-            out = torch.full_like(rows[0], math.nan)
-            sum_rows(rows, [out], divide)
-            # The order too.
-            assert (torch.equal(out, expected) if exactly and not divide
-                    else close(out, expected, torch.finfo(dtype).eps))
-            sum_rows(rows, rows, divide)
-            assert all(torch.equal(row, out) for row in rows)
+        rows = random(ranks, n).to(dtype).unbind()
+        total = functools.reduce(torch.add, [row.to(torch.promote_types(dtype, torch.float32)) for row in rows])
+        for divide, expected in (True, (total / ranks).to(dtype)), (False, total.to(dtype)):
+            sum_rows(rows, [out := torch.empty_like(rows[0])], divide)
+            same = exactly and not divide  # the order too
+            assert out.equal(expected) if same else close(out, expected, torch.finfo(dtype).eps)
+        sum_rows(rows, rows, False)
+        assert all(row.equal(out) for row in rows)
     for wrong in [(rows, [out[1:]]), ([rows[0], rows[1][1:]], [out]), ([random(n, 2).to(dtype)[:, 0]], [out]),
                   (rows, [out.int()]), ([out.int()], [out.int()])]:
         with pytest.raises(ValueError, match="sum of rows"):

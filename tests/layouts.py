@@ -1,5 +1,6 @@
 """Every layout equals one process."""
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -92,9 +93,9 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=CL
 @torch.no_grad()
 def margin_of(router, x):
     """How near a token has come to another choice: the smallest distance of its last expert from the next one."""
-    scores = ((x @ router.weight.T).sigmoid() + router.bias).sort(descending=True).values
-    return math.inf if router.top_k == len(router.bias) else float(
-        (scores[..., router.top_k - 1] - scores[..., router.top_k]).min())
+    scores = F.pad((x @ router.weight.T).sigmoid() + router.bias, (0, 1), value=-math.inf)  # after all experts none
+    scores = scores.sort(descending=True).values
+    return float((scores[..., router.top_k - 1] - scores[..., router.top_k]).min())
 
 
 # ---------------------------------------------------------------------------------------------------------- in a layout
@@ -256,12 +257,20 @@ SIZES = [field.name for field in dataclasses.fields(model.GPTConfig)]
 IDENTITY = {"optimizer": "sgd", "micro_batches": 1, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP}
 
 
+NAMED = {"few": FEW, "all": ALL, **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}}
+
+
+def value_of(word):
+    """A number, a truth value, None, what NAMED has of that name, or the word."""
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return NAMED.get(word, word)
+
+
 def case_of(row):
     """{option: value} of a row; a later word replaces an earlier one."""
-    words = {name: int(value) if value.isdigit() else value for name, value in
-             (word.split("=") for word in row.split())}
-    values = {"few": FEW, "all": ALL, **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}}
-    return {name: values.get(value, value) for name, value in words.items()}
+    return {name: value_of(value) for name, value in (word.split("=") for word in row.split())}
 
 
 def expanded(row):
@@ -406,7 +415,7 @@ NEAR = [  # rows that round, and how near they are: gradients sent in bf16, laye
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float16", 2**-8),
     *((f"{layout} choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
-      for layout in ("dp=1", "dp=2 zero=3", "tp=2 sequence=1"))]
+      for layout in ("dp=1", "dp=2 zero=3", "tp=2 sequence=1", "dp=2 ep=2 experts=4 bias=few"))]
 
 
 @on_both
@@ -503,46 +512,37 @@ def test_a_layout_that_cannot_run_is_refused(pool, row, message):
 
 # ------------------------------------------------------------------------------------------------------------ at random
 
-# What may be drawn: a flag's choices, all of them, and some values of the others. Odd sizes divide by nothing.
-CHOICES = {field.name: [*field.metadata["choices"]] for field in dataclasses.fields(train.Flags)
-           if field.metadata.get("choices")}
-DRAWN = {name: CHOICES[name] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
-DRAWN |= {"dp": [1, 2, 3, 4], "tp": [1, 2, 3, 4], "cp": [1, 2, 3, 4], "pp": [1, 2, 3, 4], "sp": [False, True],
-          "ep": [1, 2, 3], "zero_within": [None, 1, 2, 3], "virtual_stages": [1, 2, 3], "micro_batches": [1, 2, 3, 4],
-          "clip": [0.0, 0.1], "experts": [0, 3, 4, 6], "top_k": [1, 2], "expert_every": [1, 2], "n_layer": [1, 2, 3, 5],
-          "n_head": [2, 3, 4], "n_embd": [12, 20, 27], "seq_len": [5, 7, 8, 12], "vocab_size": [11, 37]}
-BESIDE = {"optimizer": ["sgd", "adamw"], "tied": [False, True], "inner": [0, 19], "samples": [1, 2, 3]}  # no flags
+# What may be drawn: a flag's choices, all of them, and some values of the others; the last four are no flags. Odd sizes
+# divide by nothing.
+FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
+DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
+SOME = """dp=1,2,3,4 tp=1,2,3,4 cp=1,2,3,4 pp=1,2,3,4 sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
+    micro_batches=1,2,3,4 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3,5 n_head=2,3,4
+    n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw tied=False,True inner=0,19 samples=1,2,3"""
+DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 SIZES_DRAWN = 4 * [2, 4, 3, 4, 2, 6, 4] + [8, 8]  # ranks of each
-LATER = {"model", "dtype", "reduce_dtype", "device", "kernels", "plain"}  # they round, or have tests of their own
-OF_THE_RUN = {"data", "balance_rate", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "seed",
-              "eval_every", "log_every", "sample", "prompt", "out", "save_every", "resume"}
-IDLE = {  # options that change nothing where this is so
-    "cp_kind": lambda case: case["cp"] == 1,
-    "schedule": lambda case: case["pp"] == 1,
-    "virtual_stages": lambda case: case["pp"] == 1 or case["schedule"] != "interleaved",
-    "sp": lambda case: case["tp"] == 1,
-    "zero_within": lambda case: not case["zero"],
-    "top_k": lambda case: not case["experts"],
-    "expert_every": lambda case: not case["experts"],
-    "ep": lambda case: not case["experts"] or case["dp"] == 1,
-}
+LATER = {*"model dtype reduce_dtype device kernels plain".split()}  # they round, or have tests of their own
+OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
+    sample prompt out save_every resume""".split()}
+IDLE = {  # options that change nothing where one of these is so
+    "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
+    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0"}
 
 
 def draw_layout(draw, size):
     """{option: value} of so many ranks, without idle options. What train.py refuses is drawn anew."""
     grids = [grid for grid in itertools.product(*map(DRAWN.get, AXES)) if math.prod(grid) == size]
     while True:
-        case = {name: values[draw.integers(len(values))] for name, values in {**DRAWN, **BESIDE}.items()}
+        case = {name: values[draw.integers(len(values))] for name, values in DRAWN.items()}
         case |= zip(AXES, grids[draw.integers(len(grids))])
-        idle = [name for name, changes_nothing in IDLE.items() if changes_nothing(case)]
-        case = {name: value for name, value in case.items() if name not in idle}
+        words = {f"{name}={value}" for name, value in case.items()}
+        case = {name: value for name, value in case.items() if not words & {*IDLE.get(name, "").split()}}
         if case["n_embd"] % case["n_head"] or case.get("expert_every", 1) > case["n_layer"]:
             continue
-        settings = Settings(device="cpu", dtype="fp64", batch_size=batch_of(case),
-                            **{name: value for name, value in case.items() if name in DRAWN})
-        config = model.GPTConfig(**{name: value for name, value in case.items() if name in SIZES})
+        flags, sizes = ({name: case[name] for name in names if name in case} for names in (FLAGS, SIZES))
+        settings = Settings(device="cpu", dtype="fp64", batch_size=batch_of(case), **flags)
         with contextlib.suppress(BadInput):
-            if check_layout(settings, config, size, size) == size:
+            if check_layout(settings, model.GPTConfig(**sizes), size, size) == size:
                 return case
 
 
@@ -565,9 +565,9 @@ def drawn_layouts():
 def test_every_value_of_every_option_is_drawn():
     """And every flag is drawn, or tested elsewhere, or none of the layout's."""
     drawn = {item for case in drawn_layouts() for item in case.items()}
-    assert [(name, v) for name, values in {**DRAWN, **BESIDE}.items() for v in values if (name, v) not in drawn] == []
-    flags = [field.name for field in dataclasses.fields(train.Flags)]
-    assert sorted(flags) == sorted([*DRAWN, *LATER, *OF_THE_RUN]) and set(CHOICES) <= DRAWN.keys() | LATER
+    assert [(name, v) for name, values in DRAWN.items() for v in values if (name, v) not in drawn] == []
+    assert FLAGS.keys() - DRAWN.keys() == LATER | OF_THE_RUN
+    assert not any(FLAGS[name] for name in OF_THE_RUN)
 
 
 @on_both

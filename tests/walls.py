@@ -113,25 +113,27 @@ def test_imports_point_one_way(file):
     assert inside <= before | late, f"{file} names {inside - before - late}"
 
 
-def bound_by(statement):
-    """Names that a statement of a module binds, or attributes of others that it replaces."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return {statement.name}
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
-    blocks = [block for field in ("body", "orelse", "handlers", "finalbody") for block in getattr(statement, field, [])]
-    own = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store) and not blocks]
-    return {ast.unparse(t) for t in own if isinstance(t, (ast.Name, ast.Attribute))}.union(*map(bound_by, blocks))
+def names_bound(body):
+    """Names that the statements of a module or class bind, and attributes of others that they replace."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            yield statement.name
+        elif isinstance(statement, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in statement.names)
+        elif isinstance(statement, ast.Try):  # one way or the other
+            yield from {*names_bound(statement.body), *names_bound(sum((way.body for way in statement.handlers), []))}
+        elif not isinstance(statement, (ast.Import, ast.If)):
+            yield from {ast.unparse(node) for node in ast.walk(statement) if isinstance(node, (ast.Name, ast.Attribute))
+                        and isinstance(node.ctx, ast.Store)}
 
 
 @pytest.mark.parametrize("file", [file for file in EVERY_FILE if not file.startswith("test")])
 def test_each_name_is_bound_once(file):
     """No function is replaced by a later one, no method from outside its class."""
-    body = [node for node in ast.parse(pathlib.Path(HERE, file).read_text()).body if not isinstance(node, ast.If)]
-    classes = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
-    bound = [bound for statement in body if not isinstance(statement, ast.Import) for bound in bound_by(statement)]
+    body = ast.parse(pathlib.Path(HERE, file).read_text()).body
+    bound, classes = [*names_bound(body)], {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
     others = [name for name in bound if "." in name and name.split(".")[0] not in classes]  # of another module
-    bound += [f"{owner}.{name}" for owner, parts in classes.items() for part in parts for name in bound_by(part)]
+    bound += [f"{owner}.{name}" for owner, parts in classes.items() for name in names_bound(parts)]
     assert others + [name for name, times in Counter(bound).items() if times > 1] == []
 
 
@@ -291,11 +293,9 @@ def test_every_row_is_entered_by_a_named_layout(triton_kernels):
     assert every - by_layouts - started - rows_entered(kernels_alone) == set()
 
 
-def on_after_a_group():
+@pytest.mark.parametrize("pool", ["plain"], indirect=True)
+@on_ranks(2)
+def test_on_comes_first():
+    """Not once a group exists."""
     with pytest.raises(RuntimeError, match="before any process group"):
         fast.on()
-
-
-def test_on_comes_first(plain_pool):
-    """Not once a group exists."""
-    plain_pool(2).run(on_after_a_group)
