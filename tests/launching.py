@@ -81,7 +81,7 @@ def test_processes_end_together(ends, how):
     printed, code, left = ends[0][how]
     assert not left and code == ENDS[how][1] and ENDS[how][2] in printed, (left, code, printed)
     assert how != "Ctrl-C" or "Traceback" not in printed, printed
-    assert how != "SIGTERM" or safe.checkpoints.checkpoints(str(ends[1] / how)), errors
+    assert how != "SIGTERM" or safe.checkpoints.checkpoints(str(ends[1] / how)), printed
 
 
 def most_sends_at_once(name):
