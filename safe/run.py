@@ -93,7 +93,7 @@ class WatchedTrainer(Trainer):
         """As in Trainer. If not: NotFinite, before anything is saved; with --on-nan skip, a line that says so."""
         hopeless = not self.scaler or self.scaler.scale == 1  # until then, an overflow of fp16 is no error
         finite = super().all_finite(loss, norm)
-        if not finite and hopeless:
+        if not finite and hopeless and self.run:  # a benchmark also times steps without their collectives
             self.say_what_is_not_finite(loss)
         return finite
 
