@@ -1,6 +1,5 @@
 """Starting the processes of a layout, and ending them together."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -46,7 +45,6 @@ def start_again(processes, saved=lambda: True):
         os.register_at_fork(after_in_child=forked)
         here += ["--run-path", "--start-method", "fork"]
         words = [os.path.abspath(sys.argv[0])]
-    keep_imports()
     try:
         run.run(run.parse_args([*here, "--nproc_per_node", str(processes), *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
@@ -87,12 +85,6 @@ def forked():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def keep_imports():
-    """Let the garbage collector pass over what is imported: at the end of a process it would look through all of it
-    several times, which takes most of a second."""
-    gc.freeze()
-
-
 def end_after_sigterm():
     """Call it when all is saved. After SIGTERM the launcher no longer reads the result for which a forked rank waits
     at its end, and would kill it after 30 s. So it ends by itself."""
@@ -110,7 +102,6 @@ def end_with_launcher():
 def settled_rendezvous(device_type, timeout):
     """As collectives.rendezvous, after what lets a run end cleanly."""
     end_with_launcher()
-    keep_imports()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
     waits["timeout"] = timeout
     c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
