@@ -203,7 +203,7 @@ class Link:
             sums = result
         else:
             sums = torch.empty(width, dtype=result.dtype, device=result.device)
-        result.copy_(ring_reduce_scatter(self, chunks, op, sums))
+        _unflatten(ring_reduce_scatter(self, chunks, op, sums), result)
 
     def all_gather(self, chunks):
         """Rank c holds chunk c; afterwards every rank holds all. Step s: send chunk r-s right, receive chunk r-1-s."""

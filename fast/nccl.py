@@ -6,7 +6,7 @@ import torch
 
 import collectives as dist
 import kernels
-from collectives import _blocks, Handle, link_of, tensors_in
+from collectives import _blocks, link_of, tensors_in
 from fast import recorded, rings, windows
 from fast.exchange import AllReduce, window_bytes
 from fast.recorded import Replays
@@ -48,12 +48,9 @@ class NcclLink(DoublingLink):
         self.stream = self.stream or torch.cuda.Stream(priority=-1)
         if not torch.cuda.is_current_stream_capturing():
             return super().on_a_stream(body, arguments)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            body()
-            done = self.stream.record_event()
-        # The handle keeps the tensors, because a recording could not reuse their memory after record_stream.
-        return Handle(lambda kept=arguments: torch.cuda.current_stream().wait_event(done), done.query)
+        handle = super().on_a_stream(body, {})  # a recording could not reuse the tensors' memory after record_stream
+        handle.keeps = arguments
+        return handle
 
     def close(self):
         self.replays = Replays()

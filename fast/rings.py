@@ -13,6 +13,7 @@ DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
 
 
 class DoublingLink(Watched):
+    """A Watched link that all-reduces tensors of up to `doubling_bytes` whole."""
 
     @property
     def doubling_bytes(self):

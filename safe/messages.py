@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import COMBINE, _blocks, Library, Link
+from collectives import COMBINE, _blocks, Library, Link, tensors_in
 from further.nodes import TwoLevels
 
 
@@ -39,12 +39,6 @@ def lost_peer_named(what):
         raise PeerError(f"{what}: {text}") from None
 
 
-def tensors_of(arguments):
-    """[(argument's name, tensor)] of an operation's arguments, tensors in lists included."""
-    return [(name, t) for name, value in arguments.items() for t in (value if isinstance(value, list) else [value])
-            if isinstance(t, torch.Tensor)]
-
-
 class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
     name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
@@ -67,12 +61,11 @@ class Watched(Link):
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        tensors = tensors_of(arguments)
-        for argument, t in tensors:
+        for argument, t in ((argument, t) for argument, value in arguments.items() for t in tensors_in([value])):
             if t.device.type != self.device:
                 raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
                                  f"but {argument} is on {t.device}")
-        if len({t.dtype for _, t in tensors}) > 1:
+        if len({t.dtype for t in tensors_in(arguments.values())}) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
         for argument, value in arguments.items():
             if isinstance(value, list) and len(value) not in (0, self.size):

@@ -118,7 +118,8 @@ def steps_without_collectives(cases):
         trainer = trainer_of(case)
         trainer.step(0)
         dist.reset_traffic()
-        assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
+        with unittest.mock.patch("safe.run.measured", side_effect=AssertionError("a timed step is measured, too")):
+            assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
         forget()

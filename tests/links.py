@@ -21,6 +21,7 @@ import fast.rings
 import fast.windows
 import further.nodes
 import kernels
+from lessons.measure import patched
 from tests.pool import is_plain
 
 
@@ -128,15 +129,6 @@ def nodes_of(count):
                 dist.destroy_process_group(group)
 
 
-@contextlib.contextmanager
-def replaced(owners, values):
-    """Names of modules, each with another value for a while. owners: name -> module."""
-    with contextlib.ExitStack() as stack:
-        for name, value in values.items():
-            stack.enter_context(unittest.mock.patch.object(owners[name], name, value))
-        yield
-
-
 OWNERS = {"DOUBLING_BYTES": fast.rings, "SLOT_BYTES": fast.gloo, "make_mailboxes": fast.gloo,
           "WINDOW_FROM": fast.windows, "WINDOW_BYTES": fast.windows, "SUM_FROM": fast.nccl, "ROW_BYTES": fast.nccl}
 NEVER = 1 << 40
@@ -158,12 +150,17 @@ SMALL_KERNELS = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32, "
                  "sum_slot_bytes": lambda ranks: 64}
 
 
+def replaced(values):
+    """These of OWNERS' names, each with another value for a while."""
+    return patched([(OWNERS[name], name, value) for name, value in values.items()])
+
+
 @contextlib.contextmanager
 def carried(way, **changes):
     """The world's messages by one of WAYS or, if it is a number, between nodes of so many ranks."""
     cuda = torch_dist.get_backend() == "nccl"
     kind, values = WAYS.get(way, (None, {}))
-    with replaced(OWNERS, SMALL | values | changes), contextlib.ExitStack() as stack:
+    with replaced(SMALL | values | changes), contextlib.ExitStack() as stack:
         if way == "kernel" and not cuda:
             stack.enter_context(unittest.mock.patch.multiple(fast.exchange, **SMALL_KERNELS))
             stack.enter_context(unittest.mock.patch.object(kernels, "_choice", "triton"))
@@ -178,6 +175,6 @@ def ring_only(function):
         kind = type(dist.link_of(None))
         if kind is dist.Link:  # in the reference no size is chosen for speed
             return function(*args)
-        with replaced(OWNERS, {"DOUBLING_BYTES": NO_DOUBLING}), served_by(kind):  # without graphs that do otherwise
+        with replaced({"DOUBLING_BYTES": NO_DOUBLING}), served_by(kind):  # without graphs that do otherwise
             return function(*args)
     return run

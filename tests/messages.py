@@ -17,9 +17,10 @@ import fast.gloo
 import parallel
 import safe.launch
 import safe.messages
+from lessons.measure import patched
 from tests.collectives import BIG
 from tests.layouts import SMALL, tokens_of
-from tests.links import OWNERS, replaced, served_by, WAYS
+from tests.links import replaced, served_by, WAYS
 from tests.pool import on_cpus, on_ranks
 from fast.gloo import GlooLink, Mailboxes
 from safe.messages import PeerError, progress
@@ -104,11 +105,9 @@ def lost_at_once():
         names = [(torch_dist, "batch_isend_irecv")] if way == "plain" else [(torch_dist, "isend"), (fast.gloo, "irecv")]
         if call == calls[-1] and dist.get_rank() == 1:
             names = [(dist, "irecv")]
-        with replaced(OWNERS, changes), served_by(kind), contextlib.ExitStack() as broken:
-            for owner, name in names:
-                broken.enter_context(unittest.mock.patch.object(owner, name, gone))
-            with pytest.raises(PeerError) as error:
-                call()
+        broken = patched([(*name, gone) for name in names])
+        with replaced(changes), served_by(kind), broken, pytest.raises(PeerError) as error:
+            call()
         said.append(str(error.value))
     return said
 
