@@ -143,10 +143,10 @@ class Link:
         log = _traffic[name]
         log.calls += 1
 
-        @torch.no_grad()
         def body():
             self.log = log
-            operation(self)
+            with torch.no_grad():
+                operation(self)
 
         if self.device == "cuda":
             return self.on_a_stream(body, arguments) if async_op else body()

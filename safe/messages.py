@@ -61,11 +61,12 @@ class Watched(Link):
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        for argument, t in ((argument, t) for argument, value in arguments.items() for t in tensors_in([value])):
+        tensors = [(argument, t) for argument, value in arguments.items() for t in tensors_in([value])]
+        for argument, t in tensors:
             if t.device.type != self.device:
                 raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
                                  f"but {argument} is on {t.device}")
-        if len({t.dtype for t in tensors_in(arguments.values())}) > 1:
+        if len({t.dtype for _, t in tensors}) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
         for argument, value in arguments.items():
             if isinstance(value, list) and len(value) not in (0, self.size):
