@@ -14,14 +14,7 @@ nodes. The recipe imports a file of it where a layout needs the file.
 `python -m lessons data`, `memory`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a laptop.
 
 `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module, the other sections on the
-GPT of model.py. What sections, and files of further/, must tell each other stands on the parameters:
-
-    param.split_over    the groups whose ranks hold other parts of the parameter, or the layers of other stages
-    param.sums          the groups over which its gradient must still be added: a tied embedding's two stages, the ranks
-                        that saw T/N tokens each
-    param.replicas      an expert's: the ranks that keep the same expert and average its gradient
-    param.fed           an expert's: from how many ranks' tokens each of these ranks has computed its gradient
-    param.cuts          the `Cut`s by which expert and tensor parallelism took this rank's part of it
+GPT of model.py. What sections, and files of further/, must tell each other of a parameter stands in its `Place`.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
@@ -31,7 +24,8 @@ import itertools
 import math
 import weakref
 from collections import Counter, defaultdict, deque
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -100,6 +94,35 @@ def make_groups(mesh, zero_within, ep, tied):
     return groups
 
 
+def group_or_world(group):
+    return group or torch.distributed.group.WORLD
+
+
+@dataclass(frozen=True)
+class Place:
+    """What sections, and files of further/, tell each other of a parameter: `param.place`. The whole of it by default.
+
+    Parameters of a bucket have equal places. (How each was cut does not count.)
+    """
+    cut_over: tuple = ()    # the groups whose ranks hold other parts of it, or the layers of other stages
+    add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
+                            # saw T/N tokens each
+    replicas: object = None  # an expert's: the group that keeps the same expert, and averages its gradient
+    losses: int = 1         # an expert's gradient is of the sum of so many ranks' losses, so it is divided by them
+    decays: bool = None     # whether it has weight decay; None: as its shape says
+    cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
+
+
+def place(param):
+    return getattr(param, "place", Place())
+
+
+def is_matrix(param):
+    """Whether a parameter has weight decay; biases and norms have none."""
+    decays = place(param).decays
+    return param.dim() >= 2 if decays is None else decays
+
+
 # ---------------------------------------------------------------------------------------------- data parallel: replicas
 #
 # Every rank holds the whole model and sees its own part of the batch. Gradients are averaged, so replicas stay equal:
@@ -107,7 +130,7 @@ def make_groups(mesh, zero_within, ep, tied):
 
 def average_gradients(module, group=None):
     """The lecture's data parallelism: after backward, one all-reduce a parameter. Each tensor, however small, pays the
-    latency of a collective."""
+    latency of a collective, and nothing computes meanwhile."""
     for param in module.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # else other ranks would hang
@@ -117,30 +140,60 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. between: None, or the ranks of other groups with the same shard.
+    group: the N ranks that average their gradients. between: None, or hybrid sharding's second group. reduce_dtype: of
+    the gradients that are sent; None: as they add up.
     """
 
-    def __init__(self, params, group, between=None):
-        self.params, self.group, self.between = params, group_or_world(group), between
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, params, group, between=None, reduce_dtype=None):
+        self.place = place(params[0])
+        self.group = self.place.replicas or group_or_world(group)
+        self.between = None if self.place.replicas else between
+        self.reduce_dtype = reduce_dtype
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.total_dtype = self.dtype  # ZeRO adds 16-bit gradients up in float32
+        self.total = None              # gradients that wait to be sent: one flat vector, None if there are none
+        self.shard = None              # ZeRO: the Parameter that the optimizer steps; averages end up in its .grad
+        self.hold(params)
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks  # padded
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
-        self.dtype, self.device = params[0].dtype, params[0].device
-        self.total = None           # the gradients added up, one flat vector; None until the first is moved here
-        self.shard = None           # ZeRO: the Parameter the optimizer steps; its .grad is where gradients end up
-        self.fed = getattr(params[0], "fed", 1)  # more for experts alone, in their section
 
-    def new(self, dtype):
+    def hold(self, params):
+        self.params = params
+        ends = itertools.accumulate(p.numel() for p in params)
+        self.first = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector a parameter begins
+
+    def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
 
-    def views(self, flat):
-        """`flat` as the parameters' shapes, in their order."""
-        sizes = [p.numel() for p in self.params]
-        return [v.view(p.shape) for v, p in zip(flat.split(sizes + [self.numel - sum(sizes)]), self.params)]
+    def view(self, flat, param):
+        """A parameter's part of a flat vector, in the parameter's shape."""
+        return flat[self.first[param]:][:param.numel()].view(param.shape)
+
+    @torch.no_grad()
+    def collect(self, param):
+        """Move a gradient from .grad into the total, where those of several micro-batches add up."""
+        if param.grad is None:
+            return
+        if self.total is None:
+            self.total = self.zeros(self.total_dtype)
+        self.view(self.total, param).add_(param.grad)
+        param.grad = None
+
+    def message(self):
+        """The total, as it is sent; the bucket forgets it. A parameter without a gradient counts as zero."""
+        for param in self.params:
+            self.collect(param)  # what no hook has moved: gradients that an earlier step left
+        total, self.total = self.total, None
+        if total is None:
+            total = self.zeros(self.total_dtype)
+        if self.place.losses > 1:
+            total /= self.place.losses
+        return total.to(self.reduce_dtype or total.dtype)
 
     def overlap(self, param, part):
         """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
-        start = sum(p.numel() for p in itertools.takewhile(lambda p: p is not param, self.params))
+        start = self.first[param]
         low = max(start, part.start)
         high = max(low, min(start + param.numel(), part.stop))
         return slice(low - start, high - start), slice(low - part.start, high - part.start)
@@ -158,93 +211,123 @@ class Bucket:
         return whole
 
 
-def group_or_world(group):
-    return group or torch.distributed.group.WORLD
-
-
-def make_buckets(params, megabytes, group, kind=lambda param: (), bucket_class=Bucket, between=None):
+def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
     """Parameters in buckets of about `megabytes`, last layers first, because backward computes their gradients first.
-
-    All parameters of a bucket have the same dtype and device. The sections below need more: ZeRO the same kind(param),
-    expert and tensor parallelism the same groups to be averaged, cut and summed over.
-    """
-    filling, full = {}, []  # filling: {what parameters have in common: those of the bucket that is not yet full}
+    Those of a bucket have one dtype, device and place, and, where ZeRO asks for more, the same(param)."""
+    limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
+    filling, full = {}, []
     for param in reversed(params):
-        limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
-        over = (param.replicas, None) if hasattr(param, "replicas") else (group, between)
-        key = (over, param.dtype, param.device, split_over(param), sums(param), kind(param))
+        key = param.dtype, param.device, place(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
-            full.append((over, filling.pop(key)))
+            full.append(filling.pop(key))
         filling.setdefault(key, []).append(param)
-    return [bucket_class(some, *over) for over, some in full + [(key[0], some) for key, some in filling.items()]]
-
-
-def split_over(param):
-    return getattr(param, "split_over", ())
-
-
-def sums(param):
-    return getattr(param, "sums", ())
+    return [bucket_class(some, group, **options) for some in [*full, *filling.values()]]
 
 
 class Reducer:
-    """Averages gradients over the ranks, bucket by bucket: an all-reduce once a step, 2(N-1)/N x K elements sent.
+    """Sends buckets while backward still computes: each leaves when its last gradient is there.
 
-    Autograd adds up micro-batches in .grad. `finish` moves a bucket's gradients from there into one flat vector,
-    `bucket.total`, and averages that. Each .grad is then a view of the average. reduce_dtype: of what is sent.
+    All ranks must start the same collectives in the same order, so buckets leave in the order of the list. A parameter
+    that gets no gradient therefore holds up its bucket and all later ones, until `finish`.
+
+    send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
+    every_backward: gradients leave in each backward, as ZeRO-2 wants; else in the step's last one alone.
     """
-    no_sync = nullcontext  # goes around every backward but the step's last one; here it changes nothing
 
-    def __init__(self, buckets, reduce_dtype=None):
-        self.buckets, self.reduce_dtype = buckets, reduce_dtype
+    def __init__(self, buckets, send, store, every_backward=False):
+        self.buckets, self.send, self.store, self.every_backward = buckets, send, store, every_backward
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
+        self.under_way = deque()  # (bucket, handle, input, output): the tensors must live until handle.wait()
+        self.syncing = True       # whether this backward sends
+        self.restart()
+        call_when_computed(self.bucket_of, self.computed)
 
-    def finish(self):
-        """Average all gradients. Call after the step's last backward, on every rank."""
-        for bucket in self.buckets:
-            self.collect(bucket)
-            self.send(bucket)
+    def restart(self):
+        self.next = 0  # the bucket that leaves next
+        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients that are still to come
+
+    @contextmanager
+    def no_sync(self):
+        """Goes around every backward but the step's last one: gradients only add up."""
+        before, self.syncing = self.syncing, self.every_backward
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def computed(self, param):
+        """Autograd calls this when it has added all of a backward's gradient to param.grad."""
+        self.collect(param)
+        if not self.syncing:
+            return
+        bucket = self.bucket_of[param]
+        if param not in self.missing[bucket] and not self.every_backward:
+            raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
+                               "all but the last one under no_sync(); after an error, call zero_grad() of the model, "
+                               "or of the ShardedOptimizer")
+        self.missing[bucket].discard(param)
+        while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
+            self.leave()
+
+    def collect(self, param):
+        self.bucket_of[param].collect(param)
+
+    def leave(self):
+        bucket = self.buckets[self.next]
+        self.under_way.append((bucket, *self.send(bucket)))
+        self.next += 1
+        if self.every_backward:
+            while len(self.under_way) > 2:  # full gradients cost the memory of these two, and of the next one
+                self.receive()
+            if self.next == len(self.buckets):
+                self.restart()  # for the next micro-batch
 
     @torch.no_grad()
-    def collect(self, bucket):
-        """Add .grad to the total, and free it: only one bucket's gradients exist twice. A missing one is zero."""
-        if bucket.total is None:
-            # A shard is float32 where weights have 16 bits, so that micro-batches add up in float32.
-            bucket.total = bucket.new(bucket.dtype if bucket.shard is None else bucket.shard.dtype)
-        for view, param in zip(bucket.views(bucket.total), bucket.params):
-            if param.grad is not None:
-                view += param.grad
-                param.grad = None
-
-    def send(self, bucket):
-        handle, _, average = self.start(bucket)
+    def receive(self):
+        bucket, handle, _, output = self.under_way.popleft()
         handle.wait()
-        self.store(bucket, average)
+        self.store(bucket, output)
 
-    def start(self, bucket):
-        """Begin to average a total: (handle, message, average); both tensors must live until handle.wait()."""
-        message = self.message(bucket)
-        return dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True), message, message
+    def unsent(self):
+        """Whether `finish` has buckets to send. All ranks must agree."""
+        if self.every_backward:
+            return self.next > 0 or any(bucket.total is not None for bucket in self.buckets)
+        return self.next < len(self.buckets)
 
-    def message(self, bucket):
-        """The total, in the dtype that is sent. The bucket forgets it, so that its memory can go."""
-        total, bucket.total = bucket.total, None
-        if bucket.fed > 1:  # an expert has the gradient of the sum of so many ranks' losses, and wants that of the mean
-            total /= bucket.fed
-        return total.to(self.reduce_dtype or total.dtype)
-
-    def store(self, bucket, average):
-        """Put an average where the optimizer looks for it."""
-        for view, param in zip(bucket.views(average.to(bucket.dtype)), bucket.params):
-            param.grad = view
+    def finish(self):
+        """Send what has not left, and wait for all averages. Call it after the step's last backward, on every rank."""
+        while self.unsent():
+            self.leave()
+        while self.under_way:
+            self.receive()
+        self.restart()
 
 
-def make_reducer(buckets):
-    return Reducer(buckets)
+def call_when_computed(params, method):
+    """Let autograd call method(param) when a backward has added all it has to param.grad."""
+    method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda p: (alive := method()) and alive(p))
+
+
+def all_reduce_bucket(bucket):
+    """Start to average a bucket: every rank gets all of it. 2(N-1)/N x K elements sent."""
+    message = bucket.message()
+    if dist.get_world_size(bucket.group) == 1:
+        return dist.Handle(), message, message
+    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    return handle, message, message
+
+
+def hand_out(bucket, average):
+    """Make each parameter's .grad its part of the average."""
+    average = average.to(bucket.dtype)
+    for param in bucket.params:
+        param.grad = bucket.view(average, param)
 
 
 class DDP(nn.Module):
-    """Data parallel over any module: gradients are averaged bucket by bucket.
+    """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
         model = DDP(module, group)                  the first rank broadcasts its parameters and buffers
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
@@ -258,11 +341,12 @@ class DDP(nn.Module):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=getattr(tensor, "replicas", self.group), group_src=0)
+            dist.broadcast(tensor.detach(), group=place(tensor).replicas or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets(self.params, bucket_mb, self.group)
-        self.reducer = make_reducer(self.buckets)
-        self.reducers, self.no_sync, self.finish_grad_sync = [self.reducer], self.reducer.no_sync, self.reducer.finish
+        self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
+        self.reducers = [self.reducer]
+        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -278,75 +362,8 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# Besides, stage 2 has one bucket's whole gradient, stage 3 also one unit's parameters. (The last unit is gathered once,
-# because backward begins with it.) In hybrid sharding the n ranks of a node shard among themselves. The table then
-# holds with n for N, and once a step nodes all-reduce each shard's gradient, K/n elements.
-# Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
-
-class ShardReducer(Reducer):
-    """The reducer of parameters whose optimizer steps `bucket.shard`: averages end up in the shard's .grad.
-
-    A gradient moves into `bucket.total` as soon as a backward has computed it. The total has the shard's dtype, float32
-    for 16-bit weights, so micro-batches do not add up in 16 bits. `finish` all-reduces totals at stage 0, where a shard
-    is all of its bucket, and reduce-scatters them at stage 1. At stage 2 no rank keeps a full gradient: when a backward
-    has computed a bucket's last one, on_complete(bucket) is called, and the bucket is reduce-scattered.
-    """
-
-    def __init__(self, buckets, stage, reduce_dtype=None, on_complete=lambda bucket: None):
-        super().__init__(buckets, reduce_dtype)
-        self.stage, self.on_complete = stage, on_complete
-        self.missing = {bucket: set(bucket.params) for bucket in buckets}  # parameters whose gradient is still to come
-        call_when_computed(self.bucket_of, self.computed)
-
-    def computed(self, param):
-        bucket = self.bucket_of[param]
-        self.collect(bucket)
-        self.missing[bucket].discard(param)
-        if self.stage == 2 and not self.missing[bucket]:
-            self.missing[bucket] = set(bucket.params)
-            self.on_complete(bucket)
-            self.send(bucket)
-
-    def start(self, bucket):
-        if self.stage == 0:
-            return super().start(bucket)
-        message = self.message(bucket)
-        average = message[bucket.own]
-        if self.stage == 2:
-            average = torch.empty_like(average)  # so that the full vector can go
-        handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
-        return handle, message, average
-
-    def store(self, bucket, average):
-        if bucket.shard.grad is None:
-            bucket.shard.grad = average.to(bucket.shard.dtype)
-        else:
-            bucket.shard.grad += average
-
-    def finish(self):
-        for bucket in self.buckets:
-            if self.stage < 2 or bucket.total is not None:  # stage 2 has sent what was complete
-                self.collect(bucket)
-                self.send(bucket)
-            self.missing[bucket] = set(bucket.params)
-        self.average_between()
-
-    @torch.no_grad()
-    def average_between(self):
-        """Average shards over `bucket.between`, once a step, however many micro-batches it has."""
-        for bucket in self.buckets:
-            if bucket.between and bucket.shard.grad is not None:
-                message = bucket.shard.grad.to(self.reduce_dtype or bucket.shard.dtype)
-                dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between)
-                bucket.shard.grad.copy_(message)
-
-
-def call_when_computed(params, method):
-    """Let autograd call method(param) when a backward has added all it has to param.grad."""
-    method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
-    for param in params:
-        param.register_post_accumulate_grad_hook(lambda p: (alive := method()) and alive(p))
-
+# Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters. (The last unit is gathered
+# once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
@@ -359,43 +376,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
-    compute_dtype: the parameters become bf16 or fp16, and the shards are their float32 masters. reduce_dtype: what
-    gradients are sent in. stage=0 shards nothing, and has masters. stage=2: all ranks must use the same parameters in
-    each backward. between: the ranks that keep the same shard, where `group` is not all replicas.
+    stage=2: gradients leave in every backward, so all ranks must use the same parameters in each. stage=0 shards
+    nothing. compute_dtype, reduce_dtype, between: mixed precision and hybrid sharding, below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
                  reduce_dtype=None, between=None, **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
+        number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        number_of = {}  # parameter -> the number of its parameter group, of a tied one the first
-        for i, g in enumerate(param_groups):
-            for p in g["params"]:
-                if p.requires_grad:
-                    number_of.setdefault(p, i)
-                elif not p.is_meta:
-                    spread(p.detach(), self.group, between)
-                    p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
-        self.params = list(number_of)
-        self.buckets = make_buckets(self.params, bucket_mb, self.group, number_of.get, between=between)
+        set_frozen([p for p in number if not p.requires_grad], self.group, between, compute_dtype)
+        self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group, number.get,
+                                    between=between, reduce_dtype=reduce_dtype)
         for bucket in self.buckets:
-            values = make_shard(bucket, stage > 0)
-            bucket.dtype = compute_dtype or bucket.dtype
-            bucket.weights = values.to(bucket.dtype)
-            if bucket.dtype != values.dtype:
-                bucket.shard.data = bucket.shard.data.clone()  # a master of its own, no longer a view of `values`
-            for view, p in zip(bucket.views(bucket.weights), bucket.params):
-                p.data = view  # from here on, gathering the flat buffer is gathering the parameters
+            flatten(bucket, stage > 0, compute_dtype)
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.with_masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]
         for i, g in enumerate(param_groups):
-            g["params"] = [bucket.shard for bucket in self.buckets if number_of[bucket.params[0]] == i]
+            g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
-        self.reducer = ShardReducer(self.buckets, stage, reduce_dtype)
-        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
+        send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
+        self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
+        self.no_sync = self.reducer.no_sync
+
+    def finish_grad_sync(self):
+        self.reducer.finish()
+        average_between(self.buckets)
 
     @torch.no_grad()
     def step(self):
@@ -406,13 +414,72 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def cast(self):
         """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
-        for bucket in self.with_masters:
-            bucket.weights[bucket.own].copy_(bucket.shard)
+        for bucket in self.buckets:
+            if bucket.dtype != bucket.shard.dtype:
+                bucket.weights[bucket.own].copy_(bucket.shard)
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
         for bucket in buckets if self.stage else ():
             dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
+
+
+def reduce_scatter_bucket(bucket, in_place=False):
+    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent."""
+    message = bucket.message()
+    if dist.get_world_size(bucket.group) == 1:
+        return dist.Handle(), message, message
+    average = message[bucket.own]
+    if not in_place:
+        average = torch.empty_like(average)  # so that the full vector can go
+    handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    return handle, message, average
+
+
+def add_to_shard(bucket, average):
+    """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
+    if bucket.shard.grad is None:
+        bucket.shard.grad = average.to(bucket.shard.dtype)
+    else:
+        bucket.shard.grad += average
+
+
+def make_shard(bucket, sharded):
+    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
+
+    Returns all values, as the first rank has them; the shard is a view, or of 16-bit values a float32 copy.
+    """
+    values, first = bucket.zeros(bucket.dtype), bucket.params[0]
+    if not first.is_meta:
+        for p in bucket.params:
+            bucket.view(values, p).copy_(p.detach())
+        spread(values, bucket.group, bucket.between)
+    bucket.own = bucket.own if sharded else slice(0, bucket.numel)
+    bucket.shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)), first.requires_grad)
+    bucket.total_dtype = bucket.shard.dtype
+    cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
+    bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
+    return values
+
+
+def flatten(bucket, sharded, compute_dtype):
+    """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters."""
+    values = make_shard(bucket, sharded)
+    bucket.dtype = compute_dtype or bucket.dtype
+    bucket.weights = values.to(bucket.dtype)
+    if bucket.dtype != values.dtype:
+        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, no longer a view of `values`
+    for p in bucket.params:
+        p.data = bucket.view(bucket.weights, p)
+
+
+# Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
+# the shards. Gradients add up in float32, too. Hybrid sharding: the n ranks of a node shard among themselves. The table
+# then holds with n for N, and once a step the nodes average each shard's gradient, K/n elements.
+
+def master_dtype(dtype):
+    """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def spread(tensor, group, between):
@@ -422,31 +489,26 @@ def spread(tensor, group, between):
     dist.broadcast(tensor, group=group, group_src=0)
 
 
-def master_dtype(dtype):
-    """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+def set_frozen(params, group, between, compute_dtype):
+    """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
+    for p in params:
+        if not p.is_meta:
+            spread(p.detach(), group, between)
+            p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
 
 
-def is_matrix(param):
-    """Whether a parameter has weight decay; biases and norms have none. Shards and stacks say it by `.matrix`."""
-    return getattr(param, "matrix", param.dim() >= 2)
-
-
-def make_shard(bucket, sharded):
-    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
-
-    Returns all values, as the first rank has them; the shard is a view, or of 16-bit values a float32 copy.
-    """
-    values, first = bucket.new(bucket.dtype), bucket.params[0]
-    if not first.is_meta:
-        for view, p in zip(bucket.views(values), bucket.params):
-            view.copy_(p.detach())
-        spread(values, bucket.group, bucket.between)
-    bucket.own = bucket.own if sharded else slice(0, bucket.numel)
-    bucket.shard = shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)))
-    shard.split_over, shard.sums = split_over(first) + ((bucket.group,) if sharded else ()), sums(first)
-    shard.matrix = all(is_matrix(p) for p in bucket.params)
-    return values
+@torch.no_grad()
+def average_between(buckets):
+    """Average shards' gradients over `bucket.between`, once a step, however many micro-batches it has."""
+    under_way = []
+    for bucket in buckets:
+        if bucket.between and bucket.shard.grad is not None:
+            message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
+            handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
+            under_way.append((bucket, handle, message))
+    for bucket, handle, message in under_way:
+        handle.wait()
+        bucket.shard.grad.copy_(message)
 
 
 class FlatParameter(Bucket):
@@ -461,23 +523,23 @@ class FlatParameter(Bucket):
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # so that the other values can go
-        self.shard.requires_grad_(old[0].requires_grad)
         self.dtype = compute_dtype or self.dtype
-        self.weights = self.new(self.dtype)
+        self.weights = self.zeros(self.dtype)
         # .data gives each view its own version counter. A refill does not raise it; else autograd would refuse to run.
-        self.params = [nn.Parameter(view.data, p.requires_grad) for view, p in zip(self.views(self.weights), old)]
-        for new, p in zip(self.params, old):
-            new.__dict__.update(p.__dict__)  # split_over, sums, cuts, ...
-        self.uses_left = 0
+        new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
+        for param, p in zip(new, old):
+            param.__dict__.update(p.__dict__)  # its place, and what others have put there
+        self.hold(new)
+        self.handle, self.whole = None, False
         self.free()
-        return dict(zip(old, self.params))
+        return dict(zip(old, new))
 
     @torch.no_grad()
-    def gather(self):
-        """Make the parameters whole, in the compute dtype: an all-gather, (N-1)/N x K elements sent."""
-        if self.version == self.shard._version:  # already whole; a step of the optimizer would have raised the version
+    def start(self):
+        """Begin to make the parameters whole, in the compute dtype: an all-gather, (N-1)/N x K elements sent."""
+        if self.whole:
             return
-        self.version = self.shard._version
+        self.whole = True
         if not self.stays_whole:
             self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
         self.weights[self.own] = self.shard  # the cast from the master's dtype
@@ -485,12 +547,28 @@ class FlatParameter(Bucket):
             self.all_gather()
 
     def all_gather(self):
-        dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group)
+        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+
+    def gather(self):
+        self.start()
+        self.wait()
+
+    def wait(self):
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
 
     def free(self):
-        self.version = None
+        self.wait()  # a gather under way must not write into freed memory
+        self.whole = False
         if not self.stays_whole:
             self.weights.untyped_storage().resize_(0)
+
+
+def free_and_scatter(flat):
+    """What FSDP does when a unit's last gradient is there."""
+    flat.free()
+    return reduce_scatter_bucket(flat)
 
 
 class FSDP(nn.Module):
@@ -506,13 +584,14 @@ class FSDP(nn.Module):
         forward    before a unit: gather it       after it: free it, but for the last one, with which backward begins
         backward   before a unit: gather it       when its last gradient is there: free it, reduce-scatter its gradients
 
-    Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
-    are all-reduced once a step. A tied parameter stays whole from its first use to its last, a frozen one
-    from backward's gather to `finish_grad_sync`. All ranks must use the same parameters in each backward.
+    While a unit computes, the next one is gathered: in forward the one that followed in the last forward, in backward
+    the one before. So two units are whole at a time. Matrices are sharded, one flat parameter a unit. 1-D parameters
+    (biases, norms; a thousandth of K) stay whole, and are all-reduced once a step. A tied parameter stays whole from
+    its first use on. All ranks must use the same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
-    module on the meta device is never whole anywhere: name its device, and give its values to `load`. between: as for
-    ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype,
+    between: as for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
     def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None, between=None):
@@ -521,70 +600,89 @@ class FSDP(nn.Module):
         for buffer in module.buffers():
             if not buffer.is_meta:
                 spread(buffer, self.group, between)
-        units = fsdp_units(module)
-        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
-        # Of any size: a bucket for each unit's matrices. All biases and norms have kind False, and share one.
-        self.buckets = make_buckets(list(module.parameters()), math.inf, self.group,
-                                    lambda p: (p.requires_grad, is_matrix(p) and unit_of[p]), FlatParameter, between)
-        replaced = {}
-        for flat in self.buckets:
-            replaced.update(flat.become_flat(device, compute_dtype, stays_whole=not is_matrix(flat.params[0])))
+        self.units, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
-        for owner in module.modules():
-            for leaf, p in list(owner.named_parameters(recurse=False)):
-                setattr(owner, leaf, replaced[p])
-        self.units = {unit: list(dict.fromkeys(self.bucket_of[replaced[p]] for p in params)) for unit, params in units}
-        self.uses = Counter(flat for flats in self.units.values() for flat in flats)  # in a forward; a tied one's are 2
-        with_shards = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
-        self.last, self.in_backward = with_shards[-1] if with_shards else [], False
+        uses = Counter(flat for flats in self.units.values() for flat in flats)
+        sharded = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
+        last = sharded[-1] if sharded else []
+        self.kept = {flat for flat in self.buckets if uses[flat] > 1 or flat in last}  # from forward until backward
+        self.order, self.last_order, self.in_backward = [], [], False  # units, as this and the last forward used them
         for unit in self.units:
             unit.register_forward_pre_hook(self.before_forward)
             unit.register_forward_hook(self.after_forward)
-        matrices, vectors = ([flat for flat in self.buckets if flat.shard.requires_grad and flat.stays_whole == whole]
-                             for whole in (False, True))
-        self.reducers = [ShardReducer(matrices, 2, reduce_dtype, on_complete=lambda flat: flat.free()),
-                         ShardReducer(vectors, 0, reduce_dtype)]
+        trained = [flat for flat in self.buckets if flat.shard.requires_grad]
+        matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
+        self.reducers = [Reducer(matrices, free_and_scatter, add_to_shard, every_backward=True),
+                         Reducer(vectors, all_reduce_bucket, add_to_shard)]
         self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
 
     def forward(self, *args, **kwargs):
-        self.in_backward = False
-        for flat in self.buckets:
-            flat.uses_left = self.uses[flat]
+        self.free()  # weights that a step of the optimizer may have changed
+        self.last_order, self.order, self.in_backward = self.order, [], False
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.free()
+        return output
 
     def before_forward(self, unit, inputs):
-        for flat in self.units[unit]:
-            flat.gather()
+        self.gather(unit)
+        if not self.in_backward:  # where backward runs a unit again, `before_backward` has fetched the next
+            self.order.append(unit)
+            used = len(self.order)
+            if used < len(self.last_order) and self.last_order[used - 1] is unit:
+                self.fetch(self.last_order[used])
 
     def after_forward(self, unit, inputs, output):
         if self.in_backward:  # recomputation, inside the unit's backward, which frees it
             return
         for flat in self.units[unit]:
-            flat.uses_left -= 1
-            if not (flat.stays_whole or flat.uses_left > 0 or flat in self.last and torch.is_grad_enabled()):
+            if not (flat.stays_whole or flat in self.kept):
                 flat.free()
+        place = len(self.order) - 1
         for tensor in tree_leaves(output):  # of tuples, lists and dicts of tensors
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.before_backward(unit))  # called first in the unit's backward
+                tensor.register_hook(lambda grad: self.before_backward(unit, place))
 
-    def before_backward(self, unit):
+    def before_backward(self, unit, place):
+        """Called first in the backward of a unit, the place-th that forward used."""
         self.in_backward = True
-        self.before_forward(unit, ())  # gathers the unit's weights, as before forward
+        self.gather(unit)
+        if 0 < place <= len(self.order):
+            self.fetch(self.order[place - 1])
+
+    def gather(self, unit):
+        for flat in self.units[unit]:
+            flat.gather()
+
+    def fetch(self, unit):
+        """Begin to gather a unit that computes next."""
+        for flat in self.units[unit]:
+            flat.start()
+
+    def free(self):
+        for flat in self.buckets:
+            flat.free()
 
     def finish_grad_sync(self):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
-        for flat in self.buckets:
-            flat.free()
+        average_between(self.buckets)
+        self.free()
         self.in_backward = False
 
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
+        named = [(name, param, self.bucket_of[param]) for name, param in self.module.named_parameters()]
+        return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
 
     @torch.no_grad()
     def load(self, get):
@@ -593,6 +691,24 @@ class FSDP(nn.Module):
             flat = self.bucket_of[param]
             there, here = flat.overlap(param, flat.own)
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
+
+
+def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
+    """Put views of FlatParameters in place of a module's parameters. Returns ({unit: those it computes with}, all)."""
+    units = fsdp_units(module)
+    unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
+    # Of any size: a bucket for each unit's matrices. All biases and norms have kind False, and share one.
+    flats = make_buckets(list(module.parameters()), math.inf, group,
+                         lambda p: (p.requires_grad, is_matrix(p) and unit_of[p]),
+                         FlatParameter, between=between, reduce_dtype=reduce_dtype)
+    new, flat_of = {}, {}
+    for flat in flats:
+        flat_of.update(dict.fromkeys(flat.params, flat))
+        new.update(flat.become_flat(device, compute_dtype, stays_whole=not is_matrix(flat.params[0])))
+    for owner in module.modules():
+        for leaf, p in list(owner.named_parameters(recurse=False)):
+            setattr(owner, leaf, new[p])
+    return {unit: list(dict.fromkeys(flat_of[p] for p in params)) for unit, params in units}, flats
 
 
 def fsdp_units(module):
@@ -738,8 +854,8 @@ def local_parameter(param, cut):
     if param is None:
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    local.__dict__.update(param.__dict__)
-    local.cuts, local.split_over = cuts(param) + (cut,), split_over(param) + (cut.group,)
+    before = place(param)
+    local.place = replace(before, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
     return local
 
 
@@ -748,10 +864,6 @@ def cut_in_place(layer, cut):
     for leaf, param in list(layer.named_parameters()):
         setattr(layer, leaf, local_parameter(param, cut))
     return layer
-
-
-def cuts(param):
-    return getattr(param, "cuts", ())
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -1163,11 +1275,14 @@ class Pipeline:
 
 # ----------------------------------------------------------------------------------------------------------------- norm
 
-def copies(param, groups):
-    """On how many ranks of the groups the same gradient of a parameter lies."""
-    size, over = dist.get_world_size, split_over(param)
-    again = [group for group in sums(param) if inside(group, over)]  # the sum made their gradients equal
-    return math.prod(map(size, groups)) * math.prod(map(size, again)) // math.prod(map(size, over))
+def copies(place, groups):
+    """On how many ranks of the groups the same gradient of a parameter lies: all ranks, divided by those that hold
+    different parts, times those of them whose gradients are equal since they were added up."""
+    size = dist.get_world_size
+    ranks = math.prod(map(size, groups))
+    parts = math.prod(map(size, place.cut_over))
+    equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
+    return ranks * equal // parts  # of the tied embedding below: 8 x 2 / 8
 
 
 def inside(group, groups):
@@ -1192,14 +1307,14 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """
     groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
-    over = {group for p in parameters for group in split_over(p) if dist.get_world_size(group) > 1}
+    over = {group for p in parameters for group in place(p).cut_over if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
     if scale != 1 and parameters:
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
     for p in parameters:
-        grads[copies(p, groups)].append(p.grad)
+        grads[copies(place(p), groups)].append(p.grad)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n
@@ -1279,15 +1394,16 @@ def cut_layers(model, groups, sequence, context):
         tensor_parallel(model, groups.tp)
     if dist.get_world_size(groups.pp) > 1:
         for name, param in model.named_parameters():
-            param.split_over = split_over(param) + (groups.pp,)
+            before = place(param)
+            param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
             # The first and the last stage have a tied weight. Both start alike and step alike: their gradients add up.
             if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-                param.sums = sums(param) + (groups.ends,)
+                param.place = replace(param.place, add_over=before.add_over + (groups.ends,))
 
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in cuts(param):
+    for cut in place(param).cuts:
         whole = cut.part(whole)
     return whole
 
@@ -1295,9 +1411,9 @@ def cut_like(param, whole):
 def gather_cuts(param, local, shape):
     """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
     whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in cuts(param):
+    for cut in place(param).cuts:
         whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(cuts(param), whole)]):
+    for cut, before in reversed([*zip(place(param).cuts, whole)]):
         local = cut.gather(local, before.shape)
     return local
 
@@ -1380,9 +1496,9 @@ class ParallelGPT:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over `param.sums`. Last, because shards are small."""
+        """Over each parameter's `add_over`. Last, because shards are small."""
         for param in self.params:
-            for group in sums(param):
+            for group in place(param).add_over:
                 dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from fast.overlap import stepped
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage, sums
+from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage, place
 from theory.clock import most_held
 
 
@@ -40,7 +40,7 @@ class LeanGPT(ParallelGPT):
         """As in ParallelGPT, with one message for all gradients of a group and dtype. The cost: copies in and out."""
         over = defaultdict(list)
         for param in self.params:
-            for group in sums(param):
+            for group in place(param).add_over:
                 over[group, param.grad.dtype].append(param.grad)
         for (group, _), grads in over.items():
             flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
@@ -67,14 +67,14 @@ class LeanGPT(ParallelGPT):
 # the hooks run during the recording, and what they launch becomes part of the graph.
 
 class Totals:
-    """A reducer's flat vectors, to which recordings add gradients. They keep their addresses from step to step."""
+    """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
 
-    def __init__(self, reducer):
-        self.reducer, self.of = reducer, {}  # parameter -> its part of a flat vector
-        self.flats = {bucket: torch.empty(bucket.numel, dtype=reducer.total_dtype(bucket), device=bucket.device)
-                      for bucket in reducer.buckets}
+    def __init__(self, sync):
+        self.sync, self.reducer, self.of = sync, sync.reducer, {}  # of: parameter -> its part of a flat vector
+        self.flats = {bucket: torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
+                      for bucket in sync.buckets}
         for bucket, flat in self.flats.items():
-            self.of.update(zip(bucket.params, bucket.views(flat)))
+            self.of.update({p: bucket.view(flat, p) for p in bucket.params})
 
     def begin(self, overwrite):
         """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
@@ -104,7 +104,7 @@ class Totals:
         """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
         for param in unused:
             self.of[param].zero_()
-        self.reducer.finish()
+        self.sync.finish_grad_sync()
         return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
 
     def replayed(self, averages):
@@ -137,7 +137,7 @@ class ShardTotals:
             if bucket not in self.flats:
                 self.flats[bucket] = torch.empty_like(bucket.shard)
             flat = self.flats[bucket].zero_()
-            if reducer.stage == 2:
+            if reducer.every_backward:
                 bucket.shard.grad = flat
             else:
                 bucket.shard.grad, bucket.total = None, flat
@@ -166,7 +166,7 @@ class ShardTotals:
         """Put the reducers into the state in which all buckets have left."""
         for (bucket, reducer), average in zip(self.buckets, averages):
             bucket.shard.grad, bucket.total = average, None
-            if reducer.stage < 2:
+            if not reducer.every_backward:
                 reducer.next = len(reducer.buckets)
 
 
@@ -299,7 +299,7 @@ class GraphPipeline(PatientPipeline):
         self.split_backward()
         for stage, sync in syncs.items():
             if sync not in self.totals:
-                self.totals[sync] = Totals(sync.reducer)
+                self.totals[sync] = Totals(sync)
             self.weight_gradients[stage].add = self.totals[sync].add
 
     def record(self, stage, actions, kinds, alone, overwrite, totals):

@@ -1,4 +1,4 @@
-"""ZeRO whose weights travel under computation."""
+"""ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped."""
 
 import weakref
 
@@ -6,8 +6,7 @@ import torch
 
 import collectives as dist
 from fast.adamw import AdamW
-from parallel import FSDP, FlatParameter, fsdp_units, ShardedOptimizer
-from theory.memory import tensors_in
+from parallel import FSDP, fsdp_units, ShardedOptimizer
 
 
 class GuardedOptimizer(ShardedOptimizer):
@@ -24,6 +23,7 @@ class GuardedOptimizer(ShardedOptimizer):
         super().__init__(*args, **kwargs)
         # Bucket -> the handle of its all-gather under way; bucket -> the event at its end, for which graphs wait.
         self.cut, self.gathering, self.arrived = True, {}, {}
+        self.with_masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]
         if isinstance(self.inner, AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
             if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
@@ -115,42 +115,11 @@ class GuardedOptimizer(ShardedOptimizer):
         super().add_param_group(group)
 
 
-class FetchedParameter(FlatParameter):
-    """A FlatParameter whose all-gather can be started early, so that it overlaps computation; `gather` waits for it."""
-    handle = None
-
-    def start(self):
-        if self.version != self.shard._version:
-            self.wait()
-            super().gather()
-
-    def all_gather(self):
-        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
-
-    def gather(self):
-        self.start()
-        self.wait()
-
-    def wait(self):
-        if self.handle:
-            self.handle.wait()
-            self.handle = None
-
-    def free(self):
-        self.wait()  # a gather under way must not write into freed memory
-        super().free()
-
-
-class FetchingFSDP(FSDP):
-    """Gathers the next unit while one computes, so that layers need not wait. The cost: two units are whole at a time.
-
-        forward    all-gather unit i+1 | compute unit i      in the order in which the last forward used the units
-        backward   all-gather unit i-1 | compute unit i      in this forward's order, reversed
-    """
+class GuardedFSDP(FSDP):
+    """An FSDP whose module is not read or moved by mistake, and that can drop a step."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.order, self.last_order = [], []
         self.reducers[1].syncing = False  # 1-D gradients have few elements: send them in finish_grad_sync
         for part in self.module.modules():
             part.register_state_dict_pre_hook(self._refuse)
@@ -163,49 +132,8 @@ class FetchingFSDP(FSDP):
 
     _apply = __deepcopy__ = _refuse
 
-    @torch.no_grad()
-    def full_state_dict(self):
-        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
-        named = [(name, param, self.bucket_of[param]) for name, param in self.module.named_parameters()]
-        return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
-
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
         for reducer in self.reducers:
             reducer.forget()
         super().zero_grad(set_to_none)
-
-    def fetch(self, unit):
-        for flat in self.units[unit]:
-            flat.start()
-
-    def forward(self, *args, **kwargs):
-        self.last_order, self.order = self.order, []
-        output = super().forward(*args, **kwargs)
-        keep = self.last if torch.is_grad_enabled() else ()
-        for flat in self.buckets:
-            if not flat.stays_whole and flat not in keep:
-                flat.free()  # gathered ahead, but this forward did not use it
-        if torch.is_grad_enabled() and self.order:
-            self.fetch(self.order[-1])  # because backward starts with it
-        return output
-
-    def before_forward(self, unit, inputs):
-        super().before_forward(unit, inputs)
-        if not self.in_backward:  # in backward a checkpoint runs the unit again, which is no part of the order
-            i = len(self.order)
-            self.order.append(unit)
-            if i + 1 < len(self.last_order) and self.last_order[i] is unit:
-                self.fetch(self.last_order[i + 1])
-
-    def after_forward(self, unit, inputs, output):
-        super().after_forward(unit, inputs, output)
-        if not self.in_backward:
-            position = len(self.order) - 1
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: self.fetch_before(position))
-
-    def fetch_before(self, position):
-        if 0 < position <= len(self.order):
-            self.fetch(self.order[position - 1])

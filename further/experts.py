@@ -7,6 +7,7 @@ experts; parallel.py calls `expert_parallel` where ranks share them out.
     torchrun --nproc_per_node 2 train.py --plain --dp 2 --ep 2 --experts 4
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 import collectives as dist
 import kernels
 from model import ACTIVATIONS
-from parallel import Cut, cut_in_place, groups_of, local_parameter, Trade
+from parallel import Cut, cut_in_place, groups_of, local_parameter, Place, Trade
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
@@ -86,7 +87,7 @@ class StackedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
         self.bias = nn.Parameter(torch.empty(experts, n_out))
-        self.bias.matrix = False  # it is E vectors, so weight decay leaves it alone
+        self.bias.place = Place(decays=False)  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
         return kernels.grouped_linear(rows, self.weight, self.bias, counts)
@@ -185,7 +186,7 @@ def expert_plan(f, g):
 #
 # The same expert lies on dp/N x cp ranks, its copies. Each rank's loss is the mean over its own tokens, and a copy gets
 # the tokens of N ranks, so it has the gradient of a sum of N losses. The gradient of the mean over all ranks is
-# therefore the average over the copies, divided by N (`param.fed`).
+# therefore the average over the copies, divided by N (`Place.losses`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def split_experts(mesh, n):
@@ -231,5 +232,5 @@ def expert_parallel(module, group, copies):
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
-                param.replicas, param.fed = copies, dist.get_world_size(group)
+                param.place = replace(param.place, replicas=copies, losses=dist.get_world_size(group))
         experts.mlps = partial(visit, experts.mlps, group)

@@ -22,9 +22,9 @@ import train
 from fast import attention, gloo, linear, nccl, norm, recorded, rings, run, windows
 from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
-from fast.overlap import Early
+from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
-from fast.zero import FetchingFSDP
+from fast.zero import GuardedFSDP
 from further import context, experts
 from lessons import peers
 from lessons.machine import measure_machine, sent_in
@@ -100,13 +100,13 @@ def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
     stages = list(enumerate(split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
-    kept = [flat for model in net.stages.values() for flat in getattr(model, "last", ())]
+    kept = [flat for model in net.stages.values() for flat in getattr(model, "kept", ())]
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
         (of_experts if net.ep and bucket.group == net.same_experts else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    partial = sum(p.numel() for p in net.params if net.tp in parallel.sums(p))
+    partial = sum(p.numel() for p in net.params if net.tp in parallel.place(p).add_over)
     where = {"dp": net.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
@@ -187,7 +187,7 @@ def strategies(a):
 
 
 def sends_late(computed):
-    """`Early.computed`, but buckets wait for the end of backward."""
+    """`Reducer.computed`, but buckets wait for the end of backward."""
     def call(self, param):
         syncing, self.syncing = self.syncing, False
         computed(self, param)
@@ -238,8 +238,8 @@ def pieces():
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
         "doubling": [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))],  # rings alone
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
-        "early": [(Early, "computed", sends_late(Early.computed))],
-        "fetching": [(FetchingFSDP, "fetch", lambda self, unit: None)],             # no unit ahead
+        "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
+        "fetching": [(GuardedFSDP, "fetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "expect", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's

@@ -168,10 +168,9 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error
-@pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2), ("settle", 1, 3)])
+@pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2)])
 def test_replayed_graphs_of_zero_are_wrong_without(pool, without, m, zero):
-    """The place where micro-batches add up; the wait for what one has sent; the end of what an evaluation has gathered,
-    so that a recording gathers it."""
+    """The place where micro-batches add up; the wait for what one has sent."""
     want = one_process("sgd")
     for got in pool(2).run(in_layout_on_tape, {"dp": 2}, "sgd", m, {}, zero=zero, without=without):
         assert differences(got, want)
@@ -219,9 +218,9 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(pool, zero, micro_bat
 @on_ranks(3)
 def test_padding_of_recorded_gradients_is_zero_in_every_step():
     net = nn.Linear(1, 1).to(torch.get_default_device())  # two numbers for three ranks
-    reducer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=1.0).reducer
-    totals = Totals(reducer)
+    optimizer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=1.0)
+    totals = Totals(optimizer)
     totals.begin(overwrite=False)
-    reducer.buckets[0].total.fill_(math.nan)
+    optimizer.buckets[0].total.fill_(math.nan)
     totals.begin(overwrite=True)
-    assert reducer.buckets[0].total[2:].eq(0).all()
+    assert optimizer.buckets[0].total[2:].eq(0).all()

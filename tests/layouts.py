@@ -299,27 +299,27 @@ UNTIED, LONGER = "optimizer=adamw tied=0 ", "tokens=8 n_layer=3 "
 LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is wrong without X, in both programs
     ("data", ["micro_batches=2", "tied=0 activation=elu"], ["dp=1,2,4"]),
     ("data", ["micro_batches=1", "tied=0 activation=elu"], ["dp=8"]),
-    ("data", [""], ["dp=2 without=Reducer.start"]),
+    ("data", [""], ["dp=2 without=all_reduce_bucket"]),
     ("tensor", ["micro_batches=2", "tied=0 activation=elu"], ["tp=2,4,8", "dp=2 tp=2,4", "dp=4 tp=2"]),
     ("tensor", [""], [
         "tp=3 n_head=3 n_embd=24 inner=40",  # nor does it divide the vocabulary
         "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_",
-        "dp=2 tp=2 without=clip_grad_norm_,Reducer.start"]),
+        "dp=2 tp=2 without=clip_grad_norm_,all_reduce_bucket"]),
     ("zero", ["tied=0 recompute=block micro_batches=2", "optimizer=adamw recompute=attention micro_batches=2"],
      ["dp=1,2,4 zero=1,2,3", "dp=2 tp=2 zero=1,2,3"]),
     ("zero", [""], [
         "dp=1,4 zero=1,2,3", "dp=2 tp=2 zero=1,2,3",
-        "dp=2 zero=1 without=ShardReducer.start,ShardedOptimizer.gather_weights",
-        "dp=2 zero=2 without=ShardReducer.start,clip_grad_norm_",
-        "dp=2 zero=3 without=ShardReducer.start,FlatParameter.all_gather,clip_grad_norm_",
-        "dp=4 zero=1,2,3 zero_within=2 without=ShardReducer.average_between"]),
+        "dp=2 zero=1 without=reduce_scatter_bucket,ShardedOptimizer.gather_weights",
+        "dp=2 zero=2 without=reduce_scatter_bucket,clip_grad_norm_",
+        "dp=2 zero=3 without=reduce_scatter_bucket,FlatParameter.all_gather,clip_grad_norm_",
+        "dp=4 zero=1,2,3 zero_within=2 without=average_between"]),
     # Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
     ("zero", ["dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40"],
-     ["zero=0 without=Reducer.start", "zero=1,2,3 without=ShardReducer.start"]),
+     ["zero=0 without=all_reduce_bucket", "zero=1,2,3 without=reduce_scatter_bucket"]),
     # In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
     ("nodes", ["optimizer=adamw two_levels=1"], [
         "dp=4 node=2 micro_batches=2 zero=0,1,3", "dp=4 node=2 micro_batches=2 zero=1 zero_within=1",
-        "dp=4 node=2 micro_batches=2 zero=1,2,3 zero_within=2 without=ShardReducer.average_between",
+        "dp=4 node=2 micro_batches=2 zero=1,2,3 zero_within=2 without=average_between",
         "dp=4 tp=2 node=4 zero=0,3", "dp=4 tp=2 node=4 zero=1,3 zero_within=2"]),
     ("nodes", ["optimizer=adamw dp=4 pp=2 node=4 schedule=zb-h1 micro_batches=2 two_levels=0"],
      ["zero=0,1", "zero=2,3 zero_within=2"]),
@@ -337,8 +337,8 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
     ("pipeline", ["n_layer=4 micro_batches=4"], [
         "dp=2 tp=2 pp=2", "dp=2 tp=2 pp=2 schedule=zb-h1 zero=1,3", "dp=2 pp=4 schedule=zb-h1",
         "dp=2 pp=2 schedule=1f1b zero=0,1,3", "dp=2 pp=2 schedule=zb-h1 zero=0,1,2",
-        "dp=2 pp=2 schedule=1f1b zero=2 without=ShardReducer.start",
-        "dp=2 pp=2 schedule=zb-h1 zero=3 without=ShardReducer.start"]),
+        "dp=2 pp=2 schedule=1f1b zero=2 without=reduce_scatter_bucket",
+        "dp=2 pp=2 schedule=zb-h1 zero=3 without=reduce_scatter_bucket"]),
     ("pipeline", [UNTIED + "n_layer=4 micro_batches=4"], [
         "dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=0,1,2,3", "tp=2 pp=4 recompute=block",
         "dp=2 pp=2 schedule=gpipe zero=3 recompute=attention"]),
@@ -360,10 +360,10 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
     ("context", [LONGER + "context=ring", UNTIED + LONGER + "context=ulysses"], [
         "cp=4 zero=3", "dp=2 cp=2 zero=1 micro_batches=2",
         "dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block",
-        "cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=ShardReducer.start",
+        "cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=reduce_scatter_bucket",
         "dp=2 cp=2 tp=2 zero=2 sequence=1",
         "cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sequence=1 micro_batches=2"]),
-    ("context", ["cp=2 tokens=8"], ["context=ring without=shift,Reducer.start,sums_of_all_keys",
+    ("context", ["cp=2 tokens=8"], ["context=ring without=shift,all_reduce_bucket,sums_of_all_keys",
                                     "context=ulysses without=heads_for_tokens,tokens_for_heads"]),
     # Balanced after each step.
     ("experts", ["experts=4 tokens=8 n_layer=3"], [

@@ -33,6 +33,13 @@ def bytes_alive():
     return sum(size for place, size in sizes.items() if place not in scratches)
 
 
+def wait_for(reducers):
+    """Until what is under way has come: before, the reference's ring has room for chunks, too."""
+    for reducer in reducers:
+        for sent in reducer.under_way:
+            sent[1].wait()
+
+
 @ring_only
 def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
     """(bytes of each collective, of K elements) of a step, for K float32 elements in four units that divide evenly."""
@@ -51,6 +58,7 @@ def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
     for i in range(micro_batches):
         with sync.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
             model(x).sum().backward()
+        wait_for(sync.reducers if stage == 3 else [sync.reducer])
         # A shard of the gradients lives on. Of four buckets at most two are under way, with room for their averages.
         assert stage in ("ddp", 1) or bytes_alive() - before <= k / n + 2 * (k / 4 + k / 4 / n)
     sync.finish_grad_sync()
