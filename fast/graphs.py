@@ -184,7 +184,9 @@ class Recording(Passage):
         self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
         self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.input, self.target, weight_gradients.add = x.detach().clone(), target.clone(), self.add
+        self.input, self.target = x.detach().clone(), target.clone()
+        if weight_gradients:
+            weight_gradients.add = self.add
         recorded.make_room()
         self.graphs = {kind: recorded.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
         self.edge, self.later = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
@@ -243,7 +245,6 @@ class HookedRecording(Recording):
         totals.forget()  # frees all units, because the graph would not gather one that is whole now
         totals.begin(overwrite)
         super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
-        del weight_gradients.add  # hooks add gradients up; this reference would keep the memory
 
     def record(self, kind):
         super().record(kind)
@@ -305,7 +306,7 @@ class GraphPipeline(PatientPipeline):
     def record(self, stage, actions, kinds, alone, overwrite, totals):
         example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         recording = partial(self.recording, self.stages[stage], self.loss if stage == self.last_stage else None,
-                            self.weight_gradients[stage], totals, kinds, example, self.y[0])
+                            self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
         if alone:
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
