@@ -926,7 +926,7 @@ def other_end(transfer):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank that is stuck."""
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
 
     def __init__(self, lists, at, why):
         lines = [why]
