@@ -950,9 +950,9 @@ class Trade(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
 #
-# Stage s holds a slice of the layers and runs on rank s mod p; a batch passes through in m micro-batches. A schedule
-# is a list of actions for each rank, in the order in which it runs them. Functions below write lists, `lower` adds the
-# transfers, `check` proves that they can run, and `Pipeline` runs them.
+# Each stage holds a slice of the layers; a batch passes through all stages in m micro-batches. A schedule is a list of
+# actions for each rank, in the order in which it runs them. Functions below write lists, `lower` adds the transfers,
+# `check` proves that they can run, and `Pipeline` runs them. Which rank a stage lives on is read off the lists.
 #
 #     F   forward of one micro-batch through one stage
 #     B   backward = I, then W:   I gradient of the input (the paper's B), which the stage before waits for
@@ -998,121 +998,177 @@ def one_f_one_b(p, m, v=1):
             for r in range(p)]
 
 
-def stages_of(lists):
-    return 1 + max(action.stage for actions in lists for action in actions)
+def place_stages(p, v):
+    """Where a model's stages live, {stage: rank}: rank r has stages r, r + p, ..."""
+    return {stage: stage % p for stage in range(p * v)}
 
 
-def needs(action, stages, listed):
-    """The actions whose results an action computes with. listed: all actions, for the next stage may run B, or I and W,
-    whichever this one runs."""
+def homes_of(lists):
+    """Where a schedule's stages live, {stage: rank}."""
+    return {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+
+
+def stages_on(rank, homes):
+    return [stage for stage, home in homes.items() if home == rank]
+
+
+def result_of(action):
+    """What other actions call the result of this one. B ends with what I ends with, the gradient of the input."""
+    return action._replace(kind="I") if action.kind == "B" else action
+
+
+def needs(action, homes):
+    """The results that an action computes with."""
     kind, s, i = action
     if kind == "F":
-        return [Action("F", s - 1, i)] if s else []
-    if kind == "W":
-        return [Action("I", s, i)]
-    later = Action("B" if Action("B", s + 1, i) in listed else "I", s + 1, i)
-    return [Action("F", s, i)] + ([later] if s + 1 < stages else [])
+        results = [Action("F", s - 1, i)]
+    elif kind == "W":
+        results = [Action("I", s, i)]
+    else:
+        results = [Action("F", s, i), Action("I", s + 1, i)]
+    return [result for result in results if result.stage in homes]  # none before the first stage or after the last
 
 
 def other_end(transfer):
-    """The receive that takes what this sends, or the send that fills what this receives."""
+    """The receive that takes what this sends, or the send that fills what this receives: an activation goes to the next
+    stage, a gradient to the one before."""
     kind, s, i = transfer
-    return Action({"S": "R", "R": "S"}[kind[0]] + kind[1], s + (1 if kind in ("SF", "RB") else -1), i)
+    other, step = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}[kind]
+    return Action(other, s + step, i)
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow at the cell of each rank that is stuck."""
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
 
     def __init__(self, lists, at, why):
-        rows = [f"rank {r}  " + " ".join(("->" if i == at[r] else "") + str(a) for i, a in enumerate(actions))
-                + (" -> end" if at[r] >= len(actions) else "") for r, actions in enumerate(lists)]
-        super().__init__(why + "\n" + "\n".join(rows))
+        lines = [why]
+        for rank, actions in enumerate(lists):
+            cells = [*map(str, actions), "end"]
+            if rank in at:
+                cells.insert(at[rank], "->")
+            lines.append(f"rank {rank}  " + " ".join(cells))
+        super().__init__("\n".join(lines))
 
 
-def walk(lists, ready, stuck):
-    """Go through all ranks' lists together. Each turn yields [(rank, action)]: the next action of each rank that is
-    ready(action, done, heads). done: the actions of earlier turns; heads: the next of each rank. Raises
-    ScheduleError(stuck) if no rank is ready."""
-    at, done = [0] * len(lists), set()
-    while heads := {actions[i]: r for r, (actions, i) in enumerate(zip(lists, at)) if i < len(actions)}:
-        now = [(r, action) for action, r in heads.items() if ready(action, done, heads)]
-        if not now:
+def run_in_turns(lists, can_run, stuck):
+    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
+
+    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: the results of earlier
+    turns; waiting: all ranks' next actions. ScheduleError(stuck) if no rank can go on. 1F1B for p = 2, m = 2:
+
+        turn       1   2   3   4   5   6
+        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
+        rank 1     .  F0  B0  F1  B1
+    """
+    order, done = [], set()
+    left = [deque(actions) for actions in lists]
+    while any(left):
+        waiting = {actions[0]: rank for rank, actions in enumerate(left) if actions}
+        turn = [(rank, action) for action, rank in waiting.items() if can_run(action, done, waiting)]
+        if not turn:
+            at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
             raise ScheduleError(lists, at, stuck)
-        yield now
-        for r, action in now:
-            done.add(action)
-            at[r] += 1
+        for rank, action in turn:
+            left[rank].popleft()
+            done.add(result_of(action))
+        order += turn
+    return order
 
 
 def in_order(lists):
     """[(rank, action)] of lists without transfers, each after what it needs."""
-    stages, listed = stages_of(lists), set().union(*lists)
-    for now in walk(lists, lambda action, done, _: done.issuperset(needs(action, stages, listed)),
-                    "needs what comes later"):
-        yield from now
+    homes = homes_of(lists)
+    return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, homes)),
+                        "needs what comes later")
 
 
 def lower(lists):
-    """Add the transfers: an output that another rank needs is sent as soon as it is made. The send is appended to its
+    """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
     rank's list, the receive to the other's, after all that the other has run so far. So both see their transfers in
     the same order, and do not wait for each other."""
-    p, stages, lowered = len(lists), stages_of(lists), [[] for _ in lists]
-    for r, action in in_order(lists):
-        lowered[r].append(action)
+    homes, lowered = homes_of(lists), [[] for _ in lists]
+    for rank, action in in_order(lists):
+        lowered[rank].append(action)
         send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
         receive = other_end(send)
-        if action.kind != "W" and 0 <= receive.stage < stages and receive.stage % p != r:
-            lowered[r].append(send)
-            lowered[receive.stage % p].append(receive)
+        other = homes.get(receive.stage, rank)  # no stage comes before the first, none after the last
+        if action.kind != "W" and other != rank:
+            lowered[rank].append(send)
+            lowered[other].append(receive)
     return lowered
 
 
 def check(lists):
     """Prove that lowered lists can run: raises ScheduleError unless each stage runs F and B (or F, I and W) of each
-    micro-batch once, on its rank, after what they need, each receive has its send, and there is no deadlock even if
+    micro-batch once, on one rank, after what they need, each receive has its send, and there is no deadlock even if
     each send waits for its receive."""
-    p, stages, listed = len(lists), stages_of(lists), set()
-    for r, actions in enumerate(lists):
+    homes, listed = homes_of(lists), set()
+    for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            at = [i if q == r else -1 for q in range(p)]
-            if action.stage % p != r:
-                raise ScheduleError(lists, at, f"{action} of stage {action.stage} does not live on rank {r}")
+            if homes[action.stage] != rank:
+                why = f"{action} of stage {action.stage} does not live on rank {rank}"
+                raise ScheduleError(lists, {rank: i}, why)
             if action in listed:
-                raise ScheduleError(lists, at, f"{action} is there twice")
+                raise ScheduleError(lists, {rank: i}, f"{action} is there twice")
             listed.add(action)
-    for s, i in itertools.product(range(stages), {action.micro_batch for action in listed}):
+    for s, i in itertools.product(range(len(homes)), {action.micro_batch for action in listed}):
         if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
             why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
-            raise ScheduleError(lists, [-1] * p, why)
+            raise ScheduleError(lists, {}, why)
 
-    def ready(action, done, heads):
+    def can_run(action, done, waiting):
         kind, s, i = action
         if kind[0] in "SR":  # a rank at a transfer waits until the other rank is at the same one
             send = action if kind[0] == "S" else other_end(action)
-            made = any(Action(k, send.stage, i) in done for k in ("F" if kind[1] == "F" else "BI"))
-            return made and send in heads and other_end(send) in heads
-        received = "RF" if kind == "F" else "RB"
-        return all((n if n.stage % p == s % p else Action(received, s, i)) in done
-                   for n in needs(action, stages, listed))
+            made = Action("F" if kind[1] == "F" else "I", send.stage, i)
+            return made in done and send in waiting and other_end(send) in waiting
+        received = Action("RF" if kind == "F" else "RB", s, i)
+        return all((result if homes[result.stage] == homes[s] else received) in done
+                   for result in needs(action, homes))
 
-    for _ in walk(lists, ready, "deadlock: no rank can go on"):
-        pass
+    run_in_turns(lists, can_run, "deadlock: no rank can go on")
 
 
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
-class WeightGradients:
-    """Computes the weight gradients of a stage's Linears, dW = dy^T x and db, which no other stage waits for."""
-    put_off = None  # a list: it gets functions that compute them, for a "W" to call; None: they are computed at once
+def even_pieces(config, stages):
+    """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
+    starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
-    def take(self, weight, bias, dy, x):
-        @torch.no_grad()
-        def gradients():
-            if weight.requires_grad:
-                self.add(weight, dy.T, x)
-            if bias is not None and bias.requires_grad:
-                self.add(bias, kernels.bias_gradient(dy))
-        gradients() if self.put_off is None else self.put_off.append(gradients)
+
+class WeightGradients:
+    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
+    stage waits for them: at once, or during an "I" later, in its "W".
+
+    Norms, embeddings and tied weights stay with autograd, in "I".
+    """
+    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
+
+    def __init__(self, module):
+        owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
+        for layer in module.modules():
+            if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
+                layer.linear = partial(self.linear, layer.linear)
+
+    def linear(self, product, x, weight, bias=None):
+        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
+        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
+            return product(x, weight, bias)
+        return product(x, weight.detach(), None if bias is None else bias.detach(), partial(self.take, weight, bias))
+
+    def take(self, *computed_from):
+        if self.later is None:
+            self.compute(*computed_from)
+        else:
+            self.later.append(computed_from)
+
+    @torch.no_grad()
+    def compute(self, weight, bias, dy, x):
+        if weight.requires_grad:
+            self.add(weight, dy.T, x)
+        if bias is not None and bias.requires_grad:
+            self.add(bias, kernels.bias_gradient(dy))
 
     def add(self, param, a, b=None):
         """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
@@ -1122,39 +1178,18 @@ class WeightGradients:
             hook(param)
 
 
-def split_linears(module):
-    """Let every Linear of the module leave its weight gradients to the WeightGradients that this returns. Autograd sees
-    detached weights, so its hooks do not fire before the weight gradient exists. Norms, embeddings and tied weights
-    stay with autograd, in "I"."""
-    weight_gradients = WeightGradients()
-
-    def linear(product, x, weight, bias=None):
-        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
-            return product(x, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(),
-                       partial(weight_gradients.take, weight, bias))
-
-    owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
-    for layer in module.modules():
-        if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
-            layer.linear = partial(linear, layer.linear)
-    return weight_gradients
-
-
-def even_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
-    starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
-
-
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
     In between it holds the input, and the output's edge in autograd's graph. The output itself may go.
+    weight_gradients: the stage's, if a schedule has halves.
     """
 
-    def __init__(self, module, loss, weight_gradients):
-        self.module, self.loss, self.weight_gradients, self.put_off = module, loss, weight_gradients, []
+    def __init__(self, module, loss, weight_gradients=None):
+        self.module = module
+        self.loss = loss
+        self.weight_gradients = weight_gradients
+        self.later = []  # what W computes weight gradients from
 
     def forward(self, x, target=None):
         """x: tokens (B, T), or the output of the stage before. Returns this stage's, or the loss, detached."""
@@ -1166,14 +1201,15 @@ class Passage:
 
     def backward(self, kind, dy=None):
         """dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
-        if kind == "W":
-            for gradients in self.put_off:
-                gradients()
-            return None
-        self.weight_gradients.put_off = self.put_off if kind == "I" else None
-        dx = self.gradients(dy)
-        self.weight_gradients.put_off = None
-        return dx
+        if kind == "B":
+            return self.gradients(dy)
+        if kind == "I":
+            self.weight_gradients.later = self.later
+            dx = self.gradients(dy)
+            self.weight_gradients.later = None
+            return dx
+        for computed_from in self.later:
+            self.weight_gradients.compute(*computed_from)
 
     def gradients(self, dy):
         torch.autograd.backward(self.edge, dy)
@@ -1183,15 +1219,16 @@ class Passage:
 class Pipeline:
     """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
 
-    stages: {stage: module}, of `count` on all ranks. loss(output, target): the last stage's. dtype, width: of what is
-    sent between stages, activations and their gradients (B, T / cut, width).
+    stages: {stage: module} of this rank. homes: {stage: rank} of all. loss(output, target): the last stage's. dtype,
+    width: of what is sent between stages, activations and their gradients (B, T / cut, width).
     """
 
-    def __init__(self, stages, count, mesh, loss, dtype, width, device, cut=1):
-        self.stages, self.count, self.loss = stages, count, loss
+    def __init__(self, stages, homes, mesh, loss, dtype, width, device, cut=1):
+        self.stages, self.homes, self.loss = stages, homes, loss
         self.dtype, self.width, self.device, self.cut = dtype, width, device, cut
-        self.p, self.group, self.split = mesh.shape[0], mesh["pp"].get_group(), False
-        self.weight_gradients = dict.fromkeys(stages, WeightGradients())  # unused until a schedule splits a backward
+        self.group = mesh["pp"].get_group()
+        self.last_stage = len(homes) - 1
+        self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
 
     def run(self, actions, x, y, scale=1.0, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
@@ -1206,71 +1243,98 @@ class Pipeline:
             handle.wait()
         return self.losses
 
-    def do(self, action):
-        methods = {"F": self.forward, "SF": self.send, "SB": self.send, "RF": self.expect, "RB": self.expect}
-        methods.get(action.kind, self.backward)(action)  # B, I and W are all parts of backward
-
     def begin(self, actions, x, y, scale, syncs):
-        self.x, self.y, self.scale = x, y, scale / len(x)
+        self.x, self.y, self.syncs = x, y, syncs
+        self.scale = scale / len(x)
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.values = {}  # receive -> (handle, tensor) that it fills, or that a stage here has made for another stage
-        self.passages, self.losses, self.sending = {}, [], deque()
-        self.syncs, self.last = syncs, {(action.kind, action.stage): action for action in actions}
+        self.last = {(action.kind, action.stage): action.micro_batch for action in actions}
+        self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
+        self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
+        self.outbox = {}        # send -> tensor: what other ranks' stages will compute with
+        self.sending = deque()  # (handle, tensor) of each message that is on its way
+        self.losses = []
         if any(action.kind == "I" for action in actions):
-            self.split_backward()
+            self.separate_weight_gradients()
 
-    def split_backward(self):
-        """From now on, weight gradients can be put off. Once, for all stages."""
-        if not self.split:
-            self.split, self.weight_gradients = True, {s: split_linears(module) for s, module in self.stages.items()}
+    def separate_weight_gradients(self):
+        """From now on, W can run apart from I."""
+        if not self.weight_gradients:
+            self.weight_gradients = {s: WeightGradients(module) for s, module in self.stages.items()}
 
-    def expect(self, receive):
-        """Post a receive into a new buffer, which `take` hands out. All transfers go through one group. NCCL runs those
-        of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        handle = dist.irecv(buffer, group=self.group, group_src=other_end(receive).stage % self.p)
-        self.values[receive] = handle, buffer
-
-    def take(self, receive):
-        """What a stage computes with, received or made by another stage of this rank."""
-        handle, tensor = self.values.pop(receive)
-        handle.wait()
-        return tensor
-
-    def send(self, action):
-        receive = other_end(action)
-        _, tensor = self.values.pop(receive)
-        handle = dist.isend(tensor, group=self.group, group_dst=receive.stage % self.p)
-        self.sending.append((handle, tensor))
+    def do(self, action):
+        match action.kind:
+            case "F":
+                self.forward(action)
+            case "B" | "I" | "W":
+                self.backward(action)
+            case "SF" | "SB":
+                self.send(action)
+            case "RF" | "RB":
+                self.receive(action)
 
     def forward(self, action):
         _, s, i = action
+        x = self.x[i] if s == 0 else self.wait_for(Action("RF", s, i))
         passage = self.passage(action)
-        out = passage.forward(self.x[i] if s == 0 else self.take(Action("RF", s, i)), self.y[i])
-        if s == self.count - 1:
-            self.losses.append(out)
-        else:
-            self.values[Action("RF", s + 1, i)] = dist.Handle(), out
+        out = passage.forward(x, self.y[i])
         if torch.is_grad_enabled():
             self.passages[s, i] = passage
+        if s == self.last_stage:
+            self.losses.append(out)
+        else:
+            self.hand_on(Action("SF", s, i), out)
 
     def passage(self, action):
         s = action.stage
-        return Passage(self.stages[s], self.loss if s == self.count - 1 else None, self.weight_gradients[s])
+        return Passage(self.stages[s], self.loss if s == self.last_stage else None, self.weight_gradients.get(s))
 
     def backward(self, action):
+        """B, or one of its halves, I or W."""
         kind, s, i = action
         passage = self.passages[s, i] if kind == "I" else self.passages.pop((s, i))
         if kind == "W":
             dy = None
-        elif s == self.count - 1:
+        elif s == self.last_stage:
             dy = torch.full((), self.scale, dtype=self.losses[0].dtype, device=self.device)
         else:
-            dy = self.take(Action("RB", s, i))
-        with nullcontext() if self.last[kind, s] == action else self.syncs[s].no_sync():
+            dy = self.wait_for(Action("RB", s, i))
+        with nullcontext() if self.is_last_backward(action) else self.syncs[s].no_sync():
             dx = passage.backward(kind, dy)
-        if s and kind != "W":
-            self.values[Action("RB", s - 1, i)] = dist.Handle(), dx
+        if s > 0 and kind != "W":
+            self.hand_on(Action("SB", s, i), dx)
+
+    def is_last_backward(self, action):
+        """Whether the stage's gradients are complete with it: of its kind, no other micro-batch's comes later."""
+        return self.last[action.kind, action.stage] == action.micro_batch
+
+    def hand_on(self, send, tensor):
+        """To the stage that computes with it: on this rank, or by the send that comes later in the list."""
+        receive = other_end(send)
+        if receive.stage in self.stages:
+            self.inbox[receive] = dist.Handle(), tensor
+        else:
+            self.outbox[send] = tensor
+
+    def wait_for(self, receive):
+        """What a stage computes with, received or made by another stage of this rank."""
+        handle, tensor = self.inbox.pop(receive)
+        handle.wait()
+        return tensor
+
+    def receive(self, action):
+        """Post a receive into a new buffer, for which `wait_for` waits. All transfers go through one group. NCCL runs
+        those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        handle = dist.irecv(buffer, group=self.group, group_src=self.other_rank(action))
+        self.inbox[action] = handle, buffer
+
+    def send(self, action):
+        tensor = self.outbox.pop(action)
+        handle = dist.isend(tensor, group=self.group, group_dst=self.other_rank(action))
+        self.sending.append((handle, tensor))
+
+    def other_rank(self, transfer):
+        return self.homes[other_end(transfer).stage]
 
 
 # ----------------------------------------------------------------------------------------------------------------- norm
@@ -1355,7 +1419,7 @@ def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, 
     p, master = mesh.shape[0], master_dtype(dtype)
     source = source or (lambda name: initial_weight(config, name, seed))
     stages, pieces_of = {}, even_pieces(config, p * virtual_stages)
-    for stage in range(dist.get_rank(groups.pp), len(pieces_of), p):  # rank r has stages r, r + p, ...
+    for stage in stages_on(dist.get_rank(groups.pp), place_stages(p, virtual_stages)):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
@@ -1444,7 +1508,8 @@ class ParallelGPT:
             model = GPT(config, seed=None, pieces=pieces)
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.pipeline = Pipeline(stages, len(pieces_of), mesh, self.loss, dtype, config.n_embd, torch.device(device),
+        self.homes = place_stages(self.p, self.count // self.p)
+        self.pipeline = Pipeline(stages, self.homes, mesh, self.loss, dtype, config.n_embd, torch.device(device),
                                  mesh["tp"].size() if sequence else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
@@ -1471,13 +1536,13 @@ class ParallelGPT:
     def actions(self, schedule, m):
         """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
         if schedule == "forward":
-            lists = lower([[Action("F", s, i) for s in range(r, self.count, self.p) for i in range(m)]
+            lists = lower([[Action("F", s, i) for s in stages_on(r, self.homes) for i in range(m)]
                            for r in range(self.p)])
         else:
             lists = lower(schedules()[schedule](self.p, m, self.count // self.p))
             check(lists)
-            if stages_of(lists) != self.count:
-                raise ValueError(f"schedule {schedule} runs one stage a rank: give virtual_stages 1")
+        if homes_of(lists) != self.homes:
+            raise ValueError(f"schedule {schedule} runs other stages than this model's: give virtual_stages 1")
         return lists[self.mesh.get_coordinate()[0]]
 
     def loss(self, logits, targets):
@@ -1566,7 +1631,7 @@ class ParallelGPT:
             local = gather_cuts(param, local, shape)
         if self.p > 1:
             local = local.clone()
-            dist.broadcast(local, group=self.pp, group_src=owner % self.p)
+            dist.broadcast(local, group=self.pp, group_src=self.homes[owner])
         return local
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ class Flags:
     cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
-    schedule: str = flag("1f1b", "of the pipeline", choices=list(parallel.schedules()))
+    schedule: str = flag("1f1b", "of the pipeline", choices=parallel.schedules())
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")

@@ -184,10 +184,12 @@ class Recording(Passage):
         self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
         self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.input, self.target, weight_gradients.add = x.detach().clone(), target.clone(), self.add
+        self.input, self.target = x.detach().clone(), target.clone()
+        if weight_gradients:
+            weight_gradients.add = self.add
         recorded.make_room()
         self.graphs = {kind: recorded.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
-        self.edge, self.put_off = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
+        self.edge, self.later = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
 
     def record(self, kind):
         if kind == "F":
@@ -243,7 +245,6 @@ class HookedRecording(Recording):
         totals.forget()  # frees all units, because the graph would not gather one that is whole now
         totals.begin(overwrite)
         super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
-        del weight_gradients.add  # hooks add gradients up; this reference would keep the memory
 
     def record(self, kind):
         super().record(kind)
@@ -279,7 +280,7 @@ class GraphPipeline(PatientPipeline):
         self.last_of = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
-        alone = self.count == 1 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
+        alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
         asked, graphs = (x[0].shape, tuple(actions)), self.graphs
         overwrite = asked == graphs.recorded_for and alone and len(x) == 1
         for totals in self.totals.values():
@@ -296,7 +297,7 @@ class GraphPipeline(PatientPipeline):
 
     def add_up(self, syncs):
         """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
-        self.split_backward()
+        self.separate_weight_gradients()
         for stage, sync in syncs.items():
             if sync not in self.totals:
                 self.totals[sync] = Totals(sync)
@@ -304,8 +305,8 @@ class GraphPipeline(PatientPipeline):
 
     def record(self, stage, actions, kinds, alone, overwrite, totals):
         example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        recording = partial(self.recording, self.stages[stage], self.loss if stage == self.count - 1 else None,
-                            self.weight_gradients[stage], totals, kinds, example, self.y[0])
+        recording = partial(self.recording, self.stages[stage], self.loss if stage == self.last_stage else None,
+                            self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
         if alone:
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
@@ -350,5 +351,5 @@ def replay_micro_batches(net):
     if net.zero > 1 and net.count > 1:
         raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
     pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
-    net.pipeline = pipeline(net.stages, net.count, net.mesh, net.loss, net.dtype, net.config.n_embd,
+    net.pipeline = pipeline(net.stages, net.homes, net.mesh, net.loss, net.dtype, net.config.n_embd,
                             torch.device(net.device), net.pipeline.cut, channels=net.pipeline.channels)

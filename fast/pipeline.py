@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import torch
 
 import collectives as dist
-from parallel import other_end, Pipeline
+from parallel import Pipeline
 from safe.messages import lost_peer_named, progress
 
 
@@ -23,14 +23,13 @@ class NamedHandle:
             self.handle.wait()
 
 
-def pipeline_channels(mesh, around):
-    """{(from, to): group of two neighbours} of this rank's pipeline; from, to: places in it.
+def pipeline_channels(mesh, homes):
+    """{(from, to): group of two ranks that have neighbouring stages} of this rank's pipeline; from, to: places in it.
 
-    Each direction has its own group, so that activations and gradients do not wait for each other. around: the last
-    rank sends to the first one, too.
+    Each direction has its own group, so that activations and gradients do not wait for each other.
     """
-    p, channels = mesh.shape[0], {}
-    neighbours = [(r, (r + 1) % p) for r in range(p if around else p - 1) if p > 1]
+    channels = {}
+    neighbours = {(homes[s], homes[s + 1]) for s in range(len(homes) - 1) if homes[s] != homes[s + 1]}
     pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
     for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
         made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
@@ -50,38 +49,41 @@ class PatientPipeline(Pipeline):
     """
     on_forward = None  # None, or a function to call after each forward: train.py measures activations there
 
-    def __init__(self, stages, count, mesh, *args, channels=None):
-        super().__init__(stages, count, mesh, *args)
+    def __init__(self, stages, homes, mesh, *args, channels=None):
+        super().__init__(stages, homes, mesh, *args)
         self.rank, *place = mesh.get_coordinate()
-        self.ranks, self.channels = mesh.mesh[:, *place].tolist(), channels or pipeline_channels(mesh, count > self.p)
+        self.ranks = mesh.mesh[:, *place].tolist()
+        self.channels = channels or pipeline_channels(mesh, homes)
 
     def begin(self, *args):
         super().begin(*args)
         self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
 
-    def expect(self, receive):
+    def receive(self, action):
         if self.device.type == "cuda":
-            self.expected[other_end(receive).stage % self.p].append(receive)
+            self.expected[self.other_rank(action)].append(action)
         else:
-            self.post(receive)
+            self.post(action)
 
     def post(self, receive):
-        source, kind = other_end(receive).stage % self.p, "activation" if receive.kind == "RF" else "gradient"
+        source = self.other_rank(receive)
+        kind = "activation" if receive.kind == "RF" else "gradient"
         what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         with lost_peer_named(f"posted the {what}"):
             handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
-        self.values[receive] = NamedHandle(handle, what), buffer
+        self.inbox[receive] = NamedHandle(handle, what), buffer
 
-    def take(self, receive):
-        source = other_end(receive).stage % self.p
-        while receive not in self.values:  # post all earlier ones first, because the other rank sends in this order
+    def wait_for(self, receive):
+        source = self.other_rank(receive)
+        while receive not in self.inbox:  # post all earlier ones first, because the other rank sends in this order
             self.post(self.expected[source].popleft())
-        return super().take(receive)
+        return super().wait_for(receive)
 
     def send(self, action):
-        receive, what = other_end(action), f"send {action} of the pipeline"
-        to, (_, tensor) = receive.stage % self.p, self.values.pop(receive)
+        what = f"send {action} of the pipeline"
+        to = self.other_rank(action)
+        tensor = self.outbox.pop(action)
         progress(what)
         with lost_peer_named(what):
             handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])

@@ -14,27 +14,45 @@ def interleaved(p, m, v):
 
     Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m. Rank r
     runs ahead by (v-1) p forwards, until its last stage begins, and by 2 more for each of the p-1-r later
-    ranks, as Megatron does.
+    ranks, as Megatron does. For p = 2, v = 2, m = 4, a rank's second stage in brackets:
+
+        rank 0   F0 F1 (F0)(F1) F2 (B0) F3 (B1)(F2) B0 (F3) B1 (B2)(B3) B2  B3
+        rank 1   F0 F1 (F0)(B0)(F1)(B1) F2  B0  F3  B1 (F2)(B2)(F3)(B3) B2  B3
     """
     if v == 1:
         return one_f_one_b(p, m)
     if m % p:
         raise ValueError(f"an interleaved schedule of {p} ranks needs micro-batches in multiples of {p}, not {m}")
+    lists = []
+    for rank in range(p):
+        stages = range(rank, v * p, p)
+        forwards = in_groups("F", stages, p, m)
+        backwards = in_groups("B", stages[::-1], p, m)
+        ahead = (v - 1) * p + 2 * (p - 1 - rank)
+        lists.append(take_turns(forwards, ahead, [[backward] for backward in backwards]))
+    return lists
 
-    def rank(r):
-        turns = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]  # (which of its stages, micro-batch)
-        return take_turns([Action("F", c * p + r, i) for c, i in turns], 2 * (p - 1 - r) + (v - 1) * p,
-                          [[Action("B", (v - 1 - c) * p + r, i)] for c, i in turns])  # backward: the last stage first
-    return [rank(r) for r in range(p)]
+
+def in_groups(kind, stages, p, m):
+    """A rank's actions of a kind: p micro-batches through all its stages, then the next p."""
+    actions = []
+    for first in range(0, m, p):
+        for stage in stages:
+            for i in range(first, first + p):
+                actions.append(Action(kind, stage, i))
+    return actions
 
 
 def zero_bubble_h1(p, m, v=1):
-    """1F1B with backward in two: rank r puts W off by r micro-batches, so that it sends the result of I earlier."""
-    def rank(r):
-        put_off = [[Action("W", r, i - r)] if i >= r else [] for i in range(m + r)]
-        backwards = [[Action("I", r, i)] + put_off[i] for i in range(m)]
-        return take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, backwards) + sum(put_off[m:], [])
-    return [rank(r) for r in range(p)]
+    """1F1B with backward in two: rank r runs W r micro-batches after I, so that it sends the result of I earlier."""
+    lists = []
+    for rank in range(p):
+        forwards = [Action("F", rank, i) for i in range(m)]
+        backwards = [[Action("I", rank, i)] for i in range(m)] + [[] for _ in range(rank)]
+        for i in range(m):
+            backwards[i + rank].append(Action("W", rank, i))
+        lists.append(take_turns(forwards, p - 1 - rank, backwards))
+    return lists
 
 
 SCHEDULES.update({"interleaved": interleaved, "zb-h1": zero_bubble_h1})

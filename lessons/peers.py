@@ -131,7 +131,8 @@ def torch_pipeline(config, s, device, x, y):
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
         s.schedule]
     rank, cuts = dist.get_rank(), split_pieces(config, s.pp * s.virtual_stages)
-    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i]) for i in range(rank, len(cuts), s.pp)}
+    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i])
+               for i in parallel.stages_on(rank, parallel.place_stages(s.pp, s.virtual_stages))}
     stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
         stages if "Interleaved" in name else stages[0], len(x),

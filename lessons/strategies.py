@@ -99,7 +99,8 @@ def routes_of_rows():
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
-    stages = list(enumerate(split_pieces(trainer.config, net.count)))[pp_rank::s.pp]
+    cuts = split_pieces(trainer.config, net.count)
+    stages = [(stage, cuts[stage]) for stage in parallel.stages_on(pp_rank, net.homes)]
     kept = [flat for model in net.stages.values() for flat in getattr(model, "kept", ())]
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
@@ -241,7 +242,7 @@ def pieces():
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(GuardedFSDP, "fetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
-        "patience": [(PatientPipeline, "expect", PatientPipeline.post)],
+        "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's
         "sorting": plain_rows(experts, "Experts", "through_experts"),               # by PyTorch's operations
         "grouped": [(kernels, "grouped_linear", grouped_by_library)],               # PyTorch's grouped product

@@ -173,7 +173,7 @@ def check_schedule(s, config):
     reject(stages > most, f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the model's "
            f"{config.n_layer} layers with embedding and head: give --pp {most} or fewer in all")
     try:
-        made = parallel.stages_of(schedule_of(s))
+        made = len(parallel.homes_of(schedule_of(s)))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         instead = f"give --micro-batches {multiple(s.micro_batches, s.pp)}"
         raise BadInput(f"--schedule {s.schedule}: {problem}; {instead}") from None

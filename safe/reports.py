@@ -28,7 +28,7 @@ def timed(pipeline):
     Yields a list that in the end holds (action, start, end), seconds of the wall clock. On CUDA a time is an event in
     the stream, so the CPU need not wait for the GPU.
     """
-    cuda, do, take, spans = pipeline.device.type == "cuda", pipeline.do, pipeline.take, []
+    cuda, do, wait_for, spans = pipeline.device.type == "cuda", pipeline.do, pipeline.wait_for, []
 
     def now():
         if not cuda:
@@ -43,9 +43,9 @@ def timed(pipeline):
         do(action)
         spans.append((action, begin, now()))
 
-    def take_and_begin(receive):
+    def wait_and_begin(receive):
         nonlocal begin
-        value = take(receive)
+        value = wait_for(receive)
         begin = now()  # until now the rank was idle
         return value
 
@@ -53,7 +53,7 @@ def timed(pipeline):
         torch.cuda.synchronize()
     origin = time.time()
     zero = begin = now()
-    with patch.multiple(pipeline, do=timed_do, take=take_and_begin):
+    with patch.multiple(pipeline, do=timed_do, wait_for=wait_and_begin):
         yield spans
     if cuda:
         torch.cuda.synchronize()
@@ -131,10 +131,12 @@ def describe(trainer):
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
     s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
-    held = math.ceil(most_held(schedule_of(s)[rank]) / s.virtual_stages)
+    lists = schedule_of(s)
+    held = math.ceil(most_held(lists[rank]) / s.virtual_stages)
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
     cuts = parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)
-    return memory_bytes(trainer.config, s, cuts[rank::s.pp], held, fused, load)
+    mine = [cuts[stage] for stage in parallel.stages_on(rank, parallel.homes_of(lists))]
+    return memory_bytes(trainer.config, s, mine, held, fused, load)
 
 
 @contextlib.contextmanager

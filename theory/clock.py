@@ -4,7 +4,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from parallel import in_order, needs, stages_of
+from parallel import homes_of, in_order, needs, result_of
 
 
 # ---------------------------------------------------------------------------- pipeline: stages that take equally long
@@ -54,14 +54,14 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
     A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. transfer: the
     time of a message. An activation is held from the end of its F to the end of its B or W.
     """
-    p, stages, listed = len(lists), stages_of(lists), set().union(*lists)
-    v = stages // p
+    homes = homes_of(lists)
+    v = len(homes) // len(lists)
     cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v}
     cost["B"] = cost["I"] + cost["W"]
-    end, spans, clock = {}, [[] for _ in lists], [0.0] * p
+    end, spans, clock = {}, [[] for _ in lists], [0.0] * len(lists)
     for r, action in in_order(lists):
-        start = max([clock[r]] + [end[n] + transfer * (n.stage % p != r) for n in needs(action, stages, listed)])
-        end[action] = clock[r] = start + cost[action.kind]
+        start = max([clock[r]] + [end[n] + transfer * (homes[n.stage] != r) for n in needs(action, homes)])
+        end[result_of(action)] = clock[r] = start + cost[action.kind]
         spans[r].append((action, start, clock[r]))
     idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
     return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])

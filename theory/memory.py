@@ -161,5 +161,7 @@ def needed_bytes(config, s):
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    return again - kept + max(sum(memory_bytes(config, s, cuts[rank::s.pp], math.ceil(peak[rank])).values())
-                              for rank in range(s.pp))
+    homes = parallel.place_stages(s.pp, s.virtual_stages)
+    return again - kept + max(
+        sum(memory_bytes(config, s, [cuts[i] for i in parallel.stages_on(rank, homes)], math.ceil(peak[rank])).values())
+        for rank in range(s.pp))

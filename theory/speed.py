@@ -256,7 +256,8 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
     m, cuts = s.micro_batches, list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
-    stages = max((cuts[rank::s.pp] for rank in range(s.pp)),
+    homes = parallel.place_stages(s.pp, s.virtual_stages)
+    stages = max(([cuts[stage] for stage in parallel.stages_on(rank, homes)] for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, routed, _, _ = contents(config, stages)
