@@ -1403,60 +1403,76 @@ def schedules():
     return SCHEDULES
 
 
-def parallelize(config, mesh, device, dtype=torch.float32, source=None, seed=0, zero=0, reduce_dtype=None,
-                recompute="none", virtual_stages=1, zero_within=None, sequence=False, context="ring", ep=1):
-    """Build the GPT of `config` on this rank, laid out over the mesh; returns a ParallelGPT.
+@dataclass
+class Layout:
+    """How a GPT is spread over ranks, and what it computes in. train.py has a flag for each field."""
+    dp: int = 1                     # replicas
+    tp: int = 1                     # ranks that each layer is cut over
+    sp: bool = False                # whether tp cuts the tokens, too, between those layers
+    cp: int = 1                     # ranks that each sequence is cut over
+    cp_kind: str = "ring"           # or "ulysses"
+    ep: int = 1                     # ranks of dp that share out the experts
+    pp: int = 1                     # ranks that the layers are spread over
+    virtual_stages: int = 1         # stages that each of them has
+    zero: int = 0                   # the stage of ZeRO, over dp x cp
+    zero_within: int = None         # or over each so many neighbours of dp x cp
+    recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
+    dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
+    reduce_dtype: torch.dtype = None    # of gradients that are sent; None: as they add up, in float32 at least
 
-    dtype: what layers compute in; bf16 and fp16 keep float32 masters, and gradients are sent in float32 or
-    `reduce_dtype`. source(name) gives a parameter's whole initial value; left out, seed and name decide it. zero: the
-    ZeRO stage, over dp x cp, or each `zero_within` neighbours of them. recompute: "block" or "attention" is run again
-    in backward, not kept. sequence: tp cuts the tokens, too. context: "ring" or "ulysses", for cp. ep: ranks of dp that
-    share out the experts. The order of the five steps matters.
+
+def parallelize(config, layout, device, source=None):
+    """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
+
+    source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. The order of the five
+    steps matters.
     """
-    if virtual_stages > 1 and mesh.shape[0] == 1:
-        raise ValueError(f"virtual_stages {virtual_stages} needs a pipeline of at least 2 ranks: give 1")
-    groups = make_groups(mesh, zero_within, ep, config.tied)
-    p, master = mesh.shape[0], master_dtype(dtype)
-    source = source or (lambda name: initial_weight(config, name, seed))
-    stages, pieces_of = {}, even_pieces(config, p * virtual_stages)
-    for stage in stages_on(dist.get_rank(groups.pp), place_stages(p, virtual_stages)):
+    if layout.virtual_stages > 1 and layout.pp == 1:
+        raise ValueError(f"virtual_stages {layout.virtual_stages} needs a pipeline of at least 2 ranks: give 1")
+    mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
+    groups = make_groups(mesh, layout.zero_within, layout.ep, config.tied)
+    source = source or partial(initial_weight, config, seed=0)
+    stages, master = {}, master_dtype(layout.dtype)
+    homes = place_stages(layout.pp, layout.virtual_stages)
+    pieces_of = even_pieces(config, len(homes))
+    for stage in stages_on(dist.get_rank(groups.pp), homes):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
-        cut_layers(model, groups, sequence, context)
+        cut_layers(model, layout, groups)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
-        for block in model.h.values() if recompute != "none" else ():
-            layer = block if recompute == "block" else block.attn
+        for block in model.h.values() if layout.recompute != "none" else ():
+            layer = block if layout.recompute == "block" else block.attn
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
-        if zero == 3:
+        if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
-            model = FSDP(model, groups.within, dtype, reduce_dtype, device, groups.between)
+            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device, groups.between)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. (ZeRO-3 stands in step 4,
         # ZeRO-1 and ZeRO-2 and float32 masters in `make_optimizer`.)
-        if zero == 0 and dtype == master and not reduce_dtype:
+        if layout.zero == 0 and layout.dtype == master and not layout.reduce_dtype:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, mesh, groups, device, dtype, stages, pieces_of, zero, reduce_dtype, sequence, context)
+    return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
 
 
-def cut_layers(model, groups, sequence, context):
+def cut_layers(model, layout, groups):
     """Over cp, ep and tp, in place; and mark what the pipeline has cut."""
-    if dist.get_world_size(groups.cp) > 1:
+    if layout.cp > 1:
         from further.context import context_parallel
-        context_parallel(model, groups.cp, context)
-    if groups.ep:
+        context_parallel(model, groups.cp, layout.cp_kind)
+    if layout.ep > 1:
         from further.experts import expert_parallel
         expert_parallel(model, groups.ep, groups.same_experts)
-    if dist.get_world_size(groups.tp) > 1 and sequence:
+    if layout.tp > 1 and layout.sp:
         from further.sequence import sequence_parallel
         sequence_parallel(model, groups.tp)
-    elif dist.get_world_size(groups.tp) > 1:
+    elif layout.tp > 1:
         tensor_parallel(model, groups.tp)
-    if dist.get_world_size(groups.pp) > 1:
+    if layout.pp > 1:
         for name, param in model.named_parameters():
             before = place(param)
             param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
@@ -1485,34 +1501,34 @@ def gather_cuts(param, local, shape):
 class ParallelGPT:
     """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
 
-        net = parallelize(config, mesh, device, ...)
+        net = parallelize(config, Layout(dp=2, tp=2), device)
         optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
         optimizer.zero_grad()
         loss = net.forward_backward(x, y, "1f1b")          x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, mesh, groups, device, dtype, stages, pieces_of, zero, reduce_dtype, sequence, context):
-        self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
-        self.stages, self.count, self.zero, self.reduce_dtype = stages, len(pieces_of), zero, reduce_dtype
-        vars(self).update(vars(groups))  # self.pp, self.dp, self.replicas, ...
-        self.groups = [*dict.fromkeys(vars(groups).values()), None]  # None: all ranks
-        self.counted = [self.replicas, self.pp] + [self.tp] * sequence  # whose ranks have routed different tokens
+    def __init__(self, config, layout, device, mesh, groups, stages, pieces_of, homes):
+        self.config, self.layout, self.device = config, layout, torch.device(device)
+        self.mesh, self.groups = mesh, groups
+        self.stages, self.homes = stages, homes
         self.routers = {}
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.p, self.context = mesh.shape[0], context
         self.owners = {}  # name -> the stage that has it; of a tied weight, the first
         for stage, pieces in enumerate(pieces_of):
             model = GPT(config, seed=None, pieces=pieces)
             for name, _ in [*model.named_parameters(), *model.named_buffers()]:
                 self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
-        self.homes = place_stages(self.p, self.count // self.p)
-        self.pipeline = Pipeline(stages, self.homes, mesh, self.loss, dtype, config.n_embd, torch.device(device),
-                                 mesh["tp"].size() if sequence else 1)
+        self.pipeline = Pipeline(stages, homes, mesh, self.loss, layout.dtype, config.n_embd, self.device,
+                                 layout.tp if layout.sp else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
         self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
+
+    def all_groups(self):
+        """Every group that carries messages of this model; None: all ranks."""
+        return [*dict.fromkeys(vars(self.groups).values()), None]
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
@@ -1527,8 +1543,9 @@ class ParallelGPT:
             self.params = [p for group in groups for p in group["params"]]
             self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
         else:
-            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.within, self.zero, None, self.dtype,
-                                              self.reduce_dtype, self.between, **kwargs)
+            layout = self.layout
+            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.groups.within, layout.zero, None,
+                                              layout.dtype, layout.reduce_dtype, self.groups.between, **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
@@ -1537,16 +1554,16 @@ class ParallelGPT:
         """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
         if schedule == "forward":
             lists = lower([[Action("F", s, i) for s in stages_on(r, self.homes) for i in range(m)]
-                           for r in range(self.p)])
+                           for r in range(self.layout.pp)])
         else:
-            lists = lower(schedules()[schedule](self.p, m, self.count // self.p))
+            lists = lower(schedules()[schedule](self.layout.pp, m, self.layout.virtual_stages))
             check(lists)
         if homes_of(lists) != self.homes:
             raise ValueError(f"schedule {schedule} runs other stages than this model's: give virtual_stages 1")
-        return lists[self.mesh.get_coordinate()[0]]
+        return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
-        return cross_entropy(logits, targets, self.config.vocab_size, self.tp)
+        return cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the mean loss over micro-batches x, y, lists of
@@ -1573,7 +1590,8 @@ class ParallelGPT:
         loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
         for i, router in self.routers.items():
             loads[i] = router.load
-        for group in self.counted:
+        routed_differently = [self.groups.replicas, self.groups.pp] + [self.groups.tp] * self.layout.sp
+        for group in routed_differently:
             dist.all_reduce(loads, group=group)
         for i, router in self.routers.items():
             router.balance(loads[i], rate)
@@ -1585,16 +1603,17 @@ class ParallelGPT:
         return self.run(x, y, "forward", 1.0, None)
 
     def run(self, x, y, schedule, scale, syncs):
-        if (n := dist.get_world_size(self.cp)) > 1:
+        if self.layout.cp > 1:
             from further.context import own_tokens
-            own = own_tokens(x[0].shape[1], dist.get_rank(self.cp), n, self.context, x[0].device)
+            own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
+                             self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, scale, syncs)
-        total = torch.zeros((), dtype=master_dtype(self.dtype), device=self.device)
+        total = torch.zeros((), dtype=master_dtype(self.layout.dtype), device=self.device)
         for loss in losses:
             total += loss / len(x)
-        if self.p > 1:
-            dist.all_reduce(total, group=self.pp)  # the other stages have none
+        if self.layout.pp > 1:
+            dist.all_reduce(total, group=self.groups.pp)  # the other stages have none
         return total
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
@@ -1618,7 +1637,7 @@ class ParallelGPT:
         sends to all. Call it on all ranks."""
         owner, is_buffer = self.owners[name], name in buffers(self.config)
         shape = {**shapes(self.config), **buffers(self.config)}[name]
-        dtype = torch.float32 if is_buffer else master_dtype(self.dtype)
+        dtype = torch.float32 if is_buffer else master_dtype(self.layout.dtype)
         local = torch.empty(shape, dtype=dtype, device=self.device)
         if owner in self.stages and is_buffer:
             local = self.module(owner).get_buffer(name)
@@ -1629,9 +1648,9 @@ class ParallelGPT:
                 local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
             local = bucket.gather_one(param, local) if bucket else local
             local = gather_cuts(param, local, shape)
-        if self.p > 1:
+        if self.layout.pp > 1:
             local = local.clone()
-            dist.broadcast(local, group=self.pp, group_src=self.homes[owner])
+            dist.broadcast(local, group=self.groups.pp, group_src=self.homes[owner])
         return local
 
     @torch.no_grad()
@@ -1639,7 +1658,7 @@ class ParallelGPT:
         """Let the optimizer keep under `key` this rank's part of `whole`, of a parameter's shape."""
         names = {self.owners[name]: name}
         if self.config.tied and name == "wte.weight":
-            names.setdefault(self.count - 1, "lm_head.weight")
+            names.setdefault(len(self.homes) - 1, "lm_head.weight")
         for stage in names.keys() & self.stages.keys():
             param, stepped, bucket = self.kept(stage, names[stage])
             there, here = bucket.overlap(param, bucket.own) if bucket else (slice(None), slice(None))

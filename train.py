@@ -32,7 +32,7 @@ import torch
 import collectives as dist
 import kernels
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, buffers, materialize, shapes
+from model import ACTIVATIONS, GPT, PRESETS, buffers, initial_weight, materialize, shapes
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -113,6 +113,13 @@ def config_of(s):
     """The preset's GPTConfig, with the sizes that were given. inner=0: the MLP is 4 times as wide as n_embd."""
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
     return dataclasses.replace(PRESETS[s.model], inner=0, **given)
+
+
+def layout_of(s):
+    """The flags that make a parallel.Layout."""
+    given = {field.name: getattr(s, field.name) for field in dataclasses.fields(parallel.Layout)}
+    reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
+    return parallel.Layout(**given | {"dtype": DTYPES[s.dtype], "reduce_dtype": reduce_dtype})
 
 
 def processes_of(s, world):
@@ -196,19 +203,16 @@ class Trainer:
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out = data
-        self.mesh = parallel.make_mesh(device.type, s.dp, s.tp, s.pp, s.cp)
         self.control = dist.new_group(backend="gloo")  # all ranks, for `agree`; on the CPU, where Python reads it
-        reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
-        self.net = parallel.parallelize(config, self.mesh, device, DTYPES[s.dtype], source, s.seed, s.zero,
-                                        reduce_dtype, s.recompute, s.virtual_stages, s.zero_within,
-                                        s.sp, s.cp_kind, s.ep)
-        for group in self.net.groups:
+        source = source or (lambda name: initial_weight(config, name, s.seed))
+        self.net = parallel.parallelize(config, layout_of(s), device, source)
+        for group in self.net.all_groups():
             dist.use(group, s.comm)
         self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
         self.loads = None  # how many tokens each expert got in the last step that was not left out, int64 (L, E)
-        n, r = s.batch_size // s.dp, dist.get_rank(self.net.dp)
+        n, r = s.batch_size // s.dp, dist.get_rank(self.net.groups.dp)
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
     def make_optimizer(self, adamw):
@@ -286,7 +290,7 @@ class Trainer:
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.replicas)  # ranks of tp and pp have the same loss
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.groups.replicas)  # ranks of tp and pp have the same loss
         return loss.item()
 
     @torch.no_grad()
@@ -298,7 +302,7 @@ class Trainer:
     def whole_model(self):
         """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone."""
         whole, device = GPT(self.config, seed=None), self.device if dist.get_rank() == 0 else "meta"
-        materialize(whole, self.net.whole_parameter, device, parallel.master_dtype(self.net.dtype))
+        materialize(whole, self.net.whole_parameter, device, parallel.master_dtype(self.net.layout.dtype))
         return whole
 
     def show_sample(self):

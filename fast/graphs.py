@@ -348,8 +348,8 @@ class HookedGraphPipeline(GraphPipeline):
 def replay_micro_batches(net):
     """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages,
     because while one micro-batch waits for its backward, the graphs of others would gather and free the same units."""
-    if net.zero > 1 and net.count > 1:
-        raise ValueError(f"CUDA graphs of ZeRO-{net.zero} need one stage, not {net.count}")
-    pipeline = HookedGraphPipeline if net.zero > 1 else GraphPipeline
-    net.pipeline = pipeline(net.stages, net.homes, net.mesh, net.loss, net.dtype, net.config.n_embd,
-                            torch.device(net.device), net.pipeline.cut, channels=net.pipeline.channels)
+    if net.layout.zero > 1 and len(net.homes) > 1:
+        raise ValueError(f"CUDA graphs of ZeRO-{net.layout.zero} need one stage, not {len(net.homes)}")
+    pipeline = HookedGraphPipeline if net.layout.zero > 1 else GraphPipeline
+    net.pipeline = pipeline(net.stages, net.homes, net.mesh, net.loss, net.layout.dtype, net.config.n_embd,
+                            net.device, net.pipeline.cut, channels=net.pipeline.channels)

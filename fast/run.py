@@ -18,7 +18,7 @@ class FastTrainer(WatchedTrainer):
     def make_optimizer(self, adamw):
         if self.s.cuda_graphs == "on":
             replay_micro_batches(self.net)
-        mixed = self.net.dtype != parallel.master_dtype(self.net.dtype)
+        mixed = self.net.layout.dtype != parallel.master_dtype(self.net.layout.dtype)
         flat = mixed and kernels.on_triton(torch.empty(0, device=self.device))
         return Trainer.make_optimizer(self, AdamW) if flat else super().make_optimizer(adamw)
 

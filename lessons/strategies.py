@@ -98,19 +98,19 @@ def routes_of_rows():
 
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
-    s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.mesh.get_coordinate()
-    cuts = split_pieces(trainer.config, net.count)
+    s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
+    cuts = split_pieces(trainer.config, len(net.homes))
     stages = [(stage, cuts[stage]) for stage in parallel.stages_on(pp_rank, net.homes)]
     kept = [flat for model in net.stages.values() for flat in getattr(model, "kept", ())]
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
-        (of_experts if net.ep and bucket.group == net.same_experts else buckets).append((bucket.numel, gathers))
+        (of_experts if s.ep > 1 and bucket.group == net.groups.same_experts else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    partial = sum(p.numel() for p in net.params if net.tp in parallel.place(p).add_over)
-    where = {"dp": net.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
+    partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place(p).add_over)
+    where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
-        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net, item.axis))
+        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net.groups, item.axis))
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -347,7 +347,7 @@ def measure_strategy(name, s, a, device, machine):
 
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     more = memory_and_traffic(trainer)
-    for group in trainer.net.groups:
+    for group in trainer.net.all_groups():
         dist.use(group, a.comm)
     trainer.net.pipeline.graphs = no_graphs()  # a graph sends as it was recorded
     steps = {"ours": lambda: trainer.step(2)}

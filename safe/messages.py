@@ -5,7 +5,6 @@ import functools
 import gc
 import re
 
-import torch
 from torch.distributed import ReduceOp
 
 import collectives as dist

@@ -97,15 +97,15 @@ def measured(trainer):
 
     with births, patch.object(net.pipeline, "on_forward", note, create=True):
         yield
-    if net.ep and trainer.loads is not None:
+    if net.groups.ep and trainer.loads is not None:
         # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
         # equal loads.
-        ranks, rank = dist.get_world_size(net.ep), dist.get_rank(net.ep)
+        ranks, rank = dist.get_world_size(net.groups.ep), dist.get_rank(net.groups.ep)
         trainer.share = (trainer.loads.chunk(ranks, 1)[rank].sum() / trainer.loads.sum() * ranks).item()
 
 
 def describe(trainer):
-    s, c, mesh, run = trainer.s, trainer.config, trainer.mesh, trainer.run
+    s, c, mesh, run = trainer.s, trainer.config, trainer.net.mesh, trainer.run
     device, here, gpus = trainer.device.type, dist.processes_of_a_node(mesh.size()), gpus_here()
     pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
@@ -130,7 +130,7 @@ def describe(trainer):
 
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
-    s, rank = trainer.s, trainer.mesh.get_coordinate()[0]
+    s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
     lists = schedule_of(s)
     held = math.ceil(most_held(lists[rank]) / s.virtual_stages)
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))

@@ -145,7 +145,7 @@ class WatchedTrainer(Trainer):
         if "load_max" in entry:
             more += f"load {entry['load_max']:.2f} x mean  "
         if self.gpu_flops:
-            entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.mesh.size()
+            entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.net.mesh.size()
             more += f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
             left = int((s.steps - done) * tokens / speed)
@@ -195,7 +195,7 @@ class WatchedTrainer(Trainer):
                         "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
             try:
                 os.fsync(self.log.file)
-                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.dtype), get)
+                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.layout.dtype), get)
                 remove_old(s.out, s.keep)
             except OSError as error:
                 problem = error.strerror

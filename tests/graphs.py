@@ -131,7 +131,7 @@ ZB_H1, GPIPE = {"schedule": "zb-h1"}, {"schedule": "gpipe"}
     ({"tp": 2, "pp": 2}, 4, {"recompute": "block"}), ({"dp": 2}, 4, {"zero": 1}), ({"dp": 1}, 2, {"zero": 3}),
     *(({"dp": 2}, m, {"zero": zero}) for zero in (2, 3) for m in (1, 4)),
     ({"dp": 4}, 2, {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, {"zero": 3, "zero_within": 2}),
-    ({"dp": 2, "tp": 2}, 2, {"zero": 3, "recompute": "block", "sequence": True})], ids=str)
+    ({"dp": 2, "tp": 2}, 2, {"zero": 3, "recompute": "block", "sp": True})], ids=str)
 def test_replayed_graphs_equal_one_process(pool, layout, m, options):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
@@ -143,8 +143,8 @@ def test_replayed_graphs_equal_one_process(pool, layout, m, options):
 def recorded_net(**options):
     """(a model whose micro-batches are replayed, its optimizer, a batch)"""
     device = torch.get_default_device()
-    mesh = parallel.make_mesh(device.type, dp=dist.get_world_size())
-    net = parallel.parallelize(SMALL, mesh, device, torch.float64, **options)
+    layout = parallel.Layout(dp=dist.get_world_size(), dtype=torch.float64, **options)
+    net = parallel.parallelize(SMALL, layout, device)
     replay_micro_batches(net)
     return net, net.make_optimizer(torch.optim.SGD, lr=0.1), [t.to(device) for t in tokens_of(0)]
 

@@ -196,20 +196,19 @@ def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, schedule=
     two_levels: whether the dp group must work in two levels."""
     config = dataclasses.replace(SMALL, **change)
     device = torch.get_default_device()
-    mesh = parallel.make_mesh(device.type, **layout)
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
-    net = parallel.parallelize(config, mesh, device, dtype, source, **options)
+    net = parallel.parallelize(config, parallel.Layout(**layout, dtype=dtype, **options), device, source)
     assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist._levels))
-    for group in net.groups:
+    for group in net.all_groups():
         dist.use(group, comm)
     if cuda_graphs:
         replay_micro_batches(net)
     opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), weight_decay=DECAY)
     losses, norms, grads, shapes = [], [], {}, model.shapes(config)
-    mine = batch // dist.get_world_size(net.dp)
+    mine = batch // dist.get_world_size(net.groups.dp)
     for step in range(3):
-        x, y = (t.to(device).split(mine)[dist.get_rank(net.dp)].split(mine // micro_batches)
+        x, y = (t.to(device).split(mine)[dist.get_rank(net.groups.dp)].split(mine // micro_batches)
                 for t in tokens_of(step, batch, tokens, config))
         opt.zero_grad()
         total = net.forward_backward(x, y, schedule)
@@ -220,8 +219,8 @@ def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, schedule=
             net.balance(RATE)
         if cuda_graphs and step == 0:
             net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
-        torch_dist.all_reduce(total, group=net.replicas)  # the library's: this one must work under sabotage too
-        losses.append(float(total) / dist.get_world_size(net.replicas))
+        torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
+        losses.append(float(total) / dist.get_world_size(net.groups.replicas))
     weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
     return losses, norms, grads, weights
 
@@ -248,8 +247,8 @@ def differences(got, want, tolerance=1e-10):
 
 # ----------------------------------------------------------------------------------------------------------- as a table
 #
-# A row is words OPTION=VALUE: flags of train.py, by their names or by those that `parallelize` has for them. Besides:
-# batch, tokens (of a sequence), optimizer, tied, inner, bias (of the routers), node.
+# A row is words OPTION=VALUE: flags of train.py, or fields of Layout. Besides: batch, tokens (of a sequence),
+# optimizer, tied, inner, bias (of the routers), node.
 
 FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
 AXES = "dp", "tp", "cp", "pp"
@@ -343,32 +342,32 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=0,1,2,3", "tp=2 pp=4 recompute=block",
         "dp=2 pp=2 schedule=gpipe zero=3 recompute=attention"]),
     # Tokens are cut between the layers that tp cuts.
-    ("sequence", ["sequence=1 n_layer=3"], [
+    ("sequence", ["sp=1 n_layer=3"], [
         "tp=2 micro_batches=2 schedule=1f1b,zb-h1", "tp=5 n_head=5 n_embd=30 recompute=block", "dp=2 tp=2",
         "tp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4",
         "tp=2 pp=4 schedule=zb-h1 micro_batches=2 recompute=attention",
         "tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients",
         "tp=2 micro_batches=2 forced=rows_in_place"]),
-    ("sequence", [UNTIED + "sequence=1 n_layer=3"], [
+    ("sequence", [UNTIED + "sp=1 n_layer=3"], [
         "dp=2 tp=2 zero=1 micro_batches=2", "dp=2 tp=2 zero=2 micro_batches=2 recompute=attention",
         "dp=2 tp=2 zero=3 micro_batches=2 recompute=block", "dp=2 tp=2 pp=2 zero=3 micro_batches=2",
         "tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4 without=scatter_tokens", "dp=4 tp=2 zero=2 zero_within=2"]),
     # All tokens are cut, over cp.
-    ("context", [UNTIED + LONGER + "context=ring", LONGER + "context=ulysses"], [
-        "cp=2 micro_batches=2", "cp=2 tp=2 sequence=1 recompute=attention",
+    ("context", [UNTIED + LONGER + "cp_kind=ring", LONGER + "cp_kind=ulysses"], [
+        "cp=2 micro_batches=2", "cp=2 tp=2 sp=1 recompute=attention",
         "cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4"]),
-    ("context", [LONGER + "context=ring", UNTIED + LONGER + "context=ulysses"], [
+    ("context", [LONGER + "cp_kind=ring", UNTIED + LONGER + "cp_kind=ulysses"], [
         "cp=4 zero=3", "dp=2 cp=2 zero=1 micro_batches=2",
         "dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block",
         "cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=reduce_scatter_bucket",
-        "dp=2 cp=2 tp=2 zero=2 sequence=1",
-        "cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sequence=1 micro_batches=2"]),
-    ("context", ["cp=2 tokens=8"], ["context=ring without=shift,all_reduce_bucket,sums_of_all_keys",
-                                    "context=ulysses without=heads_for_tokens,tokens_for_heads"]),
+        "dp=2 cp=2 tp=2 zero=2 sp=1",
+        "cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2"]),
+    ("context", ["cp=2 tokens=8"], ["cp_kind=ring without=shift,all_reduce_bucket,sums_of_all_keys",
+                                    "cp_kind=ulysses without=heads_for_tokens,tokens_for_heads"]),
     # Balanced after each step.
     ("experts", ["experts=4 tokens=8 n_layer=3"], [
         "dp=1 micro_batches=2", "tp=2", "dp=2 ep=2 micro_batches=2", "dp=2 ep=2 micro_batches=2 experts=2 top_k=2",
-        "dp=2 ep=2 top_k=1", "dp=2 tp=2 ep=2 micro_batches=2 bias=few", "dp=2 tp=2 ep=2 micro_batches=2 sequence=1",
+        "dp=2 ep=2 top_k=1", "dp=2 tp=2 ep=2 micro_batches=2 bias=few", "dp=2 tp=2 ep=2 micro_batches=2 sp=1",
         "dp=2 cp=2 ep=2 micro_batches=2", "dp=2 pp=2 ep=2 schedule=zb-h1 micro_batches=4"]),
     ("experts", [UNTIED + "experts=4 tokens=8 n_layer=3"], [
         "dp=2 zero=1", "dp=2 ep=2 zero=3 micro_batches=2 bias=few without=exchange",
@@ -376,18 +375,18 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few", "dp=4 ep=4 zero=2",
         "dp=4 ep=4 zero=1 micro_batches=2 bias=all", "dp=4 ep=2 zero=3 micro_batches=2 recompute=block",
         "dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2",
-        "dp=2 cp=2 ep=2 zero=3 context=ulysses top_k=3", "dp=2 pp=2 ep=2 zero=1 micro_batches=4 expert_every=2",
+        "dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3", "dp=2 pp=2 ep=2 zero=1 micro_batches=4 expert_every=2",
         "dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=4",
-        "dp=4 tp=2 ep=4 zero=3 sequence=1", "dp=4 cp=2 ep=2 zero=2 expert_every=3",
-        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sequence=1 micro_batches=2"]),
+        "dp=4 tp=2 ep=4 zero=3 sp=1", "dp=4 cp=2 ep=2 zero=2 expert_every=3",
+        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2"]),
     ("experts", ["experts=4 tokens=8 n_layer=1"], [
         "dp=2 ep=2 without=exchange,ParallelGPT.balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
         "dp=2 tp=2 ep=2 without=ParallelGPT.balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
-        "tp=2 sequence=1 without=scatter_tokens,ParallelGPT.balance"]),
+        "tp=2 sp=1 without=scatter_tokens,ParallelGPT.balance"]),
     ("experts", ["experts=4 tokens=8 n_layer=3 forced=under_own_rows"], [
         "dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few " + UNTIED, "dp=2 ep=2 bias=all top_k=1",
         "dp=4 ep=4 zero=1 micro_batches=2 " + UNTIED, "dp=3 ep=3 experts=6 batch=6",
-        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 sequence=1 micro_batches=2"]),
+        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 sp=1 micro_batches=2"]),
 ]
 
 
@@ -415,7 +414,7 @@ NEAR = [  # rows that round, and how near they are: gradients sent in bf16, laye
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float16", 2**-8),
     *((f"{layout} choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
-      for layout in ("dp=1", "dp=2 zero=3", "tp=2 sequence=1", "dp=2 ep=2 experts=4 bias=few"))]
+      for layout in ("dp=1", "dp=2 zero=3", "tp=2 sp=1", "dp=2 ep=2 experts=4 bias=few"))]
 
 
 @on_both
@@ -446,7 +445,7 @@ def test_stages_may_run_b_or_its_halves(name):
 def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
     """So `finish_grad_sync` has nothing to send."""
     device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2, pp=2), device)
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(2) for t in tokens_of(0))
     with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
@@ -464,10 +463,10 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     device, made = torch.get_default_device(), []
     with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
-                                   parallel.make_mesh(device.type, pp=3), device, virtual_stages=virtual_stages)
+                                   parallel.Layout(pp=3, virtual_stages=virtual_stages), device)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
-    assert (net.ends is None) == (not tied or dist.get_rank() == 1)
+    assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
 
 
 def test_layers_are_split_by_cost():
@@ -575,6 +574,5 @@ def test_every_value_of_every_option_is_drawn():
 def test_layouts_drawn_at_random_equal_one_process(pool, number):
     """Of all axes at once, with whatever goes with them."""
     drawn = drawn_layouts()[number]
-    case = {{"sp": "sequence", "cp_kind": "context"}.get(name, name): value for name, value in drawn.items()}
-    del case["samples"]
+    case = {name: value for name, value in drawn.items() if name != "samples"}
     assert not any(differences_in(pool, {**case, "batch": batch_of(drawn), "tokens": drawn["seq_len"]})), drawn

@@ -139,7 +139,7 @@ def test_memory_is_what_is_predicted(pool, text, choice, size, flags, bound):
 @ring_only
 def gradient_bytes(reduce_dtype):
     device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.make_mesh(device.type, dp=2), device, reduce_dtype=reduce_dtype)
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, reduce_dtype=reduce_dtype), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(2) for t in tokens_of(0))
     dist.reset_traffic()
@@ -154,8 +154,9 @@ def test_gradients_travel_in_the_reduce_dtype(pool):
 
 def half_gradients(schedule, zero):
     parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
-    net = parallel.parallelize(SMALL, parallel.make_mesh("cpu", pp=2), "cpu", torch.bfloat16, zero=zero,
-                               virtual_stages=1 + (schedule == "interleaved"))
+    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero,
+                             virtual_stages=1 + (schedule == "interleaved"))
+    net = parallel.parallelize(SMALL, layout, "cpu")
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
         net.optimizer.zero_grad()

@@ -95,7 +95,7 @@ def lost_at_once():
         raise RuntimeError("[/gloo/pair.cc:589] Connection closed by peer. See the log")
 
     device, (x, y) = torch.device("cpu"), tokens_of(0)
-    net = parallel.parallelize(SMALL, parallel.make_mesh("cpu", pp=2), device, torch.float64)
+    net = parallel.parallelize(SMALL, parallel.Layout(pp=2, dtype=torch.float64), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     calls = [lambda: dist.all_reduce(torch.zeros(7)), lambda: dist.all_reduce(torch.zeros(7), async_op=True).wait(),
              dist.barrier, lambda: net.forward_backward([x], [y])]

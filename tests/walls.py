@@ -262,7 +262,7 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=2 micro_batches=2 zero=1": "parallel.average_between parallel.ShardedOptimizer",
     "dp=2 micro_batches=2 zero=3": "parallel.FSDP",
     "tp=2": "parallel.ColumnParallelLinear",
-    "tp=2 sequence=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
+    "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
     "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round kernels.attend "
                                "kernels.attend_backward",
     "dp=2 ep=2 experts=4": "further.experts.Experts further.experts.visit further.experts.through_experts "

@@ -95,8 +95,8 @@ def test_zero_sends_what_the_table_says(m, within):
 def test_zero_keeps_what_the_table_says(zero, within):
     """Between backward and step, in bf16 with AdamW, on any device."""
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
-    net = parallel.parallelize(config, parallel.make_mesh("cpu", dp=4), "cpu", torch.bfloat16, zero=zero,
-                               zero_within=within)
+    layout = parallel.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
+    net = parallel.parallelize(config, layout, "cpu")
     opt = net.make_optimizer(torch.optim.AdamW, lr=0.1)
     x, y = (torch.randint(256, (2, 16)).split(1) for _ in range(2))
     for step in range(2):
@@ -113,10 +113,10 @@ def test_zero_keeps_what_the_table_says(zero, within):
 def test_each_gradient_is_reduced_once_under_several_stages(zero):
     """At stage 2 once a micro-batch. `step` reduces none."""
     device = torch.get_default_device()
-    net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4), parallel.make_mesh(device.type, dp=2, pp=2),
-                               device, zero=zero, virtual_stages=2)
+    net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4),
+                               parallel.Layout(dp=2, pp=2, zero=zero, virtual_stages=2), device)
     optimizer = net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(4)[dist.get_rank(net.dp)].split(1) for t in tokens_of(0))
+    x, y = (t.to(device).split(4)[dist.get_rank(net.groups.dp)].split(1) for t in tokens_of(0))
     before = bytes_alive()
     dist.reset_traffic()
     net.forward_backward(x, y, "interleaved")

@@ -135,7 +135,7 @@ def kept_tensors(net):
     models, buckets = net.stages.values(), [bucket for reducer in net.reducers for bucket in reducer.buckets]
     shards = [b.shard for b in buckets if b.shard is not None]
     module = [p for m in models for p in getattr(m, "module", m).parameters()]
-    mixed = net.dtype != master_dtype(net.dtype)
+    mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": module + ([] if mixed else shards),
         "gradients": [p.grad for p in module + shards] + [b.total for b in buckets] + [
