@@ -212,7 +212,7 @@ def test_bench_strategies(run_bench, tmp_path):
 
 def times_without(pieces):
     """{strategy: {piece: a step's time without it, over one with all}}; a sleep stands in the place of "fetching"."""
-    slow = lessons.strategies.pieces() | {"fetching": [(FetchingFSDP, "fetch", lambda self, unit: time.sleep(0.1))]}
+    slow = lessons.strategies.pieces() | {"fetching": [(FetchingFSDP, "fetch", lambda self, unit: time.sleep(0.03))]}
     layouts = {f"zero{zero}": Settings(dp=2, zero=zero, batch_size=2, device="cpu") for zero in (1, 3)}
     configs = dict.fromkeys(layouts, model.GPTConfig(67, 16, 2, 4, 48))
     a = types.SimpleNamespace(layouts=layouts, configs=configs, repeats=1, without=pieces, json="", model="")
