@@ -105,7 +105,8 @@ def predicted_traffic(trainer, routes=()):
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
-        (of_experts if s.ep > 1 and bucket.group == net.groups.same_experts else buckets).append((bucket.numel, gathers))
+        is_experts = s.ep > 1 and bucket.group == net.groups.same_experts
+        (of_experts if is_experts else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
     partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place(p).add_over)
     where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name

@@ -6,7 +6,7 @@
     python tests/guard.py --rows collectives /tmp/old .            two GPUs: beside NCCL, geometric means over sizes
     python tests/guard.py --rows two --rounds 1 /tmp/old .         two GPUs: strategies
     python tests/guard.py --rows dp-xl --peers /tmp/old .          one command of that group, PyTorch's own beside ours
-    python tests/guard.py --names fd1f4ac HEAD                     public names, signatures, flags: what differs
+    python tests/guard.py --names fd1f4ac HEAD                     public names, signatures, flags: a diff
 
 Only command lines and what they write are used, so modules may move between A and B. Runs alternate A B, B A, ..., so
 that a slow moment of the machine hits both. The table comes last: medians (less is better), B over A, half of A's own
@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections import defaultdict
 
@@ -173,93 +172,44 @@ def print_table(a, names, samples, runs, why):
 # --------------------------------------------------------------------------------------------------------------- names
 
 def names_of(folder):
-    """({(module, name): signature} of public functions, classes and methods, {(module, name)} that modules import).
-    Read from the source, because an import could need a GPU. A class's signature is that of __init__, or its fields."""
-    found, imported = {}, set()
-
-    def walk(module, body, prefix=""):
+    """A line for each public function, class and method, with its signature, and for each field of a dataclass. Read
+    from the source, because an import could need a GPU."""
+    def walk(place, body):
         for node in body:
+            name = getattr(node, "name", "")
             if isinstance(node, (ast.If, ast.Try, ast.With)):
-                walk(module, [*node.body, *getattr(node, "orelse", ())], prefix)
-            elif isinstance(node, ast.ImportFrom) and not prefix:
-                imported.update((module, f"{node.module}.*" if x.name == "*" else x.asname or x.name)
-                                for x in node.names)
-            elif not getattr(node, "name", None) or node.name.startswith("_"):
-                continue
-            elif isinstance(node, ast.ClassDef):
-                init = [ast.unparse(x.args) for x in node.body if getattr(x, "name", "") == "__init__"]
-                fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
-                found[module, prefix + node.name] = f"({', '.join(init or fields)})"
-                walk(module, node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found[module, prefix + node.name] = f"({ast.unparse(node.args)})" + (
-                    f" -> {ast.unparse(node.returns)}" if node.returns else "")
+                yield from walk(place, [*node.body, *getattr(node, "orelse", ())])
+            elif isinstance(node, ast.AnnAssign):
+                yield f"{place}.{ast.unparse(node)}"
+            elif isinstance(node, ast.FunctionDef) and (name == "__init__" or not name.startswith("_")):
+                yield f"{place}.{name}({ast.unparse(node.args)})"
+            elif isinstance(node, ast.ClassDef) and not name.startswith("_"):
+                yield f"{place}.{name}"
+                yield from walk(f"{place}.{name}", node.body)
 
     files = [*folder.glob("*.py"), *(path for part in ("fast", "safe", "theory", "lessons", "further")
                                      for path in (folder / part).rglob("*.py"))]
-    for path in sorted(path for path in files if not path.name.startswith("test_")):
-        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
-        walk(module, ast.parse(path.read_text()).body)
-    return found, imported
+    return sorted(line for path in files if not path.name.startswith("test_")
+                  for line in walk(str(path.relative_to(folder)), ast.parse(path.read_text()).body))
 
 
 def help_of(folder):
-    """{command: the lines of its --help}, of train.py, bench.py and bench.py's subcommands."""
+    """The lines of --help, of train.py, bench.py and bench.py's subcommands."""
     def lines(*words):
         done = subprocess.run([sys.executable, *words, "--help"], cwd=folder, capture_output=True, text=True,
                               env=os.environ | {"COLUMNS": "120"})
-        return done.stdout.splitlines() if not done.returncode else ["fails: " + done.stderr.strip().split("\n")[-1]]
-    every = {"train.py": lines("train.py"), "bench.py": lines("bench.py")}
-    whats = re.search(r"\w+( \| \w+)+", " ".join(" ".join(every["bench.py"]).split()))  # kernels | lessons | ...
-    return every | {f"bench.py {what}": lines("bench.py", what) for what in (whats[0].split(" | ") if whats else ())}
+        text = done.stdout if not done.returncode else "fails: " + done.stderr.strip().split("\n")[-1]
+        return [f"{' '.join(words)}: {line}" for line in text.splitlines()]
+    every = lines("train.py") + lines("bench.py")
+    whats = re.search(r"\w+( \| \w+)+", " ".join(every))  # kernels | lessons | ...
+    return sum((lines("bench.py", what) for what in (whats[0].split(" | ") if whats else ())), every)
 
 
 def compare_names(a):
     with tempfile.TemporaryDirectory() as scratch:
         folders = [checkout(name, pathlib.Path(scratch, side)) for side, name in (("A", a.A), ("B", a.B))]
-        (old, _), (new, imported) = map(names_of, folders)
-        helps = [help_of(folder) for folder in folders]
-    added, moved, gone, changed = {*new} - {*old}, {}, [], []
-    for key, signature in old.items():
-        there = key if key in new else min((other for other in added if other[1] == key[1]), default=None)
-        if there is None:
-            gone.append(key)
-            continue
-        if there != key:
-            moved[key] = there[0]
-            added.discard(there)
-        if new[there] != signature:
-            before, now = signature.split(", "), new[there].split(", ")
-            if len(before) + len(now) > 20:  # a dataclass of many fields: only those that differ
-                before, now = ([x for x in some if x not in other] for some, other in ((before, now), (now, before)))
-            changed.append(f"{'.'.join(there)}: {', '.join(before)}\n      now {', '.join(now)}")
-
-    def listed(title, keys, place):  # a line for each place; methods go with their class
-        rows = defaultdict(list)
-        for key in sorted(keys):
-            names = rows[place(key)]
-            if not any(key[1].startswith(other + ".") for other in names):
-                names.append(key[1])
-        print(f"\n{title}: {len(keys)}")
-        for where, names in rows.items():
-            print(textwrap.fill(f"  {where}: {', '.join(names)}", 120, subsequent_indent="      "))
-
-    def way(key):  # `import collectives as dist` must still find what has moved
-        kept = {(key[0], key[1].split(".")[0]), (key[0], moved[key] + ".*")} & imported
-        return f"{key[0]} -> {moved[key]}{' (and still in the old one)' if kept else ''}"
-    print(f"A = {a.A}: {len(old)} public names, B = {a.B}: {len(new)}")
-    listed("moved", moved, way)
-    listed("gone", gone, lambda key: key[0])
-    listed("added", added, lambda key: key[0])
-    print(f"\nother signature: {len(changed)}", *changed, sep="\n  ")
-    every = list(dict.fromkeys([*helps[0], *helps[1]]))
-    print("\n--help that is the same:", ", ".join(what for what in every if helps[0].get(what) == helps[1].get(what)))
-    for what in every:
-        both = [some.get(what, ["there is no such command"]) for some in helps]
-        titles = [f"{side}: {what} --help" for side in "AB"]
-        short = [f"{title} {lines[0]}" for title, lines in zip(titles, both) if len(lines) == 1]
-        for line in short or difflib.unified_diff(*both, *titles, n=1, lineterm=""):
-            print(line)
+        for what in names_of, help_of:
+            print(*difflib.unified_diff(*map(what, folders), a.A, a.B, n=0, lineterm=""), sep="\n")
 
 
 def main():

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import collectives as dist
+import fast
 import safe.checkpoints
-from tests.pool import GPUS, HERE
-from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes_with
+from tests.pool import GPUS, in_new_process
+from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 
 
 # Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
@@ -28,9 +29,10 @@ def can_be_alone():
     return bool(shutil.which("unshare")) and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
 
 
-ENDS = {  # signal, exit code, what is said
-    "Ctrl-C": (signal.SIGINT, 130, ""), "SIGTERM": (signal.SIGTERM, 0, ""), "killed launcher": (signal.SIGKILL, -9, ""),
-    "killed rank": (signal.SIGKILL, 1, "ended with exit code -9; all others were stopped")}
+ENDS = {  # signal, exit code, what is said, whether the ranks are copies of their launcher or new processes
+    "Ctrl-C": (signal.SIGINT, 130, "", "fork"), "SIGTERM": (signal.SIGTERM, 0, "", "fork"),
+    "killed launcher": (signal.SIGKILL, -9, "", "fork"),
+    "killed rank": (signal.SIGKILL, 1, "ended with exit code -9; all others were stopped", "new")}
 
 
 def run_and_end(how, text, out):
@@ -39,14 +41,14 @@ def run_and_end(how, text, out):
     if how == "torchrun":
         process = command(*ALONE * can_be_alone(), *TORCHRUN, "train.py", *flags, "--steps", "2")
         return "".join(process.communicate(timeout=120)), process.returncode, []
-    run = Ranks([*flags, "--steps", "1000000"], 1, out + ".log", launcher=True)
+    run = Ranks([*flags, "--steps", "1000000"], 1, out + ".log", launcher=ENDS[how][3])
     run.wait_for("\nstep ")
     launcher, = run.processes
-    ranks = processes_with("", launcher.pid)
+    ranks = processes(launcher.pid)
     assert len(ranks) == 2, run.printed()
     os.kill(ranks[-1] if how == "killed rank" else launcher.pid, ENDS[how][0])
     deadline = time.time() + 20
-    while (left := {launcher.pid, *ranks} & {*processes_with("")}) and time.time() < deadline:
+    while (left := {launcher.pid, *ranks} & {*processes()}) and time.time() < deadline:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -104,12 +106,15 @@ def test_a_tree_goes_round_by_round(pool, name):
     assert set(pool(8).run(most_sends_at_once, name)) <= {0, 1}
 
 
+def seconds_that_groups_wait():
+    fast.on()
+    dist.initialize("cpu", 7)
+    groups = torch.distributed.group.WORLD, dist.new_group([0])
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
 def test_new_groups_wait_as_long_as_the_world():
-    code = ("import torch, collectives as dist, fast; fast.on(); dist.initialize('cpu', 7); "
-            "print([g._get_backend(torch.device('cpu')).options._timeout.total_seconds() for g in "
-            "(torch.distributed.group.WORLD, dist.new_group([0]))])")
-    assert subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
-                          timeout=100).stdout == "[7.0, 7.0]\n"
+    assert in_new_process(seconds_that_groups_wait) == [7.0, 7.0]
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")

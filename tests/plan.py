@@ -220,9 +220,9 @@ def test_plan_lists_what_can_run_and_fits(tmp_path):
     rows = planned(f"--gpus 64 --batch-size 512 --json {tmp_path / 'plan.json'}")
     assert len(rows) == 15 and all(10 < row["mfu"] < 70 for row in rows)
     assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 15
-    assert planned("--gpus 40 --top 200")  # 25 heads, nodes of 8
+    assert planned("--gpus 40 --batch-size 40 --top 200")  # 25 heads, nodes of 8
     large = "--n-layer 16 --n-head 96 --n-embd 12288"  # a sixth of GPT-3
-    assert planned(f"--gpus 4096 --batch-size 8192 {large} --top 2") and not planned(f"--gpus 1 {large}")
+    assert planned(f"--gpus 4096 --batch-size 4096 {large} --top 2") and not planned(f"--gpus 1 {large}")
     small = dict(dataclasses.asdict(H200), memory=12 * 2**30)  # only where something is sharded or cut
     (tmp_path / "machine.json").write_text(json.dumps({"machine": small}))
     rows = planned(f"--gpus 8 --machine {tmp_path / 'machine.json'}")

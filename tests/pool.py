@@ -1,5 +1,6 @@
 """Processes for the tests: pools that serve one test after the other, and a second pytest process beside the first."""
 
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -168,6 +169,12 @@ def forkserver():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"] + ["test_all"] * (not GPUS))
     return context
+
+
+def in_new_process(function, *args):
+    """What a module's function returns in a process without groups, in which fast/ is not on."""
+    with concurrent.futures.ProcessPoolExecutor(1, forkserver()) as one:
+        return one.submit(function, *args).result()
 
 
 class Pool:

@@ -1,14 +1,15 @@
 """The README names what is there, and its commands run."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import io
 import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -28,9 +29,9 @@ import theory.clock
 import train
 from further.experts import split_experts
 from tests.kernels import no_worse_than_pytorch, random
-from tests.pool import HERE
+from tests.pool import HERE, in_new_process
 from tests.runs import (
-    command, FILES, files_in, FURTHER, LECTURE, module_of, named, README, readme_commands, readme_levels, TRAIN, WHOLE)
+    FILES, files_in, FURTHER, LECTURE, module_of, named, ran, README, readme_commands, readme_levels, TRAIN, WHOLE)
 
 
 def test_readme_names_what_is_there():
@@ -127,13 +128,11 @@ def test_readme_commands_run(line, says, monkeypatch, capsys):
     assert says in capsys.readouterr().out
 
 
-def test_a_command_that_starts_processes_runs_and_ends():
-    """As a shell runs it: the ranks are copies of the launcher, which waits for what each of them returns."""
-    line = "python -m lessons data --ranks 4"
-    assert line in readme_commands()
-    process = command(sys.executable, *line.split()[1:])
-    printed, errors = process.communicate(timeout=100)
-    assert process.returncode == 0 and "DDP, in buckets" in printed, (printed, errors)
+def test_a_command_that_starts_processes_runs_and_ends(tmp_path):
+    """The ranks are copies of the launcher, which waits for what each of them returns."""
+    assert "python -m lessons collectives" in readme_commands()
+    printed = ran(["collectives"], 1, tmp_path / "log", program="lessons/__main__.py", launcher="fork")
+    assert printed.count("  all-gather step 2: chunk r-2, complete, goes right") == 1
 
 
 def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
@@ -152,23 +151,31 @@ def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
             [rank for rank in range(16) if letters[rank] == letter] for letter in {*letters}), name
 
 
+def debugged(words):
+    """What pdb prints of where it has stopped."""
+    sys.argv, sys.stdin = words, io.StringIO("w\nq\n")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_module("pdb", run_name="__main__")
+    return out.getvalue()
+
+
 def test_readme_debugger_stops_in_what_was_read():
     line = next(line for line in readme_commands() if line.startswith("python -m pdb"))
-    _, *words = shlex.split(line)
-    process = command(sys.executable, *words, *TRAIN, stdin=subprocess.PIPE)
-    printed, errors = process.communicate("w\nq\n", timeout=100)
+    printed = in_new_process(debugged, [*shlex.split(line)[2:], *TRAIN])
     for name in ("train.py", "parallel.py"):
-        assert re.search(rf"(?m)^  {re.escape(os.path.join(HERE, name))}\(\d+\)", printed), (printed, errors)
+        assert re.search(rf"(?m)^  {re.escape(os.path.join(HERE, name))}\(\d+\)", printed), printed
     assert printed.index("step()") < printed.index("forward_backward()") < printed.rindex("cross_entropy()")
 
 
-def test_readme_library_code_is_fast():
-    """As a program of its own, because `fast.on` wants a process without groups."""
+def library_code():
+    """README's, which wants a process without groups: the module of its model's class, the gradient."""
     code, = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fast.on()" in block]
-    process = command(sys.executable, "-c", code + "print(type(model).__module__, model.module.weight.grad.tolist())")
-    printed, errors = process.communicate(timeout=100)
-    assert process.returncode == 0 and printed.split()[0] == "fast.overlap", (printed, errors)
-    assert printed.split(" ", 1)[1].strip() == str([[4.0] * 3] * 2)
+    exec(code, names := {})
+    return type(names["model"]).__module__, names["model"].module.weight.grad.tolist()
+
+
+def test_readme_library_code_is_fast():
+    assert in_new_process(library_code) == ("fast.overlap", [[4.0] * 3] * 2)
 
 
 def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):

@@ -83,13 +83,13 @@ def command(*words, **more):
     return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
-def processes_with(mark, parent=None):
-    """Pids whose command line holds the mark; parent: those alone that this process has started."""
+def processes(parent=None):
+    """Pids of all processes, or of those that this one has started."""
     found = []
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             state, ppid = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-            if mark in (process / "cmdline").read_text() and state != "Z" and parent in (None, int(ppid)):
+            if state != "Z" and parent in (None, int(ppid)):
                 found.append(int(process.name))
     return found
 
@@ -100,14 +100,15 @@ TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0
 
 # -------------------------------------------------------------------------------------------------- checkpoints, faults
 #
-# Here processes die, so they are not the pool's: `Ranks` runs train.py's `main` in new ones, started as torchrun would
-# but in a tenth of its time.
+# Here processes die, so they are not the pool's: `Ranks` runs train.py in new ones, started as torchrun would but in a
+# tenth of its time, because they are copies of one that has imported PyTorch.
 
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder):
+def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder, forks, env):
     gc.freeze()
+    os.environ.update(env)
     torch.set_num_threads(1)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
@@ -127,12 +128,12 @@ def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder):
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    sys.argv = [os.path.join(HERE, program + ".py"), *flags]
-    if folder:
+    if forks:  # this copy has none of the threads that were counted there
+        safe.launch._imported = safe.launch.threads()
+    if folder != HERE:
         import_from(folder)
-        runpy.run_path(os.path.join(folder, program + ".py"), run_name="__main__")
-        return  # the whole program exits
-    module_of(program).main()
+    sys.argv = [os.path.join(folder, program), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def import_from(folder):
@@ -148,15 +149,16 @@ def import_from(folder):
 class Ranks:
     """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    folder: one with the reference's files alone, whose program runs in place of the whole one. launcher: whether it
-    starts processes of its own; then the test must see to its end."""
+    folder: one with the reference's files alone, whose program runs in place of the whole one. launcher: it starts
+    processes of its own, by "fork" or from "new", and the test must see to its end."""
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train", folder=None, launcher=False):
+    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train.py", folder=HERE, launcher=None,
+                 **env):
         # Theirs; it survives them.
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        settings = self.store.port, flags, self.log, file_bytes, deaths, program, folder
+        settings = self.store.port, flags, self.log, file_bytes, deaths, program, folder, launcher == "fork", env
         self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=not launcher)
                           for r in range(size)]
         for process in self.processes:

@@ -26,13 +26,13 @@ from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point_equals_library)
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import HERE, forkserver, needs_kernels, on_cpus, on_ranks
+from tests.pool import HERE, in_new_process, needs_kernels, on_cpus, on_ranks
 from tests.runs import log_of, ran, run_training, TRAIN
 
 ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
          "bench", "tests", "test_all"]  # a later one may import any earlier one at its top
-REFERENCE = ROOMS[:6]
-CORE = [room for room in REFERENCE if room != "further"]
+REFERENCE = tuple(ROOMS[:6])
+CORE = tuple(room for room in REFERENCE if room != "further")
 
 
 def files_of(room):
@@ -64,25 +64,31 @@ PROGRAMS = [  # processes, flags
 OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
 
 
-def reference_in(folder, rooms):
-    """Copy the reference's files there, and nothing else."""
-    for file in sum(map(files_of, rooms), []):
-        target = pathlib.Path(folder, file.relative_to(HERE))
-        target.parent.mkdir(exist_ok=True)
-        shutil.copy(file, target)
-    return str(folder)
+@pytest.fixture(scope="session")
+def reference_in(tmp_path_factory):
+    """reference_in(rooms): a folder that holds the reference's files, and nothing else."""
+    @functools.cache
+    def copied(rooms):
+        folder = tmp_path_factory.mktemp("alone")
+        for file in sum(map(files_of, rooms), []):
+            target = folder / file.relative_to(HERE)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(file, target)
+        return str(folder)
+    return copied
 
 
 @on_cpus
 @pytest.mark.parametrize("size, flags, rooms", [(*program, REFERENCE) for program in PROGRAMS]
                          + [(*program, CORE) for program in OF_DP_ALONE],
-                         ids=lambda value: " ".join(value) if isinstance(value, list) else str(value))
-def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(pool, text, tmp_path, size, flags, rooms):
+                         ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
+def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(pool, text, tmp_path, reference_in, size, flags,
+                                                                   rooms):
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
     flags = [*TRAIN, "--data", text, "--n-layer", "2", "--steps", "3", "--micro-batches", "2", "--dtype", "fp64",
              *flags.split(), "--out"]
     printed = ran([*flags, str(tmp_path / "plain")], size, tmp_path / "printed",
-                  folder=reference_in(tmp_path / "alone", rooms))
+                  folder=reference_in(rooms))
     pool(size).run(run_training, [*flags, str(tmp_path / "fast")])
     log = log_of(tmp_path / "plain")
     assert "mode     plain" in printed and [entry["step"] for entry in log] == [1, 2, 3] and log[0]["loss"] > 5
@@ -242,9 +248,9 @@ def rows_entered(run, *args, **options):
     return ran
 
 
-def start_and_report(pipe):
+def rows_entered_at_the_start():
     fast.on()
-    pipe.send(rows_entered(dist.initialize, "cpu"))
+    return rows_entered(dist.initialize, "cpu")
 
 
 def kernels_alone():
@@ -283,11 +289,7 @@ def test_rows_are_entered(pool, layout):
 
 
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
-    receive, send = forkserver().Pipe(duplex=False)
-    process = forkserver().Process(target=start_and_report, args=(send,))
-    process.start()
-    started = receive.recv()
-    process.join()
+    started = in_new_process(rows_entered_at_the_start)
     by_layouts = set(" ".join(ENTERED.values()).split())
     every = {f"{module.__name__}.{name}" for module, name, _ in safe.SWAPS + fast.SWAPS}
     assert every - by_layouts - started - rows_entered(kernels_alone) == set()
