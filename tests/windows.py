@@ -16,7 +16,7 @@ import fast.recorded
 import fast.windows
 import kernels
 from tests.collectives import (
-    BIG, Case, compare_with_library, DIRECT, left_by, NTHS, OPS)
+    BIG, Case, compare_with_library, DIRECT, left_by, NTHS)
 from tests.links import carried, DirectGlooLink
 from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks
 
@@ -91,13 +91,13 @@ def test_copies_wait_for_who_reads_his_window(elements):
 def sums_by_kernels(name):
     """One element, several rounds, rows of 64 bytes: each by one call of the kernel."""
     size, cases = dist.get_world_size(), []
-    for n, dtype, op in [(1, torch.float32, "sum"), (150, torch.bfloat16, "sum"), (150, torch.float16, "max"),
-                         (150, torch.float32, "avg"), (150, torch.float64, "avg"), (150, torch.int64, "sum")]:
+    for n, dtype, op in [(1, torch.float32, op.SUM), (150, torch.bfloat16, op.SUM), (150, torch.float16, op.MAX),
+                         (150, torch.float32, op.AVG), (150, torch.float64, op.AVG), (150, torch.int64, op.SUM)]:
         # One number is contiguous even if its stride is 2.
-        cases.append(Case((n,), dtype, OPS[op], layout="gaps in parts" if n == 1 else "plain"))
+        cases.append(Case((n,), dtype, op, layout="gaps in parts" if n == 1 else "plain"))
         if name != "all_reduce":
             columns = 64 // dtype.itemsize
-            cases.append(Case((3, columns), dtype, OPS[op], layout="rows", whole=(size, 3, columns)))
+            cases.append(Case((3, columns), dtype, op, layout="rows", whole=(size, 3, columns)))
     kernel = name.removesuffix("_tensor").removesuffix("_into")
     with counted(fast.exchange.AllReduce, kernel) as calls:
         compare_with_library(name, cases, "kernel")
