@@ -5,19 +5,17 @@ import itertools
 import math
 import re
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import collectives as dist
 import fast
 import kernels
 import model
-import parallel
-from tests.pool import GPUS, close, needs_kernels
+from tests.pool import GPUS, close
 from fast.adamw import AdamW
-from fast.context import add_rows
 from fast.exchange import sum_rows
 from fast.norm import add_layer_norm
 from lessons.kernels import main, tiles_read
@@ -44,7 +42,6 @@ if kernels.HAVE_TRITON and kernels.INTERPRETED:
         interpreter._patch_lang = replace_once
 
 KERNEL_DEVICE = "cuda" if GPUS else "cpu"
-LENGTHS = [1, 17, 127, 1000, 4096]
 
 
 @pytest.fixture
@@ -98,6 +95,7 @@ def no_worse_than_pytorch(ours, theirs, inputs, units=2):
 
 
 def test_hand_derived_backwards_equal_autograd():
+    """Cross-entropy's is proven by layouts that cut the vocabulary."""
     def draw(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
@@ -115,14 +113,7 @@ def test_hand_derived_backwards_equal_autograd():
         pairs += (o, plain_attention(q, k, v, is_causal)), *zip(
             kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
             torch.autograd.grad(o, (q, k, v), do))
-    targets = torch.tensor([0, 6, 3, 3, 1])
-    loss = F.cross_entropy(x, targets)
-    top, total, picked = kernels.softmax_sums(x.detach(), targets)
-    pairs += ((total.log() + top - picked).mean(), loss), (
-        kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3 / 5)),
-        *torch.autograd.grad(3 * loss, x))
-    for i, (ours, exact) in enumerate(pairs):
-        assert close(ours.detach(), exact.detach(), 1e-14), i
+    assert all(close(ours.detach(), exact.detach(), 1e-14) for ours, exact in pairs)
 
 
 plain_gelu = functools.partial(F.gelu, approximate="tanh")
@@ -156,105 +147,110 @@ def grouped_linear(counts, x, w, b=None):
     return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
 
 
-GROUPS = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]  # none, one, many; all in one; no rows at all
 ALL_DTYPES = torch.float32, torch.float16, torch.bfloat16
 HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
 WITH_PRODUCTS = torch.float32, HALF
 
 
-def rows_of_kernels():
-    """Yield (whether fast/ replaces it, name, ours, PyTorch's, a function that draws inputs of a dtype, dtypes)."""
-    def draw(*shapes, scale=1, swap={}):  # swap: of an input, by number, two dimensions that change places in memory
-        def inputs(dtype):
-            every = [scale * random(*shape, dtype=dtype) for shape in shapes]
-            for i, (a, b) in swap.items():
-                every[i] = every[i].transpose(a, b).contiguous().transpose(a, b)
-            return every
-        return inputs
+class Row(NamedTuple):
+    """An operation of ours, PyTorch's, the shapes of its inputs. apart: by the number of an input, two dimensions that
+    change places in memory. replaced: fast/ has another, and the reference's is tested, too."""
+    name: str
+    ours: object
+    plain: object
+    shapes: list
+    dtypes: tuple = ALL_DTYPES
+    scale: int = 1
+    apart: dict = {}
+    replaced: bool = False
 
-    for ours, theirs in (kernels.elu, F.elu), (kernels.gelu, plain_gelu):
-        for n in LENGTHS:
-            yield False, f"{ours.__name__} {n}", ours, theirs, draw((n,), scale=3), ALL_DTYPES
-        yield False, f"{ours.__name__} strided", ours, theirs, draw((3, 50, 7), swap={0: (0, 2)}), ALL_DTYPES
+    def inputs(self, dtype):
+        every = [self.scale * random(*shape, dtype=dtype) for shape in self.shapes]
+        for i, (a, b) in self.apart.items():
+            every[i] = every[i].transpose(a, b).contiguous().transpose(a, b)
+        return every
+
+
+def rows_of_kernels():
+    for name, ours, plain in ("elu", kernels.elu, F.elu), ("gelu", kernels.gelu, plain_gelu):
+        for shape in (1,), (1000,), (4096,), (3, 50, 7):
+            yield Row(name, ours, plain, [shape], scale=3, apart={0: (0, -1)})
 
     norm, add = (functools.partial(function, eps=1e-3) for function in (kernels.layer_norm, add_layer_norm))
     for rows, width in [(1, 1), (3, 17), (7, 127), (2, 1000)] + ([(5, 768), (4, 1600), (2, 5000)] if GPUS else []):
-        x, w, size = (2, rows, width), (width,), f"{rows} x {width}"
-        yield True, f"norm {size}", norm, plain_norm, draw(x, w, w, scale=2), ALL_DTYPES
-        yield (False, f"add, norm {size}", add, lambda x, r, w, b: (x + r, plain_norm(x + r, w, b)), draw(x, x, w, w),
-               ALL_DTYPES)
-        yield (False, f"x, norm {size}", lambda x, w, b: add(x, None, w, b), lambda x, w, b: (x, plain_norm(x, w, b)),
-               draw(x, w, w, swap={0: (1, 2)}), ALL_DTYPES)
+        x, w = (2, rows, width), (width,)
+        yield Row("norm", norm, plain_norm, [x, w, w], scale=2, replaced=True)
+        yield Row("add, norm", add, lambda x, r, w, b: (x + r, plain_norm(x + r, w, b)), [x, x, w, w])
+        yield Row("x, norm", lambda x, w, b: add(x, None, w, b), lambda x, w, b: (x, plain_norm(x, w, b)), [x, w, w],
+                  apart={0: (1, 2)})
 
     sizes = [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64), (2, 1, 33, 70, 128), (1, 2, 5, 20, 256),
              (1, 2, 20, 5, 16)]  # causal, the first 15 rows see no key
     for (B, H, Tq, Tk, D), causal in itertools.product(sizes + [(2, 3, 1000, 1000, 64)] * bool(GPUS), (True, False)):
-        size, plain = f"{B} {H} {Tq} {Tk} {D}{' causal' * causal}", functools.partial(plain_attention, is_causal=causal)
+        name, plain = "attention" + " causal" * causal, functools.partial(plain_attention, is_causal=causal)
         q, k = (B, H, Tq, D), (B, H, Tk, D)
-        yield (True, f"attention {size}", lambda *qkv, causal=causal: kernels.FlashAttention.apply(*qkv, causal), plain,
-               draw(q, k, k, swap={1: (2, 3)}), WITH_PRODUCTS)
+        yield Row(name, lambda *qkv, causal=causal: kernels.FlashAttention.apply(*qkv, causal), plain, [q, k, k],
+                  WITH_PRODUCTS, apart={1: (2, 3)}, replaced=True)
         if Tq == Tk:
-            yield (True, f"packed attention {size}", functools.partial(kernels.attention, is_causal=causal),
-                   lambda qkv, plain=plain: plain(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2),
-                   draw((B, Tq, 3, H, D)), WITH_PRODUCTS)
+            yield Row(f"packed {name}", functools.partial(kernels.attention, is_causal=causal),
+                      lambda qkv, plain=plain: plain(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2),
+                      [(B, Tq, 3, H, D)], WITH_PRODUCTS, replaced=True)
 
-    for rows, vocab in (1, 1), (17, 127), (3, 4096), (2, 5000):
+    for (rows, vocab), apart in itertools.product([(1, 1), (17, 127), (3, 4096), (2, 5000)], ({}, {0: (0, 1)})):
         targets = torch.arange(2 * rows, device=KERNEL_DEVICE)[::2] * 7 % vocab  # not contiguous
-        for way, swap in ("", {}), (" strided", {0: (0, 1)}):
-            yield (False, f"cross-entropy {rows} x {vocab}{way}",  # 3 times, so that the gradient that arrives is not 1
-                   lambda z, targets=targets: 3 * kernels.cross_entropy(z, targets),
-                   lambda z, targets=targets: 3 * plain_cross_entropy(z, targets),
-                   draw((rows, vocab), scale=5, swap=swap), ALL_DTYPES)
+        ours, plain = (functools.partial(function, targets=targets)
+                       for function in (kernels.cross_entropy, plain_cross_entropy))
+        yield Row(f"cross-entropy{' strided' * len(apart)}", ours, plain, [(rows, vocab)], scale=5, apart=apart)
     # More than the kernel reads at a time is impossible.
     hidden, last = torch.arange(5000, device=KERNEL_DEVICE) < 4097, torch.full((2,), 4999, device=KERNEL_DEVICE)
-    yield (False, "cross-entropy of what is read last",
-           lambda z: kernels.cross_entropy(z.masked_fill(hidden, -math.inf), last),
-           lambda z: plain_cross_entropy(z.masked_fill(hidden, -math.inf), last), draw((2, 5000)), ALL_DTYPES)
+    yield Row("cross-entropy of what is read last",
+              lambda z: kernels.cross_entropy(z.masked_fill(hidden, -math.inf), last),
+              lambda z: plain_cross_entropy(z.masked_fill(hidden, -math.inf), last), [(2, 5000)])
 
-    for counts, K, N in zip(GROUPS, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
-        ours, theirs = (functools.partial(function, counts) for function in (grouped_linear, grouped_by_loop))
-        x, w, b = (sum(counts), K), (len(counts), N, K), (len(counts), N)
-        yield True, f"grouped {counts}", ours, theirs, draw(x, w, b), WITH_PRODUCTS
-        if counts is GROUPS[0]:
-            yield True, f"grouped {counts} without bias", ours, theirs, draw(x, w), WITH_PRODUCTS
-            swap = {0: (0, 1), 1: (1, 2)}
-            yield True, f"grouped {counts} strided", ours, theirs, draw(x, w, swap=swap), WITH_PRODUCTS
+    groups = [[3, 0, 1, 70, 0, 17], [0, 0, 40], [1], [0, 0], [16, 16, 64, 0]]  # none, one, many; in one; no rows at all
+    for counts, K, N in zip(groups, (40, 16, 33, 8, 72), (264, 64, 7, 24, 80)):
+        ours, plain = (functools.partial(function, counts) for function in (grouped_linear, grouped_by_loop))
+        shapes = [(sum(counts), K), (len(counts), N, K), (len(counts), N)]
+        yield Row(f"grouped {counts}", ours, plain, shapes, WITH_PRODUCTS, replaced=True)
+        if counts == groups[0]:
+            yield Row("grouped strided, without bias", ours, plain, shapes[:2], WITH_PRODUCTS,
+                      apart={0: (0, 1), 1: (1, 2)}, replaced=True)
 
     # 8 does not divide the outputs, so fast/ pads a weight of 16 bits, and cuts off whatever gradient comes back.
     x, w, b = (2, 3, 16), (37, 16), (37,)
-    targets = torch.arange(6, device=KERNEL_DEVICE)
-    yield (True, "linear", lambda x, w, b: kernels.Linear.apply(x, w, b, None), F.linear, draw(x, w, b),
-           (torch.float32,))
-    linear = lambda *inputs: kernels.linear(*inputs)
-    yield False, "linear of a row", linear, F.linear, draw((16,), w, b), ALL_DTYPES
-    yield False, "linear without bias", linear, F.linear, draw(x, w), ALL_DTYPES
+    targets, linear = torch.arange(6, device=KERNEL_DEVICE), lambda *inputs: kernels.linear(*inputs)
 
     def loss_of_linear(x, w):
         y = linear(x, w)
         torch.autograd.grad(y.square().sum(), x, retain_graph=True)  # a backward before, which changes nothing
         return kernels.cross_entropy(y.flatten(0, 1), targets)
 
-    yield (False, "linear, cross-entropy", loss_of_linear,
-           lambda x, w: plain_cross_entropy(F.linear(x, w).flatten(0, 1), targets), draw(x, w), ALL_DTYPES)
+    yield Row("linear", lambda x, w, b: kernels.Linear.apply(x, w, b, None), F.linear, [x, w, b], (torch.float32,),
+              replaced=True)
+    yield Row("linear of a row", linear, F.linear, [(16,), w, b])
+    yield Row("linear without bias", linear, F.linear, [x, w])
+    yield Row("linear, cross-entropy", loss_of_linear,
+              lambda x, w: plain_cross_entropy(F.linear(x, w).flatten(0, 1), targets), [x, w])
 
-    for M, K, N, *options in ((1, 1, 1, None, (16, 16, 16, 1)), (17, 127, 33, kernels._gelu, (16, 16, 32, 2)),
-                              (127, 40, 100, None, (32, 16, 16, 3)), (70, 40, 130, kernels._elu)):
-        plain = {None: lambda y: y, kernels._gelu: plain_gelu, kernels._elu: F.elu}[options[0]]
-        yield (True, f"product {M} {K} {N}", lambda a, b, options=options: kernels.matmul(a, b, *options),
-               torch.no_grad()(lambda a, b, plain=plain: plain(a @ b)), draw((M, K), (K, N), swap={1: (0, 1)}),
-               WITH_PRODUCTS)
+    for M, K, N, plain, *options in ((1, 1, 1, torch.Tensor.contiguous, None, (16, 16, 16, 1)),
+                                     (17, 127, 33, plain_gelu, kernels._gelu, (16, 16, 32, 2)),
+                                     (127, 40, 100, torch.Tensor.contiguous, None, (32, 16, 16, 3)),
+                                     (70, 40, 130, F.elu, kernels._elu)):
+        yield Row("product", lambda a, b, options=options: kernels.matmul(a, b, *options),
+                  torch.no_grad()(lambda a, b, plain=plain: plain(a @ b)), [(M, K), (K, N)], WITH_PRODUCTS,
+                  apart={1: (0, 1)}, replaced=True)
 
 
-@pytest.mark.parametrize("either_way,dtype,ours,theirs,inputs", [
-    pytest.param(way, dtype, ours, theirs, inputs, id=f"{name}-{way}-{str(dtype)[6:]}")
-    for replaced, name, ours, theirs, inputs, dtypes in rows_of_kernels()
-    for way in ("fast", "plain")[:1 + replaced] for dtype in dtypes], indirect=["either_way"])
-def test_kernel(request, either_way, dtype, ours, theirs, inputs):
+@pytest.mark.parametrize("either_way,dtype,row", [
+    pytest.param(way, dtype, row, id=f"{row.name} {row.shapes[0]}-{way}-{str(dtype)[6:]}")
+    for row in rows_of_kernels() for way in ("fast", "plain")[:1 + row.replaced] for dtype in row.dtypes],
+    indirect=["either_way"])
+def test_kernel(either_way, dtype, row):
     """A GPU multiplies and adds attention's scores with one rounding, the interpreter with two: there float32 may be
     four units off, or PyTorch's luck with the instructions of one CPU or another decides. Rows so wide that several
     programs of layer norm share one: test_python_kernels_py."""
-    units = 4 if "attention" in request.node.name and not GPUS else 2
-    no_worse_than_pytorch(ours, theirs, inputs(dtype), units)
+    units = 4 if "attention" in row.name and not GPUS else 2
+    no_worse_than_pytorch(row.ours, row.plain, row.inputs(dtype), units)
 
 
 def test_activations_near_0_and_far_from_it(triton_kernels):
@@ -266,8 +262,8 @@ def test_activations_near_0_and_far_from_it(triton_kernels):
 
 def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
     leaves = [random(*shape).requires_grad_() for shape in ((50, 96), (50, 96), (96,), (96,))]
-    grads = [torch.autograd.grad(add_layer_norm(*leaves)[1].square().sum(), leaves) for _ in range(2)]
-    assert all(a.equal(b) for a, b in zip(*grads))
+    first, again = (torch.autograd.grad(add_layer_norm(*leaves)[1].square().sum(), leaves) for _ in range(2))
+    assert all(map(torch.equal, first, again))
     assert torch.autograd.grad(add_layer_norm(*leaves)[0].sum(), leaves[0])[0].eq(1).all()
 
 
@@ -280,25 +276,6 @@ def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
     for again in loss, other:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             again.backward()
-
-
-def vocabulary_parallel_loss():
-    draw, found = torch.Generator().manual_seed(0), []
-    logits, targets = 4 * torch.randn(2, 3, 41, generator=draw), torch.randint(41, (2, 3), generator=draw)
-    for dtype, choice in (torch.float32, "triton"), (torch.float64, "torch"):
-        kernels.use(choice)
-        mine = logits.tensor_split(dist.get_world_size(), 2)[dist.get_rank()].to(torch.get_default_device(), dtype)
-        mine.requires_grad_()
-        loss = parallel.cross_entropy(mine * 1, targets.to(mine.device), 41, None)
-        loss.backward()
-        found.append((loss.detach(), mine.grad))
-    kernels.use("auto")
-    assert all(close(ours, exact, 1e-6) for ours, exact in zip(*found))
-
-
-def test_vocabulary_parallel_cross_entropy_by_kernels(pool):
-    needs_kernels(pool)
-    pool(3).run(vocabulary_parallel_loss)
 
 
 def test_a_choice_of_kernels_is_obeyed(either_way):
@@ -344,45 +321,32 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
 
 
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
-    start, grads = random(1500), random(5, 1500)
+    start, options = random(1500), {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
     mine, theirs = (torch.nn.Parameter(start.to(d)) for d in (torch.float32, torch.float64))
-    kwargs = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
-    ours, exact = AdamW([mine], **kwargs), torch.optim.AdamW([theirs], **kwargs)
-    copy = torch.empty(1500, dtype=torch.float16, device=mine.device)
-    ours.copies = {mine: copy}
-    for i, grad in enumerate(grads):  # another scale every time: Adam divides one that stays the same out again
+    ours, exact = AdamW([mine], **options), torch.optim.AdamW([theirs], **options)
+    ours.copies[mine] = copy = torch.empty_like(start, dtype=torch.float16)
+    for i, grad in enumerate(random(5, 1500)):  # another scale every time: Adam divides one that stays the same out
         ours.scale = torch.tensor([0.25 + i], device=mine.device)
         mine.grad, theirs.grad = grad, (0.25 + i) * grad.double()
         ours.step(), exact.step()
         assert ours.scale is None  # a scale is one step's
-    assert close(mine, theirs, 1e-6) and torch.equal(copy, mine.detach().half())
-    exact.load_state_dict(ours.state_dict())  # the state is torch's
-    for a, b in zip(ours.state[mine].values(), exact.state[theirs].values()):
-        assert close(a, b, 1e-6)
+    assert close(mine.detach(), theirs.detach(), 1e-6) and copy.equal(mine.half())
+    state = ours.state[mine]
+    assert all(close(state.pop(name), value, 1e-6) for name, value in exact.state[theirs].items()) and not state
     with pytest.raises(ValueError, match="1500,.*torch.float64"):
-        theirs.grad = grads[0].double()
         AdamW([theirs]).step()
-
-
-def test_rows_with_gaps_are_added(triton_kernels):
-    for totals, parts in itertools.product((torch.float32, torch.float16), repeat=2):
-        total, part = random(2, 5, 3, 2, 8).to(totals), random(2, 9, 2, 8).to(parts)[:, 3:8]
-        before, added, first = total.clone().unbind(2)
-        add_rows(total[:, :, 1], part)
-        add_rows(total[:, :, 2], part, first=True)
-        assert total.equal(torch.stack([before, (added.float() + part.float()).to(totals), part.to(totals)], 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_sum_rows(dtype, triton_kernels):
-    exactly = GPUS or dtype != torch.bfloat16  # the interpreter cuts digits off
-    for ranks, n in [(1, 1), (2, 17), (3, 1000), (4, 4096), (5, 5001)]:
+    for ranks, n in [(1, 1), (2, 17), (5, 5001)]:
         rows = random(ranks, n).to(dtype).unbind()
-        total = functools.reduce(torch.add, [row.to(torch.promote_types(dtype, torch.float32)) for row in rows])
+        total = sum(row.to(torch.promote_types(dtype, torch.float32)) for row in rows)
         for divide, expected in (True, (total / ranks).to(dtype)), (False, total.to(dtype)):
             sum_rows(rows, [out := torch.empty_like(rows[0])], divide)
-            same = exactly and not divide  # the order too
-            assert out.equal(expected) if same else close(out, expected, torch.finfo(dtype).eps)
+            # The order, too, but the interpreter cuts digits off.
+            exactly = not divide and (GPUS or dtype != torch.bfloat16)
+            assert out.equal(expected) if exactly else close(out, expected, torch.finfo(dtype).eps)
         sum_rows(rows, rows, False)
         assert all(row.equal(out) for row in rows)
     for wrong in [(rows, [out[1:]]), ([rows[0], rows[1][1:]], [out]), ([random(n, 2).to(dtype)[:, 0]], [out]),
@@ -392,17 +356,16 @@ def test_sum_rows(dtype, triton_kernels):
 
 
 def test_python_kernels_py(monkeypatch, capsys):
-    torch.manual_seed(0)
     monkeypatch.setattr(sys, "argv", ["kernels.py"])
     main()
     kernels.use("auto")
     printed = capsys.readouterr().out
     assert tiles_read(32, 32, 1, 128) == 4 + 32 and tiles_read(32, 32, 8, 128) == 8 + 16  # rows + columns of tiles
     if kernels.HAVE_TRITON:
-        rows = {line[:32].strip(): [part.split() for part in line[32:].split(" | ")]
+        rows = {line[:32].strip(): line[32:].split(" | ")
                 for line in printed.splitlines() if re.search(r"e-\d\d ", line)}
-        assert ({"cross-entropy", "product 64", "add, norm 1600"} < set(rows)
+        assert ({"cross-entropy", "product 64", "add, norm 1600"} < rows.keys()
                 and printed.endswith("times, on a GPU: python bench.py kernels\n"))
-        for name, (*ours, theirs) in rows.items():  # by the reference, and by fast/
-            assert len(ours) == 2 and all(float(a) <= 2 * max(float(b), 1e-6) for half in ours
-                                          for a, b in zip(half, theirs)), (name, ours, theirs)
+        for name, row in rows.items():  # errors by the reference, by fast/, PyTorch's
+            *ours, theirs = ([float(word) for word in column.split()] for column in row)
+            assert len(ours) == 2 and all(a <= 2 * max(b, 1e-6) for way in ours for a, b in zip(way, theirs)), name
