@@ -311,13 +311,11 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
         kernels.use("triton")
-    with pytest.raises(BadInput, match="--kernels triton.*give --kernels auto"):
-        check_layout(Settings(kernels="triton"), model.PRESETS["tiny"], 1, 1)
-    if kernels.HAVE_TRITON:
-        monkeypatch.setattr(kernels, "INTERPRETED", True)
-        with pytest.raises(BadInput, match="--kernels triton"):
-            check_layout(Settings(kernels="triton", dtype="fp64"), model.PRESETS["tiny"], 1, 1)
-        kernels.use("auto")
+    for interpreted, dtype in (False, "fp32"), (True, "fp64"):
+        monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
+        with pytest.raises(BadInput, match="--kernels triton.*give --kernels auto"):
+            check_layout(Settings(kernels="triton", dtype=dtype), model.PRESETS["tiny"], 1, 1)
+    kernels.use("auto")
 
 
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):

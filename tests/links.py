@@ -87,44 +87,32 @@ class WindowGlooLink(DirectGlooLink):
         return self.windows[key]
 
 
-def serve_world_by(kind):
-    """A new link, which knows nothing of earlier calls; `back_to_ours` brings back the old one."""
-    dist._links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
-
-
-def back_to_ours():
-    link = dist.link_of(None)
-    dist.use(None, "ours")
-    if link is not dist.link_of(None):
-        link.close()
-
-
 @contextlib.contextmanager
 def served_by(kind):
+    """A new link, which knows nothing of earlier calls, carries the world's messages; then the old one again."""
     dist.link_of(None)  # one to come back to
-    serve_world_by(kind)
+    link = dist._links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
     try:
-        yield dist.link_of(None)
+        yield link
     finally:
-        back_to_ours()
+        dist.use(None, "ours")
+        link.close()
 
 
 @contextlib.contextmanager
 def nodes_of(count):
     """As if torchrun had started nodes of so many ranks: the world works in two levels, even if one has no use for it.
     """
-    size = dist.get_world_size()
+    size, kinds = dist.get_world_size(), {"gloo": fast.links.TwoLevelGlooLink, "nccl": fast.links.TwoLevelNcclLink}
     dist.use(None, "ours")  # a link to come back to, made before there are nodes
     with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
-        dist._levels[torch_dist.group.WORLD] = dist.rows_and_columns(grid)
-        kinds = {"gloo": fast.links.TwoLevelGlooLink, "nccl": fast.links.TwoLevelNcclLink}
-        serve_world_by(further.nodes.TwoLevels if is_plain() else kinds[torch_dist.get_backend()])
+        dist._levels[torch_dist.group.WORLD] = levels = dist.rows_and_columns(grid)
         try:
-            yield
+            with served_by(further.nodes.TwoLevels if is_plain() else kinds[torch_dist.get_backend()]):
+                yield
         finally:
-            levels = dist._levels.pop(torch_dist.group.WORLD)
-            back_to_ours()
+            del dist._levels[torch_dist.group.WORLD]
             for group in levels:
                 dist.destroy_process_group(group)
 

@@ -110,7 +110,7 @@ def test_kernels_sum_and_gather(pool, name, size):
     pool(size).run(sums_by_kernels, name)
 
 
-def test_kernel_refuses_a_block_of_two_sizes():
+def test_kernel_refuses_a_block_of_two_sizes(triton_kernels):
     with pytest.raises(ValueError, match="my own block has 8 bytes to be sent, 16 to be received"):
         fast.exchange.AllToAll([0, 0], 0, "cpu")([(0, 8), (0, 0)], [(0, 16), (0, 0)])
 
