@@ -198,8 +198,8 @@ def demo_data():
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64.\nA bucket is complete when its last gradient is computed. parallel.py sends all buckets after "
-        f"backward; fast/overlap.py\nsends each when it is complete, so that it travels while backward goes on:\n\n"
+        f"float64.\nA bucket leaves when its last gradient is computed, so that it travels while "
+        f"backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
     cross_entropy(one(x), y, config.vocab_size).backward()
