@@ -115,11 +115,11 @@ def test_hand_derived_backwards_equal_autograd():
         pairs += (o, plain_attention(q, k, v, is_causal)), *zip(
             kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
             torch.autograd.grad(o, (q, k, v), do))
-    targets = torch.tensor([0, 6, 3, 3, 1])
-    loss = F.cross_entropy(x, targets)
+    targets = torch.tensor([0, 6, -1, 3, 1])
+    loss = F.cross_entropy(x, targets, ignore_index=-1, reduction="sum")
     top, total, picked = kernels.softmax_sums(x.detach(), targets)
-    pairs += ((total.log() + top - picked).mean(), loss), (
-        kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3 / 5)),
+    pairs += (kernels.summed_loss(top, total, picked, targets), loss), (
+        kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3)),
         *torch.autograd.grad(3 * loss, x))
     for i, (ours, exact) in enumerate(pairs):
         assert close(ours.detach(), exact.detach(), 1e-14), i
@@ -145,7 +145,7 @@ def plain_norm(x, w, b):
 
 
 def plain_cross_entropy(z, targets):
-    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets)
+    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets, ignore_index=-1, reduction="sum")
 
 
 def grouped_by_loop(counts, x, w, b=None):
@@ -199,8 +199,11 @@ def rows_of_kernels():
                    draw((B, Tq, 3, H, D)), WITH_PRODUCTS)
 
     for rows, vocab in (1, 1), (17, 127), (3, 4096), (2, 5000):
-        targets = torch.arange(2 * rows, device=KERNEL_DEVICE)[::2] * 7 % vocab  # not contiguous
-        for way, swap in ("", {}), (" strided", {0: (0, 1)}):
+        numbers = torch.arange(2 * rows, device=KERNEL_DEVICE)
+        whole = (numbers * 7 // 2 % vocab)[::2]  # not contiguous
+        some, none = whole.where(numbers[::2] % 6 != 2, -1), torch.full_like(whole, -1)
+        for way, swap, targets in (("", {}, whole), (" strided", {0: (0, 1)}, whole), (" of some rows", {}, some),
+                                   (" of some rows, strided", {0: (0, 1)}, some), (" of no row", {}, none)):
             yield (False, f"cross-entropy {rows} x {vocab}{way}",  # 3 times, so that the gradient that arrives is not 1
                    lambda z, targets=targets: 3 * kernels.cross_entropy(z, targets),
                    lambda z, targets=targets: 3 * plain_cross_entropy(z, targets),
@@ -285,6 +288,7 @@ def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
 def vocabulary_parallel_loss():
     draw, found = torch.Generator().manual_seed(0), []
     logits, targets = 4 * torch.randn(2, 3, 41, generator=draw), torch.randint(41, (2, 3), generator=draw)
+    targets[1, 1] = -1
     for dtype, choice in (torch.float32, "triton"), (torch.float64, "torch"):
         kernels.use(choice)
         mine = logits.tensor_split(dist.get_world_size(), 2)[dist.get_rank()].to(torch.get_default_device(), dtype)
