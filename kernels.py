@@ -587,7 +587,10 @@ def attention(qkv, is_causal=True):
 # Logits z (rows, V), one target t a row. With top = max(z), total = sum exp(z - top), p = softmax(z) = exp(z - top) /
 # total:
 #
-#     loss = mean over rows of log(total) + top - z_t        dz = (p - onehot(t)) / rows
+#     loss = sum over rows of log(total) + top - z_t        dz = p - onehot(t)
+#
+# A row whose target is -1 does not count: it adds 0, and its dz is 0. The loss is a sum, not a mean, because only the
+# caller knows how many targets count in the whole batch: a mean of parts' means would weigh short parts more.
 #
 # p needs only two numbers a row, so probabilities are never written. GPT-2 at 32 x 1024 tokens has 3.3 GB of logits in
 # bf16: a float32 copy, its log-softmax and their gradients would be 20 GB more. Bytes: forward one pass, backward two.
@@ -596,11 +599,14 @@ def attention(qkv, is_causal=True):
 # not its result. If something else saved z, or backward runs twice, autograd sees the raised version number and says
 # so.
 
+IGNORED = -1  # a target that does not count
+
+
 @triton.jit
-def _softmax_sums(z, targets, tops, totals, picked, vocab, stride, BLOCK: tl.constexpr):
+def _softmax_sums(z, targets, tops, totals, picked, first, vocab, stride, BLOCK: tl.constexpr):
     """One row: a running maximum, and the sum of exponentials relative to it, rescaled when the maximum grows."""
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
+    target = tl.load(targets + row) - first
     z += row * stride
     top, total = -3.4e38, 0.0  # not -inf: a block of logits that are all -inf would give -inf - -inf
     for start in tl.range(0, vocab, BLOCK):
@@ -615,64 +621,77 @@ def _softmax_sums(z, targets, tops, totals, picked, vocab, stride, BLOCK: tl.con
 
 
 @triton.jit
-def _softmax_minus_onehot(z, targets, tops, totals, scale, vocab, stride, BLOCK: tl.constexpr):
+def _softmax_minus_onehot(z, targets, tops, totals, scale, first, vocab, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    target, top, factor = tl.load(targets + row), tl.load(tops + row), tl.load(scale)
+    target, top = tl.load(targets + row), tl.load(tops + row)
+    factor = tl.load(scale, target >= 0, 0)  # 0 in a row that does not count
     share = factor / tl.load(totals + row)
     z += row * stride
     for start in tl.range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = tl.load(z + at, at < vocab, -float("inf")).to(tl.float32)
-        tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target, factor, 0.0), at < vocab)
+        tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target - first, factor, 0.0), at < vocab)
 
 
-def softmax_sums(z, targets):
+def softmax_sums(z, targets, first=0):
     """(top, total, z_t) of each row of z (rows, V), float32, of float64 float64; rows may lie apart, targets may not.
 
-    A target outside of 0 .. V-1 is on another rank's slice of the vocabulary: its z_t is 0."""
+    z may be a slice of the vocabulary, from logit `first` on: z_t is 0 where the target's logit is on another slice."""
     if not on_triton(z):
-        z, here = at_least_float32(z), (0 <= targets) & (targets < z.shape[1])
-        top, picked = z.amax(-1), z.gather(1, (targets * here).unsqueeze(1)).squeeze(1) * here
+        z, (column, here) = at_least_float32(z), column_of(targets, first, z.shape[1])
+        top, picked = z.amax(-1), z.gather(1, column).squeeze(1) * here
         return top, (z - top.unsqueeze(-1)).exp().sum(-1), picked
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
-    _softmax_sums[(len(z),)](z, targets, top, total, picked, z.shape[1], z.stride(0), 4096, num_warps=4)
+    _softmax_sums[(len(z),)](z, targets, top, total, picked, first, z.shape[1], z.stride(0), 4096, num_warps=4)
     return top, total, picked
 
 
-def softmax_minus_onehot(z, targets, top, total, scale):
-    """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number. Our kernel writes it over z."""
+def column_of(targets, first, width):
+    """(each target's column (rows, 1) in logits first .. first + width - 1, whether it is there); where not, 0."""
+    here = (first <= targets) & (targets < first + width)
+    return ((targets - first) * here).unsqueeze(1), here
+
+
+def summed_loss(top, total, picked, targets):
+    """The sum over the rows whose target counts."""
+    return (total.log() + (top - picked)).masked_fill(targets == IGNORED, 0).sum()
+
+
+def softmax_minus_onehot(z, targets, top, total, scale, first=0):
+    """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number; 0 in rows that do not count. Our
+    kernel writes it over z. first: as for softmax_sums."""
     if not on_triton(z):
-        p, here = (z - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), (0 <= targets) & (targets < z.shape[1])
-        p.scatter_add_(1, (targets * here).unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
-        return (p * scale).to(z.dtype)
-    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), z.shape[1], z.stride(0), 4096, num_warps=4)
+        p, (column, here) = (z - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), column_of(targets, first, z.shape[1])
+        p.scatter_add_(1, column, -here.to(p.dtype).unsqueeze(1))
+        return (p * (scale * (targets != IGNORED)).unsqueeze(1)).to(z.dtype)
+    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), first, z.shape[1], z.stride(0), 4096,
+                                     num_warps=4)
     torch.autograd.graph.increment_version(z)
     return z
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean loss of logits (rows, V). Keeps them and two numbers a row; backward writes its result over them."""
+    """Summed loss of logits (rows, V). Keeps them and two numbers a row; backward writes its result over them."""
 
     @staticmethod
     def forward(ctx, z, targets):
         z, targets = z if z.stride(-1) == 1 else z.contiguous(), targets.contiguous()
         top, total, picked = softmax_sums(z, targets)
         ctx.save_for_backward(z, targets, top, total)
-        return (total.log() + (top - picked)).mean()
+        return summed_loss(top, total, picked, targets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
         z, targets, top, total = ctx.saved_tensors
-        return softmax_minus_onehot(z.detach(), targets, top, total, dloss / len(z)), None
+        return softmax_minus_onehot(z.detach(), targets, top, total, dloss), None
 
 
 def cross_entropy(logits, targets):
-    """Mean cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows). Overwrites logits in backward.
-
-    The kernel does not check that targets lie in 0 .. V-1, and leaves none out."""
+    """Cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows), summed over the rows whose target
+    is not -1. Overwrites logits in backward. The kernel does not check that the other targets lie in 0 .. V-1."""
     if not on_triton(logits):
-        return F.cross_entropy(at_least_float32(logits), targets)
+        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORED, reduction="sum")
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: "
                          f"needs (rows, V) and (rows)")

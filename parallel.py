@@ -867,7 +867,7 @@ def cut_in_place(layer, cut):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
+    """Summed cross-entropy of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
 
     loss = log(sum exp z) - z_target: the maximum, the sum of exponentials and the target's logit are all-reduced, 3n
     elements in place of nV. Backward sends nothing: it is softmax minus one-hot, slice by slice.
@@ -875,23 +875,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, group, first):
-        z, local = logits if logits.stride(-1) == 1 else logits.contiguous(), targets - first
-        mine, total, target = kernels.softmax_sums(z, local)  # (n) each; the target's is 0 where another rank has it
+        z, targets = logits if logits.stride(-1) == 1 else logits.contiguous(), targets.contiguous()
+        mine, total, target = kernels.softmax_sums(z, targets, first)  # (n); the target's is 0 if another rank has it
         top = mine.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
         sums = torch.stack([total * (mine - top).exp(), target])
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(z, local, top, sums[0])
-        return (sums[0].log() + (top - sums[1])).mean()
+        ctx.save_for_backward(z, targets, top, sums[0])
+        ctx.first = first
+        return kernels.summed_loss(top, *sums, targets)
 
     @staticmethod
     def backward(ctx, grad):
-        z, local, top, total = ctx.saved_tensors
-        return kernels.softmax_minus_onehot(z.detach(), local, top, total, grad / len(z)), None, None, None
+        z, targets, top, total = ctx.saved_tensors
+        return kernels.softmax_minus_onehot(z.detach(), targets, top, total, grad, ctx.first), None, None, None
 
 
 def cross_entropy(logits, targets, vocab_size, group=None):
-    """Mean loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T)."""
+    """Loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T), summed over the
+    targets that are not -1."""
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.shape[1] == vocab_size:
         return kernels.cross_entropy(logits, targets)
@@ -977,14 +979,18 @@ class Action(NamedTuple):
 
 def gpipe(p, m, v=1):
     """All forwards, then all backwards. Huang et al., "GPipe" (2019)."""
-    return [[Action("F", r, i) for i in range(m)] + [Action("B", r, i) for i in range(m)] for r in range(p)]
+    return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
+
+
+def whole_batch(kind, stage, m):
+    return [Action(kind, stage, i) for i in range(m)]
 
 
 def take_turns(forwards, ahead, backwards):
-    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward, a list of actions."""
+    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
-        actions += forwards[ahead + k:ahead + k + 1] + backward
+        actions += forwards[ahead + k:ahead + k + 1] + [backward]
     return actions
 
 
@@ -994,8 +1000,7 @@ def one_f_one_b(p, m, v=1):
     A micro-batch goes through p-1-r more ranks and back, so its B ends p-r turns (F + B) after its F began. So p-r
     micro-batches keep the rank busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
-    return [take_turns([Action("F", r, i) for i in range(m)], p - 1 - r, [[Action("B", r, i)] for i in range(m)])
-            for r in range(p)]
+    return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
 
 def place_stages(p, v):
@@ -1060,11 +1065,13 @@ def run_in_turns(lists, can_run, stuck):
         rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
         rank 1     .  F0  B0  F1  B1
     """
-    order, done = [], set()
+    order = []
+    done = set()
     left = [deque(actions) for actions in lists]
     while any(left):
         waiting = {actions[0]: rank for rank, actions in enumerate(left) if actions}
-        turn = [(rank, action) for action, rank in waiting.items() if can_run(action, done, waiting)]
+        turn = [(rank, action) for action, rank in waiting.items()
+                if can_run(action, done, waiting)]
         if not turn:
             at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
             raise ScheduleError(lists, at, stuck)
@@ -1086,7 +1093,8 @@ def lower(lists):
     """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
     rank's list, the receive to the other's, after all that the other has run so far. So both see their transfers in
     the same order, and do not wait for each other."""
-    homes, lowered = homes_of(lists), [[] for _ in lists]
+    homes = homes_of(lists)
+    lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
         lowered[rank].append(action)
         send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
@@ -1102,7 +1110,8 @@ def check(lists):
     """Prove that lowered lists can run: raises ScheduleError unless each stage runs F and B (or F, I and W) of each
     micro-batch once, on one rank, after what they need, each receive has its send, and there is no deadlock even if
     each send waits for its receive."""
-    homes, listed = homes_of(lists), set()
+    homes = homes_of(lists)
+    listed = set()
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
             if homes[action.stage] != rank:
@@ -1146,16 +1155,18 @@ class WeightGradients:
     later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
 
     def __init__(self, module):
-        owners = Counter(param for layer in module.modules() for param in layer._parameters.values())
+        linears = Linear, ColumnParallelLinear, RowParallelLinear
+        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
         for layer in module.modules():
-            if isinstance(layer, (Linear, ColumnParallelLinear, RowParallelLinear)) and owners[layer.weight] == 1:
+            if isinstance(layer, linears) and uses[layer.weight] == 1:
                 layer.linear = partial(self.linear, layer.linear)
 
     def linear(self, product, x, weight, bias=None):
         """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
         if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
             return product(x, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(), partial(self.take, weight, bias))
+        take = partial(self.take, weight, bias)
+        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
 
     def take(self, *computed_from):
         if self.later is None:
@@ -1224,28 +1235,32 @@ class Pipeline:
     """
 
     def __init__(self, stages, homes, mesh, loss, dtype, width, device, cut=1):
-        self.stages, self.homes, self.loss = stages, homes, loss
-        self.dtype, self.width, self.device, self.cut = dtype, width, device, cut
+        self.stages = stages
+        self.homes = homes
+        self.loss = loss
+        self.dtype, self.width, self.cut = dtype, width, cut
+        self.device = device
         self.group = mesh["pp"].get_group()
         self.last_stage = len(homes) - 1
         self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
 
-    def run(self, actions, x, y, scale=1.0, syncs=None):
+    def run(self, actions, x, y, dloss=None, syncs=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        Backward starts from `scale` times their mean. syncs: {stage: what has the no_sync() for all backwards but the
-        last}; None for forwards alone.
+        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. syncs: {stage: what
+        has the no_sync() for all backwards but the last}; None for forwards alone.
         """
-        self.begin(actions, x, y, scale, syncs)
+        self.begin(actions, x, y, dloss, syncs)
         for action in actions:
             self.do(action)
         for handle, _ in self.sending:
             handle.wait()
         return self.losses
 
-    def begin(self, actions, x, y, scale, syncs):
-        self.x, self.y, self.syncs = x, y, syncs
-        self.scale = scale / len(x)
+    def begin(self, actions, x, y, dloss, syncs):
+        self.x, self.y = x, y
+        self.dloss = dloss
+        self.syncs = syncs
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
         self.last = {(action.kind, action.stage): action.micro_batch for action in actions}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
@@ -1259,7 +1274,8 @@ class Pipeline:
     def separate_weight_gradients(self):
         """From now on, W can run apart from I."""
         if not self.weight_gradients:
-            self.weight_gradients = {s: WeightGradients(module) for s, module in self.stages.items()}
+            for stage, module in self.stages.items():
+                self.weight_gradients[stage] = WeightGradients(module)
 
     def do(self, action):
         match action.kind:
@@ -1286,7 +1302,8 @@ class Pipeline:
 
     def passage(self, action):
         s = action.stage
-        return Passage(self.stages[s], self.loss if s == self.last_stage else None, self.weight_gradients.get(s))
+        loss = self.loss if s == self.last_stage else None
+        return Passage(self.stages[s], loss, self.weight_gradients.get(s))
 
     def backward(self, action):
         """B, or one of its halves, I or W."""
@@ -1295,7 +1312,7 @@ class Pipeline:
         if kind == "W":
             dy = None
         elif s == self.last_stage:
-            dy = torch.full((), self.scale, dtype=self.losses[0].dtype, device=self.device)
+            dy = self.dloss
         else:
             dy = self.wait_for(Action("RB", s, i))
         with nullcontext() if self.is_last_backward(action) else self.syncs[s].no_sync():
@@ -1563,11 +1580,13 @@ class ParallelGPT:
         return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
+        """Of a micro-batch, summed over the targets that count."""
         return cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
-        """One step's gradients, after zero_grad: of `scale` times the mean loss over micro-batches x, y, lists of
-        (B, T), and over replicas. Returns the mean loss of this rank's own tokens, on every rank of the pipeline."""
+        """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
+        lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
+        Returns, on every rank of the pipeline, this replica's part of it: the mean over replicas is the loss."""
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, schedule, scale, self.syncs)
@@ -1599,7 +1618,7 @@ class ParallelGPT:
 
     @torch.no_grad()
     def forward(self, x, y):
-        """The mean loss over micro-batches, with no gradients."""
+        """What forward_backward returns, with no gradients."""
         return self.run(x, y, "forward", 1.0, None)
 
     def run(self, x, y, schedule, scale, syncs):
@@ -1608,13 +1627,23 @@ class ParallelGPT:
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
-        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, scale, syncs)
-        total = torch.zeros((), dtype=master_dtype(self.layout.dtype), device=self.device)
+        dloss = scale * self.weight_of_a_target(y)
+        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, dloss, syncs)
+        total = torch.zeros_like(dloss)
         for loss in losses:
-            total += loss / len(x)
+            total += loss * dloss / scale
         if self.layout.pp > 1:
             dist.all_reduce(total, group=self.groups.pp)  # the other stages have none
         return total
+
+    def weight_of_a_target(self, y):
+        """Replicas / targets of all replicas that count. Sums of losses times this, averaged over the replicas, are the
+        mean over these targets, however unevenly they lie in micro-batches and replicas. A mean of parts' means would
+        weigh the targets of short parts more. A tensor, so that nothing waits for the GPU."""
+        count = (torch.cat([*y]) != kernels.IGNORED).sum()
+        dist.all_reduce(count, group=self.groups.replicas)
+        replicas = dist.get_world_size(self.groups.replicas)
+        return replicas / count.clamp(min=1).to(master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         """As the function of this name, over the whole model."""

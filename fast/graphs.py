@@ -271,8 +271,8 @@ class GraphPipeline(PatientPipeline):
         super().__init__(*args, **kwargs)
         self.graphs, self.totals, self.replaying = no_graphs(), {}, False
 
-    def begin(self, actions, x, y, scale, syncs):
-        super().begin(actions, x, y, scale, syncs)
+    def begin(self, actions, x, y, dloss, syncs):
+        super().begin(actions, x, y, dloss, syncs)
         self.replaying = syncs is not None
         if not self.replaying:
             return
@@ -334,11 +334,11 @@ class HookedGraphPipeline(GraphPipeline):
     """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
     recording = HookedRecording
 
-    def begin(self, actions, x, y, scale, syncs):
+    def begin(self, actions, x, y, dloss, syncs):
         if syncs is not None and (most_held(actions) > 1 or any(action.kind == "I" for action in actions)):
             raise ValueError("CUDA graphs of ZeRO-2 and 3 run one micro-batch, F and B, before the next one: give "
                              "schedule 1f1b")
-        super().begin(actions, x, y, scale, syncs)
+        super().begin(actions, x, y, dloss, syncs)
 
     def add_up(self, syncs):
         for sync in syncs.values():

@@ -6,7 +6,7 @@ Its name enters SCHEDULES, and `--schedule` takes it. parallel.py's section on p
     torchrun --nproc_per_node 2 train.py --plain --pp 2 --micro-batches 4 --schedule zb-h1
 """
 
-from parallel import Action, SCHEDULES, one_f_one_b, take_turns
+from parallel import Action, SCHEDULES, one_f_one_b, take_turns, whole_batch
 
 
 def interleaved(p, m, v):
@@ -29,7 +29,7 @@ def interleaved(p, m, v):
         forwards = in_groups("F", stages, p, m)
         backwards = in_groups("B", stages[::-1], p, m)
         ahead = (v - 1) * p + 2 * (p - 1 - rank)
-        lists.append(take_turns(forwards, ahead, [[backward] for backward in backwards]))
+        lists.append(take_turns(forwards, ahead, backwards))
     return lists
 
 
@@ -47,11 +47,13 @@ def zero_bubble_h1(p, m, v=1):
     """1F1B with backward in two: rank r runs W r micro-batches after I, so that it sends the result of I earlier."""
     lists = []
     for rank in range(p):
-        forwards = [Action("F", rank, i) for i in range(m)]
-        backwards = [[Action("I", rank, i)] for i in range(m)] + [[] for _ in range(rank)]
-        for i in range(m):
-            backwards[i + rank].append(Action("W", rank, i))
-        lists.append(take_turns(forwards, p - 1 - rank, backwards))
+        weights = whole_batch("W", rank, m)
+        actions = []
+        for action in take_turns(whole_batch("F", rank, m), p - 1 - rank, whole_batch("I", rank, m)):
+            actions.append(action)
+            if action.kind == "I" and action.micro_batch >= rank:
+                actions.append(weights.pop(0))
+        lists.append(actions + weights)
     return lists
 
 

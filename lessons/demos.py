@@ -170,6 +170,11 @@ def off(a, b):
     return ((a - b).norm() / b.norm()).item()  # the relative error of a
 
 
+def mean_loss(model, x, y):
+    logits = model(x)
+    return cross_entropy(logits, y, logits.shape[-1]) / y.numel()
+
+
 def demo_data():
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
@@ -202,12 +207,12 @@ def demo_data():
         f"backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
-    cross_entropy(one(x), y, config.vocab_size).backward()
-    cross_entropy(model(x[mine]), y[mine], config.vocab_size).backward()
+    mean_loss(one, x, y).backward()
+    mean_loss(model, x[mine], y[mine]).backward()
     model.finish_grad_sync()
     say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
     show("DDP, in buckets", net)
-    cross_entropy(naive(x[mine]), y[mine], config.vocab_size).backward()
+    mean_loss(naive, x[mine], y[mine]).backward()
     average_gradients(naive)
     show("naive, after backward", naive)
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")

@@ -91,7 +91,7 @@ def measured(trainer):
 
     def note():
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        births.ignore([*net.pipeline.x, *net.pipeline.y, *kept_tensors(net)["gradients"],
+        births.ignore([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
                        *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive())
 

@@ -113,7 +113,14 @@ def test_hand_derived_backwards_equal_autograd():
         pairs += (o, plain_attention(q, k, v, is_causal)), *zip(
             kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
             torch.autograd.grad(o, (q, k, v), do))
-    assert all(close(ours.detach(), exact.detach(), 1e-14) for ours, exact in pairs)
+    targets = torch.tensor([0, 6, -1, 3, 1])
+    loss = F.cross_entropy(x, targets, ignore_index=-1, reduction="sum")
+    top, total, picked = kernels.softmax_sums(x.detach(), targets)
+    pairs += (kernels.summed_loss(top, total, picked, targets), loss), (
+        kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3)),
+        *torch.autograd.grad(3 * loss, x))
+    for i, (ours, exact) in enumerate(pairs):
+        assert close(ours.detach(), exact.detach(), 1e-14), i
 
 
 plain_gelu = functools.partial(F.gelu, approximate="tanh")
@@ -136,7 +143,7 @@ def plain_norm(x, w, b):
 
 
 def plain_cross_entropy(z, targets):
-    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets)
+    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets, ignore_index=-1, reduction="sum")
 
 
 def grouped_by_loop(counts, x, w, b=None):
@@ -196,11 +203,15 @@ def rows_of_kernels():
                       lambda qkv, plain=plain: plain(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2),
                       [(B, Tq, 3, H, D)], WITH_PRODUCTS, replaced=True)
 
-    for (rows, vocab), apart in itertools.product([(1, 1), (17, 127), (3, 4096), (2, 5000)], ({}, {0: (0, 1)})):
-        targets = torch.arange(2 * rows, device=KERNEL_DEVICE)[::2] * 7 % vocab  # not contiguous
-        ours, plain = (functools.partial(function, targets=targets)
-                       for function in (kernels.cross_entropy, plain_cross_entropy))
-        yield Row(f"cross-entropy{' strided' * len(apart)}", ours, plain, [(rows, vocab)], scale=5, apart=apart)
+    for rows, vocab in (1, 1), (17, 127), (3, 4096), (2, 5000):
+        numbers = torch.arange(2 * rows, device=KERNEL_DEVICE)
+        whole = (numbers * 7 // 2 % vocab)[::2]  # not contiguous
+        some, none = whole.where(numbers[::2] % 6 != 2, -1), torch.full_like(whole, -1)
+        for way, apart, targets in (("", {}, whole), (" strided", {0: (0, 1)}, whole), (" of some rows", {}, some),
+                                    (" of some rows, strided", {0: (0, 1)}, some), (" of no row", {}, none)):
+            ours, plain = (functools.partial(function, targets=targets)
+                           for function in (kernels.cross_entropy, plain_cross_entropy))
+            yield Row(f"cross-entropy{way}", ours, plain, [(rows, vocab)], scale=5, apart=apart)
     # More than the kernel reads at a time is impossible.
     hidden, last = torch.arange(5000, device=KERNEL_DEVICE) < 4097, torch.full((2,), 4999, device=KERNEL_DEVICE)
     yield Row("cross-entropy of what is read last",

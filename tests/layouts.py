@@ -49,10 +49,17 @@ RATE = 0.02  # of balancing: two steps can change a choice
 DECAY = 0.1  # of matrices only
 
 
-def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL):
-    """Inputs and targets (batch, T) of a step, the same on every rank."""
-    rows = torch.from_numpy(np.random.default_rng(step).integers(0, config.vocab_size, (batch, config.seq_len + 1)))
-    return rows[:, :tokens], rows[:, 1:tokens + 1]
+def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False):
+    """Inputs and targets (batch, T) of a step, the same on every rank. holes: some targets do not count, of the last
+    quarter of sequences all but the first, and of the last sequence of four or more none."""
+    draw = np.random.default_rng(step)
+    rows = torch.from_numpy(draw.integers(0, config.vocab_size, (batch, config.seq_len + 1)))
+    x, y = rows[:, :tokens], rows[:, 1:tokens + 1]
+    if holes:
+        y = y.masked_fill(torch.from_numpy(draw.random(y.shape) < 0.3), -1)
+        y[batch - batch // 4:, 1:] = -1
+        y[max(3, batch - 1):] = -1
+    return x, y
 
 
 def optimizer_of(name, params):
@@ -60,7 +67,7 @@ def optimizer_of(name, params):
 
 
 @functools.cache
-def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=CLIP, **change):
+def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=CLIP, holes=False, **change):
     """Losses, norms, gradients of the first step, weights after three: by plain PyTorch. bias: the routers' to begin
     with. clip: 0 does not."""
     config = dataclasses.replace(SMALL, **change)
@@ -73,9 +80,9 @@ def one_process(optimizer, batch=BATCH, tokens=SMALL.seq_len, bias=None, clip=CL
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
     for step in range(3):
-        x, y = tokens_of(step, batch, tokens, config)
+        x, y = tokens_of(step, batch, tokens, config, holes)
         opt.zero_grad()
-        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-1)
         loss.backward()
         grads = grads or {n: p.grad.clone() for n, p in net.named_parameters()}
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or math.inf)))
@@ -142,7 +149,23 @@ def keys_travel_ahead():
     return unittest.mock.patch.object(fast.context, "start_shift", lambda tensor, group: ([], tensor))
 
 
-BREAKS = {function.__name__: function for function in (average_over_copies, sums_of_all_keys, keys_travel_ahead)}
+def mean_of_micro_batches():
+    """A micro-batch's loss is the mean over its own targets, a step's the mean of these means."""
+    def loss(net, logits, targets):
+        return real(net, logits, targets) / (targets != -1).sum().clamp(min=1)
+    real = parallel.ParallelGPT.loss
+    return unittest.mock.patch.multiple(parallel.ParallelGPT, loss=loss, weight_of_a_target=lambda net, y: torch.tensor(
+        1 / len(y), dtype=torch.float64, device=net.device))
+
+
+def mean_of_replicas():
+    """A replica's loss is the mean over its own targets, a step's the mean of these means."""
+    return unittest.mock.patch.object(parallel.ParallelGPT, "weight_of_a_target", lambda net, y: 1 / (
+        torch.cat([*y]) != -1).sum().clamp(min=1).double())
+
+
+BREAKS = {function.__name__: function for function in (
+    average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas)}
 
 
 def rows_in_place():
@@ -190,8 +213,8 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
 
 
 def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, schedule="1f1b", cuda_graphs=False,
-                tokens=SMALL.seq_len, bias=None, clip=CLIP, comm="ours", dtype=torch.float64, two_levels=None,
-                **options):
+                tokens=SMALL.seq_len, bias=None, clip=CLIP, holes=False, comm="ours", dtype=torch.float64,
+                two_levels=None, **options):
     """The same three steps laid out over the processes: losses, norms, whole gradients and weights, gathered.
     two_levels: whether the dp group must work in two levels."""
     config = dataclasses.replace(SMALL, **change)
@@ -209,9 +232,11 @@ def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, schedule=
     mine = batch // dist.get_world_size(net.groups.dp)
     for step in range(3):
         x, y = (t.to(device).split(mine)[dist.get_rank(net.groups.dp)].split(mine // micro_batches)
-                for t in tokens_of(step, batch, tokens, config))
+                for t in tokens_of(step, batch, tokens, config, holes))
         opt.zero_grad()
+        evaluated = net.forward(x, y) if holes else None
         total = net.forward_backward(x, y, schedule)
+        assert evaluated is None or dtype != torch.float64 or close(evaluated, total, 1e-12)
         grads = grads or whole_gradients(net, opt, shapes)
         norms.append(float(net.clip_grad_norm_(clip)))
         opt.step()
@@ -248,12 +273,13 @@ def differences(got, want, tolerance=1e-10):
 # ----------------------------------------------------------------------------------------------------------- as a table
 #
 # A row is words OPTION=VALUE: flags of train.py, or fields of Layout. Besides: batch, tokens (of a sequence),
-# optimizer, tied, inner, bias (of the routers), node.
+# holes (targets that do not count), optimizer, tied, inner, bias (of the routers), node.
 
 FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
 AXES = "dp", "tp", "cp", "pp"
 SIZES = [field.name for field in dataclasses.fields(model.GPTConfig)]
-IDENTITY = {"optimizer": "sgd", "micro_batches": 1, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP}
+IDENTITY = {"optimizer": "sgd", "micro_batches": 1, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP,
+            "holes": False}
 
 
 NAMED = {"few": FEW, "all": ALL, **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}}
@@ -289,7 +315,7 @@ def arguments_of(case):
 def differences_in(pool, case, tolerances=(1e-10,)):
     """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
-    want = one_process(optimizer, *(options[name] for name in ("batch", "tokens", "bias", "clip")), **change)
+    want = one_process(optimizer, *(options[name] for name in ("batch", "tokens", "bias", "clip", "holes")), **change)
     results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, **options)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
@@ -299,6 +325,15 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
     ("data", ["micro_batches=2", "tied=0 activation=elu"], ["dp=1,2,4"]),
     ("data", ["micro_batches=1", "tied=0 activation=elu"], ["dp=8"]),
     ("data", [""], ["dp=2 without=all_reduce_bucket"]),
+    # Micro-batches and replicas have few targets that count, or none: the loss is no mean of means.
+    ("holes", ["holes=1"], [
+        "dp=1 micro_batches=4,8", "dp=2 micro_batches=4 zero=0,1,2,3", "dp=4 micro_batches=2",
+        "tp=2,3 n_head=6 n_embd=24",
+        "tp=2 pp=2 micro_batches=8 schedule=gpipe,zb-h1", "dp=2 tp=2 pp=2 micro_batches=2 sp=1 recompute=block",
+        "dp=2 cp=2 tokens=8 micro_batches=2 cp_kind=ring,ulysses", "dp=4 ep=2 experts=4 tokens=8 micro_batches=2",
+        "dp=1 micro_batches=8 without=mean_of_micro_batches", "pp=2 micro_batches=4 without=mean_of_micro_batches",
+        "dp=4 without=mean_of_replicas,ParallelGPT.weight_of_a_target", "cp=2 tokens=8 without=mean_of_replicas",
+        "tp=2 without=VocabParallelCrossEntropy.forward"]),
     ("tensor", ["micro_batches=2", "tied=0 activation=elu"], ["tp=2,4,8", "dp=2 tp=2,4", "dp=4 tp=2"]),
     ("tensor", [""], [
         "tp=3 n_head=3 n_embd=24 inner=40",  # nor does it divide the vocabulary
@@ -414,7 +449,7 @@ NEAR = [  # rows that round, and how near they are: gradients sent in bf16, laye
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float16", 2**-8),
     *((f"{layout} choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
-      for layout in ("dp=1", "dp=2 zero=3", "tp=2 sp=1", "dp=2 ep=2 experts=4 bias=few"))]
+      for layout in ("dp=1 holes=1", "dp=2 zero=3", "tp=2 sp=1 holes=1", "dp=2 ep=2 experts=4 bias=few"))]
 
 
 @on_both
@@ -469,6 +504,17 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
 
 
+@pytest.mark.parametrize("layout, zero", [({"dp": 4}, 0), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 0)], ids=str)
+@on_ranks(4)
+def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, zero):
+    device = torch.get_default_device()
+    net = parallel.parallelize(SMALL, parallel.Layout(**layout, zero=zero), device)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x = tokens_of(0)[0].to(device).split(4)
+    assert net.forward_backward(x, [torch.full_like(tokens, -1) for tokens in x]) == 0
+    assert net.clip_grad_norm_(1.0) == 0
+
+
 def test_layers_are_split_by_cost():
     split, even = theory.clock.split_pieces, model.GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):
@@ -511,13 +557,14 @@ def test_a_layout_that_cannot_run_is_refused(pool, row, message):
 
 # ------------------------------------------------------------------------------------------------------------ at random
 
-# What may be drawn: a flag's choices, all of them, and some values of the others; the last four are no flags. Odd sizes
+# What may be drawn: a flag's choices, all of them, and some values of the others; the last five are no flags. Odd sizes
 # divide by nothing.
 FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
 DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
 SOME = """dp=1,2,3,4 tp=1,2,3,4 cp=1,2,3,4 pp=1,2,3,4 sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3,4 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3,5 n_head=2,3,4
-    n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw tied=False,True inner=0,19 samples=1,2,3"""
+    n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw tied=False,True inner=0,19 samples=1,2,3
+    holes=False,True"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 SIZES_DRAWN = 4 * [2, 4, 3, 4, 2, 6, 4] + [8, 8]  # ranks of each
 LATER = {*"model dtype reduce_dtype device kernels plain".split()}  # they round, or have tests of their own

@@ -143,8 +143,10 @@ def gradient_bytes(reduce_dtype):
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(2) for t in tokens_of(0))
     dist.reset_traffic()
+    net.weight_of_a_target(y)
+    of_the_count = dist.traffic()["all_reduce"].bytes
     net.forward_backward(x, y)
-    return dist.traffic()["all_reduce"].bytes
+    return dist.traffic()["all_reduce"].bytes - 2 * of_the_count
 
 
 def test_gradients_travel_in_the_reduce_dtype(pool):

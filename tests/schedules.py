@@ -27,17 +27,19 @@ def test_f_and_g_change_nothing_in_place():
 @pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
 @on_ranks()
 def test_vocabulary_parallel_cross_entropy(vocab):
-    """Loss and gradient against F.cross_entropy, with large logits, and no collective of the size of the logits."""
+    """Loss and gradient against F.cross_entropy, with large logits and targets that do not count; and no collective of
+    the size of the logits."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.get_default_device()
     rng = np.random.default_rng(1)
     z = torch.from_numpy(rng.normal(size=(2, 9, vocab)) * 300).to(device).requires_grad_()
-    y = torch.from_numpy(rng.integers(0, vocab, (2, 9))).to(device)
+    y = torch.from_numpy(rng.integers(-1, vocab, (2, 9))).to(device)
+    y[1, 3:6] = -1
     mine = z.detach().tensor_split(size, -1)[rank].contiguous().requires_grad_()
     dist.reset_traffic()
     got = parallel.cross_entropy(mine, y, vocab, None)
     got.backward(torch.tensor(3.0, dtype=torch.float64))
     sent = sum(t.bytes for t in dist.traffic().values())
-    want = F.cross_entropy(z.flatten(0, 1), y.flatten())
+    want = F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum")
     (3 * want).backward()
     assert (close(got.detach().cpu(), want.detach().cpu())
             and close(mine.grad.cpu(), z.grad.tensor_split(size, -1)[rank].cpu()))

@@ -139,6 +139,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
+    yield Message("how many targets count", "all_reduce", "replicas", [1], 8)
     blocks, routed, first, last = contents(config, stages)
     activation = [tokens * c]
     if config.experts:
