@@ -381,7 +381,7 @@ DAMAGE = [  # a file, what becomes of its bytes, whether the manifest is made to
 
 @pytest.mark.parametrize("file,change,matching,says", DAMAGE)
 def test_damaged_checkpoint_is_one_line_and_exit_code_2(file, change, matching, says, finished_run, tmp_path,
-                                                        monkeypatch, capsys):
+                                                        monkeypatch, refusal):
     """Where the manifest is made to match what was forged, only the contents can tell."""
     step = tmp_path / "step-00000003"
     shutil.copytree(finished_run / step.name, step)
@@ -394,7 +394,7 @@ def test_damaged_checkpoint_is_one_line_and_exit_code_2(file, change, matching, 
             manifest["files"][file] = {"bytes": len(data), "crc32": crc_of_file(step / file)}
         (step / MANIFEST).write_text(json.dumps(manifest | {"crc32": crc_of(manifest)}))
     monkeypatch.chdir(tmp_path)
-    assert says in refusal(["--device", "cpu", "--resume", str(step)], monkeypatch, capsys)
+    assert says in refusal(["--device", "cpu", "--resume", str(step)])
     assert not os.path.exists("hacked")
 
 

@@ -144,6 +144,25 @@ def test_data_parallel_sends_two_n_minus_one_over_n():
     assert log.calls > 1 and 0 <= log.bytes / 4 * n / (2 * (n - 1)) - k < n * log.calls
 
 
+@pytest.mark.parametrize("way", ["ddp", 0, 1, 2, 3])
+@on_ranks(2)
+def test_gradients_not_zeroed_add_up(way):
+    """Of two synced backwards, as in one process; and nothing outlives its model."""
+    (one, inputs), (net, _) = module_and_inputs("encoder", 0), module_and_inputs("encoder", 0)
+    model, sync, opt = laid_out(net, way, lr=1.0)
+    for of_ranks in inputs:
+        model(*of_ranks[dist.get_rank()]).square().mean().backward()
+        sync.finish_grad_sync()
+        for x in of_ranks:
+            (one(*x).square().mean() / 2).backward()
+    norm = parallel.clip_grad_norm_(stepped_by(opt), 0, [None])
+    assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
+    alive = weakref.ref(sync.reducers[0] if way == 3 else sync.reducer)
+    del model, sync, opt, net
+    gc.collect()
+    assert alive() is None
+
+
 # -------------------------------------------------------------------------------------- gathers beside what comes after
 
 def layers_and_optimizer(optimizer, stage, **options):
