@@ -22,7 +22,7 @@ import train
 from tests.collectives import ring_only
 from tests.kernels import KERNEL_DEVICE
 from tests.pool import close, is_plain, on_both, on_ranks
-from tests.runs import TINY, log_of, run_training
+from tests.runs import log_of, trained
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -245,14 +245,10 @@ def test_loss_scale_grows_and_backs_off():
     assert scales == [8, 16, 16, 8, 4, 2, 2, 4]
 
 
-def test_low_precision_trains_like_float32(pool, text, tmp_path):
+def test_low_precision_trains_like_float32(trained, tmp_path):
     """And bf16 keeps what bf16 alone would round away: a float32 master. Same data, 40 steps."""
     ends = []
-    for flags in ("fp32", "bf16", "bf16 --zero 2", "bf16 --zero 3 --reduce-dtype bf16", "fp16 --zero 1"):
-        out = tmp_path / flags
-        out.mkdir()
-        pool(2).run(run_training, [
-            *TINY, "--data", text, "--steps", "40", "--sample", "0", "--eval-every", "40", "--lr", "0.01",
-            "--warmup-steps", "3", "--out", str(out), "--dtype", *flags.split()])
-        ends.append(log_of(out)[-1]["val_loss"])
+    for i, dtype in enumerate(["fp32", "bf16", "bf16 --zero 2", "bf16 --zero 3 --reduce-dtype bf16", "fp16 --zero 1"]):
+        trained(2, f"--steps 40 --eval-every 40 --lr 0.01 --warmup-steps 3 --out OUT/{i} --dtype {dtype}")
+        ends += log_of(tmp_path / str(i), "val_loss")
     assert all(abs(end / ends[0] - 1) < 0.02 for end in ends), ends
