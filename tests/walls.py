@@ -5,6 +5,7 @@ alone.
 """
 
 import ast
+import compileall
 import functools
 import inspect
 import math
@@ -74,6 +75,7 @@ def reference_in(tmp_path_factory):
             target = folder / file.relative_to(HERE)
             target.parent.mkdir(exist_ok=True)
             shutil.copy(file, target)
+        compileall.compile_dir(folder, quiet=1)  # once, even where Python is told to write no bytecode
         return str(folder)
     return copied
 
