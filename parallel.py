@@ -57,43 +57,6 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
-def ranks_of_replicas(mesh):
-    """The ranks that keep the same parameters, those of dp and cp, for each place of pp and tp: (pp tp, dp cp)."""
-    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)
-
-
-def groups_of(grids):
-    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
-    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
-
-
-def make_groups(mesh, zero_within, ep, tied):
-    """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
-
-    replicas          the ranks that average gradients, dp x cp
-    within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
-                      `between` are the ranks with the same shard, or None
-    ep, same_experts  of `split_experts`, or None
-    ends              the pipeline's first and last rank, if both keep a `tied` embedding, else None
-    """
-    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
-    groups.replicas, groups.between, groups.ends = groups.dp, None, None
-    ranks, make = ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
-    if mesh["cp"].size() > 1:
-        groups.replicas, _ = make(ranks.tolist())
-    dist.over_nodes(groups.replicas, ranks.tolist())  # they send most, so they cross nodes in two levels
-    groups.within = groups.replicas
-    if zero_within not in (None, ranks.shape[1]):
-        groups.within, groups.between = groups_of(ranks.unflatten(1, (-1, zero_within)))
-    groups.ep, groups.same_experts = None, None
-    if ep > 1:
-        from further.experts import split_experts
-        groups.ep, groups.same_experts = split_experts(mesh, ep)
-    if tied and mesh.shape[0] > 1:
-        groups.ends, _ = make(mesh.mesh[[0, -1]].flatten(1).T.tolist())  # the first and the last rank of each pipeline
-    return groups
-
-
 def group_or_world(group):
     return group or torch.distributed.group.WORLD
 
@@ -571,6 +534,74 @@ def free_and_scatter(flat):
     return reduce_scatter_bucket(flat)
 
 
+class Units:
+    """Keeps the parameters of each unit whole while it computes, and gathers the next unit's meanwhile.
+
+        forward    gather unit | compute it, all-gather of the next one     then free it
+        backward   gather unit | compute it, all-gather of the one before   then `free_and_scatter`
+
+    Next is what followed in the last forward. The last unit stays whole, because backward begins with it; so does a
+    tied parameter, from its first use on. flats_of: {unit: the FlatParameters that it computes with}.
+    """
+
+    def __init__(self, flats_of):
+        self.flats_of = flats_of
+        uses = Counter(flat for flats in flats_of.values() for flat in flats)
+        sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
+        last = sharded[-1] if sharded else []
+        self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
+        self.order, self.last_order = [], []  # units, as this forward and the last one used them
+        self.in_backward = False
+        for unit in flats_of:
+            unit.register_forward_pre_hook(self.before_forward)
+            unit.register_forward_hook(self.after_forward)
+
+    def begin(self):
+        """Before a forward. The optimizer may have changed the shards, so no unit is whole any more."""
+        self.free()
+        self.last_order, self.order = self.order, []
+
+    def before_forward(self, unit, inputs):
+        self.gather(unit)
+        if self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
+            return
+        self.order.append(unit)
+        used = len(self.order)
+        if used < len(self.last_order) and self.last_order[used - 1] is unit:
+            self.fetch(self.last_order[used])
+
+    def after_forward(self, unit, inputs, output):
+        if self.in_backward:
+            return
+        for flat in self.flats_of[unit]:
+            if not (flat.stays_whole or flat in self.kept):
+                flat.free()
+        number = len(self.order) - 1
+        for tensor in tree_leaves(output):  # of tuples, lists and dicts of tensors
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.before_backward(unit, number))
+
+    def before_backward(self, unit, number):
+        """Called first in the backward of a unit; forward has used `number` units before it."""
+        self.in_backward = True
+        self.gather(unit)
+        if 0 < number <= len(self.order):
+            self.fetch(self.order[number - 1])
+
+    def gather(self, unit):
+        for flat in self.flats_of[unit]:
+            flat.gather()
+
+    def fetch(self, unit):
+        for flat in self.flats_of[unit]:
+            flat.start()
+
+    def free(self):
+        for flat in dict.fromkeys(flat for flats in self.flats_of.values() for flat in flats):
+            flat.free()
+        self.in_backward = False
+
+
 class FSDP(nn.Module):
     """ZeRO-3: parameters exist whole only while their layer computes.
 
@@ -579,15 +610,9 @@ class FSDP(nn.Module):
         with model.no_sync(): loss.backward()                     every micro-batch but the last
         loss.backward(); model.finish_grad_sync(); optimizer.step()
 
-    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those:
-
-        forward    before a unit: gather it       after it: free it, but for the last one, with which backward begins
-        backward   before a unit: gather it       when its last gradient is there: free it, reduce-scatter its gradients
-
-    While a unit computes, the next one is gathered: in forward the one that followed in the last forward, in backward
-    the one before. So two units are whole at a time. Matrices are sharded, one flat parameter a unit. 1-D parameters
-    (biases, norms; a thousandth of K) stay whole, and are all-reduced once a step. A tied parameter stays whole from
-    its first use on. All ranks must use the same parameters in each backward.
+    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
+    Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
+    are all-reduced once a step. All ranks must use the same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
     module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype,
@@ -600,16 +625,9 @@ class FSDP(nn.Module):
         for buffer in module.buffers():
             if not buffer.is_meta:
                 spread(buffer, self.group, between)
-        self.units, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
+        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
+        self.units = Units(flats_of)
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
-        uses = Counter(flat for flats in self.units.values() for flat in flats)
-        sharded = [flats for flats in self.units.values() if not all(flat.stays_whole for flat in flats)]
-        last = sharded[-1] if sharded else []
-        self.kept = {flat for flat in self.buckets if uses[flat] > 1 or flat in last}  # from forward until backward
-        self.order, self.last_order, self.in_backward = [], [], False  # units, as this and the last forward used them
-        for unit in self.units:
-            unit.register_forward_pre_hook(self.before_forward)
-            unit.register_forward_hook(self.after_forward)
         trained = [flat for flat in self.buckets if flat.shard.requires_grad]
         matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
         self.reducers = [Reducer(matrices, free_and_scatter, add_to_shard, every_backward=True),
@@ -617,62 +635,21 @@ class FSDP(nn.Module):
         self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
 
     def forward(self, *args, **kwargs):
-        self.free()  # weights that a step of the optimizer may have changed
-        self.last_order, self.order, self.in_backward = self.order, [], False
+        self.units.begin()
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
-            self.free()
+            self.units.free()
         return output
-
-    def before_forward(self, unit, inputs):
-        self.gather(unit)
-        if not self.in_backward:  # where backward runs a unit again, `before_backward` has fetched the next
-            self.order.append(unit)
-            used = len(self.order)
-            if used < len(self.last_order) and self.last_order[used - 1] is unit:
-                self.fetch(self.last_order[used])
-
-    def after_forward(self, unit, inputs, output):
-        if self.in_backward:  # recomputation, inside the unit's backward, which frees it
-            return
-        for flat in self.units[unit]:
-            if not (flat.stays_whole or flat in self.kept):
-                flat.free()
-        place = len(self.order) - 1
-        for tensor in tree_leaves(output):  # of tuples, lists and dicts of tensors
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.before_backward(unit, place))
-
-    def before_backward(self, unit, place):
-        """Called first in the backward of a unit, the place-th that forward used."""
-        self.in_backward = True
-        self.gather(unit)
-        if 0 < place <= len(self.order):
-            self.fetch(self.order[place - 1])
-
-    def gather(self, unit):
-        for flat in self.units[unit]:
-            flat.gather()
-
-    def fetch(self, unit):
-        """Begin to gather a unit that computes next."""
-        for flat in self.units[unit]:
-            flat.start()
-
-    def free(self):
-        for flat in self.buckets:
-            flat.free()
 
     def finish_grad_sync(self):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
         average_between(self.buckets)
-        self.free()
-        self.in_backward = False
+        self.units.free()
 
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
@@ -697,10 +674,12 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
     """Put views of FlatParameters in place of a module's parameters. Returns ({unit: those it computes with}, all)."""
     units = fsdp_units(module)
     unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
-    # Of any size: a bucket for each unit's matrices. All biases and norms have kind False, and share one.
-    flats = make_buckets(list(module.parameters()), math.inf, group,
-                         lambda p: (p.requires_grad, is_matrix(p) and unit_of[p]),
-                         FlatParameter, between=between, reduce_dtype=reduce_dtype)
+
+    def same(p):  # a bucket has a unit's matrices, of any size, or the vectors of all units
+        return p.requires_grad, unit_of[p] if is_matrix(p) else "vectors"
+
+    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, between=between,
+                         reduce_dtype=reduce_dtype)
     new, flat_of = {}, {}
     for flat in flats:
         flat_of.update(dict.fromkeys(flat.params, flat))
@@ -1447,7 +1426,7 @@ def parallelize(config, layout, device, source=None):
     if layout.virtual_stages > 1 and layout.pp == 1:
         raise ValueError(f"virtual_stages {layout.virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    groups = make_groups(mesh, layout.zero_within, layout.ep, config.tied)
+    groups = make_groups(mesh, layout, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, master_dtype(layout.dtype)
     homes = place_stages(layout.pp, layout.virtual_stages)
@@ -1474,6 +1453,50 @@ def parallelize(config, layout, device, source=None):
             model = DDP(model, groups.replicas)
         stages[stage] = model
     return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
+
+
+# The groups, by an example: the ranks of pp 2, dp 2, tp 2, each with the others of its line along an axis
+#
+#     rank    0    1    2    3    4    5    6    7
+#     tp      01   01   23   23   45   45   67   67     neighbours, because they talk most
+#     dp      02   13   02   13   46   57   46   57
+#     pp      04   15   26   37   04   15   26   37     also `ends`: the first and the last stage
+
+def make_groups(mesh, layout, tied):
+    """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
+
+    replicas          the ranks that average gradients, dp x cp
+    within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
+                      `between` are the ranks with the same shard, or None
+    ep, same_experts  of `split_experts`, or None
+    ends              the pipeline's first and last rank, if both keep a `tied` embedding, else None
+    """
+    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
+    groups.replicas, groups.between, groups.ends = groups.dp, None, None
+    replicas, make = ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
+    if layout.cp > 1:
+        groups.replicas, _ = make(replicas.tolist())
+    dist.over_nodes(groups.replicas, replicas.tolist())  # they send most, so they cross nodes in two levels
+    groups.within = groups.replicas
+    if layout.zero_within not in (None, layout.dp * layout.cp):
+        groups.within, groups.between = groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
+    groups.ep, groups.same_experts = None, None
+    if layout.ep > 1:
+        from further.experts import split_experts
+        groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
+    if tied and layout.pp > 1:
+        groups.ends, _ = make(mesh.mesh[[0, -1]].flatten(1).T.tolist())
+    return groups
+
+
+def ranks_of_replicas(mesh):
+    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp."""
+    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
+
+
+def groups_of(grids):
+    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
+    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
 
 
 def cut_layers(model, layout, groups):

@@ -24,7 +24,6 @@ from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
-from fast.zero import GuardedFSDP
 from further import context, experts
 from lessons import peers
 from lessons.machine import measure_machine, sent_in
@@ -101,7 +100,7 @@ def predicted_traffic(trainer, routes=()):
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     cuts = split_pieces(trainer.config, len(net.homes))
     stages = [(stage, cuts[stage]) for stage in parallel.stages_on(pp_rank, net.homes)]
-    kept = [flat for model in net.stages.values() for flat in getattr(model, "kept", ())]
+    kept = [flat for model in net.stages.values() if isinstance(model, parallel.FSDP) for flat in model.units.kept]
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
         gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
@@ -241,7 +240,7 @@ def pieces():
         "doubling": [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))],  # rings alone
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(GuardedFSDP, "fetch", lambda self, unit: None)],             # no unit ahead
+        "fetching": [(parallel.Units, "fetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's

@@ -23,6 +23,7 @@ import lessons.gpu
 import lessons.machine
 import lessons.peers
 import lessons.strategies
+import parallel
 import model
 import theory.speed
 import theory.traffic
@@ -31,7 +32,6 @@ from tests.collectives import nodes_of
 from tests.kernels import KERNEL_DEVICE
 from tests.pool import close, on_cpus, on_ranks
 from tests.runs import named, parse, ran
-from fast.zero import GuardedFSDP
 from lessons.kernels import Size, grouped
 from lessons.machine import calls_of, fit, sent_in
 from lessons.measure import without_collectives
@@ -195,7 +195,7 @@ def test_bench_strategies(run_bench, tmp_path):
 
 def times_without(pieces):
     """{strategy: {piece: a step's time without it, over one with all}}; a sleep stands in the place of "fetching"."""
-    slow = lessons.strategies.pieces() | {"fetching": [(GuardedFSDP, "fetch", lambda self, unit: time.sleep(0.03))]}
+    slow = lessons.strategies.pieces() | {"fetching": [(parallel.Units, "fetch", lambda self, unit: time.sleep(0.03))]}
     layouts = {f"zero{zero}": Settings(dp=2, zero=zero, batch_size=2, device="cpu") for zero in (1, 3)}
     configs = dict.fromkeys(layouts, model.GPTConfig(67, 16, 2, 4, 48))
     a = types.SimpleNamespace(layouts=layouts, configs=configs, repeats=1, without=pieces, json="", model="")
