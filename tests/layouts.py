@@ -540,6 +540,19 @@ def test_layers_behind_frozen_ones_have_their_gradients():
     assert all(close(split, want, 1e-12) for want, split in zip(*grads, strict=True))
 
 
+def test_weight_gradients_wait_for_w():
+    """I computes the input's gradient, and a norm's, but no Linear's."""
+    block = model.GPT(SMALL, pieces=range(1, 2)).double()
+    passage = parallel.Passage(block, None, parallel.WeightGradients(block))
+    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    linears = [p for name, p in block.named_parameters() if "ln_" not in name]
+    dx = passage.backward("I", torch.ones_like(y))
+    assert len(linears) == 8 and dx.shape == y.shape and block.h["0"].ln_1.weight.grad is not None
+    assert all(p.grad is None for p in linears)
+    passage.backward("W")
+    assert all(p.grad is not None for p in linears)
+
+
 def refused(message, *args, **options):
     with pytest.raises(ValueError, match=message):
         in_layout(*args, **options)

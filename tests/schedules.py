@@ -110,6 +110,8 @@ def test_transfers_take_time_in_the_simulation():
 
 @pytest.mark.parametrize("make,change,says", [  # what stands in place of actions in the middle one of three lists
     (parallel.one_f_one_b, {"F0": ["RF0"], "RF0": ["F0"]}, "deadlock"),
+    (parallel.one_f_one_b, {"RF0": ["F0", "RF0"], "F0": []}, "deadlock"),  # before what it needs has come
+    (parallel.one_f_one_b, {"RB0": ["B0", "RB0"], "B0": []}, "deadlock"),
     (parallel.one_f_one_b, {"RB2": []}, "deadlock"),
     (parallel.one_f_one_b, {"SF1": []}, "deadlock"),
     (parallel.one_f_one_b, {"RF0": ["RF1"], "RF1": ["RF0"]}, "deadlock"),  # rank 0 sends them in the other order
