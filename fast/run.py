@@ -14,6 +14,7 @@ from train import Trainer
 
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
+    unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
     def make_optimizer(self, adamw):
         if self.s.cuda_graphs == "on":
@@ -21,6 +22,29 @@ class FastTrainer(WatchedTrainer):
         mixed = self.net.layout.dtype != parallel.master_dtype(self.net.layout.dtype)
         flat = mixed and kernels.on_triton(torch.empty(0, device=self.device))
         return Trainer.make_optimizer(self, AdamW) if flat else super().make_optimizer(adamw)
+
+    def all_finite(self, loss, norm):
+        """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have
+        arrived by now: to wait for its own would leave the GPU idle, for 2 % of a step of GPT-2 124M."""
+        if self.device.type != "cuda" or self.s.on_nan != "stop" or self.scaler:
+            return super().all_finite(loss, norm)
+        finite = self.read()
+        numbers = torch.stack([loss.double(), norm.double()]).to("cpu", non_blocking=True)
+        self.unread = numbers, torch.cuda.current_stream().record_event()
+        return finite
+
+    def read(self):
+        """Whether the numbers that are still unread are finite; NotFinite as in `all_finite`."""
+        unread, self.unread = self.unread, None
+        if not unread:
+            return super().all_finite(torch.zeros(()), torch.zeros(()))  # all ranks take part, with what they have
+        unread[1].synchronize()
+        return super().all_finite(*unread[0])
+
+    def report(self, done, loss, norm):
+        if self.unread and (self.stopping or self.due("save", done)):
+            self.read()  # nothing that is not finite is saved
+        super().report(done, loss, norm)
 
     def buffers_of_collectives(self):
         return scratches()
