@@ -29,8 +29,8 @@ import theory.traffic
 import train
 from tests.collectives import nodes_of
 from tests.kernels import KERNEL_DEVICE
-from tests.pool import close
-from tests.runs import named, parse, Ranks
+from tests.pool import close, on_cpus, on_ranks
+from tests.runs import named, parse, ran
 from fast.zero import GuardedFSDP
 from lessons.kernels import Size, grouped
 from lessons.machine import calls_of, fit, sent_in
@@ -54,24 +54,6 @@ def doubling_up_to(size):
     """Inside, all-reduces of up to so many bytes take log2 rounds, others rings."""
     both = dict.fromkeys(fast.rings.DOUBLING_BYTES, size)
     return unittest.mock.patch.object(fast.rings, "DOUBLING_BYTES", both)
-
-
-def bench_traffic(cases):
-    """[(bytes by formula, bytes counted)] of the second step of each case on this rank; small tensors in log2 rounds,
-    others in rings. Step 0 would also measure memory."""
-    found = []
-    with doubling_up_to(2000):
-        for case in cases:
-            trainer = trainer_of(case)
-            trainer.step(1)  # ZeRO-3 learns its order of units
-            with routes_of_rows() as routes:
-                dist.reset_traffic()
-                trainer.step(2)
-            counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
-            found.append((predicted_traffic(trainer, routes), counted))
-            del trainer
-            forget()
-    return found
 
 
 TRAFFIC = {
@@ -107,14 +89,28 @@ TRAFFIC = {
 
 
 @pytest.mark.parametrize("size", list(TRAFFIC))
-def test_bytes_of_every_strategy_are_the_formulas(pool, size):
-    for rank, found in enumerate(pool(size).run(bench_traffic, TRAFFIC[size])):
-        for case, (formula, counted) in zip(TRAFFIC[size], found):
-            assert formula == counted and (counted or size == 1), (rank, case)
+@on_ranks()
+def test_bytes_of_every_strategy_are_the_formulas():
+    """In a second step; small tensors in log2 rounds, others in rings. Step 0 would also measure memory."""
+    size = dist.get_world_size()
+    with doubling_up_to(2000):
+        for case in TRAFFIC[size]:
+            trainer = trainer_of(case)
+            trainer.step(1)  # ZeRO-3 learns its order of units
+            with routes_of_rows() as routes:
+                dist.reset_traffic()
+                trainer.step(2)
+            counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+            assert predicted_traffic(trainer, routes) == counted and (counted or size == 1), case
+            del trainer
+            forget()
 
 
-def steps_without_collectives(cases):
-    for case in cases:
+@on_ranks(2)
+def test_a_step_runs_without_its_collectives():
+    """Whichever way they are called, and waited for."""
+    for case in ("--dp 2", "--dp 2 --zero 2", "--dp 2 --zero 3", "--tp 2", "--tp 2 --sp", "--cp 2",
+                 "--cp 2 --cp-kind ulysses", "--dp 2 --ep 2 --experts 4"):
         trainer = trainer_of(case)
         trainer.step(0)
         dist.reset_traffic()
@@ -125,21 +121,13 @@ def steps_without_collectives(cases):
         forget()
 
 
-def test_a_step_runs_without_its_collectives(pool):
-    """Whichever way they are called, and waited for."""
-    cases = ["--dp 2", "--dp 2 --zero 2", "--dp 2 --zero 3", "--tp 2", "--tp 2 --sp", "--cp 2",
-             "--cp 2 --cp-kind ulysses", "--dp 2 --ep 2 --experts 4"]
-    pool(2).run(steps_without_collectives, cases)
-
-
 @pytest.fixture
 def run_bench(tmp_path, monkeypatch):
     """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py
     and parallel.py."""
     def run(*words):
         def start_again(processes):
-            ranks = Ranks(list(words), processes, tmp_path / "log", program="bench.py")
-            assert ranks.end() == [0] * processes, ranks.printed()
+            ran(list(words), processes, tmp_path / "log", program="bench.py")
             sys.exit(0)
         monkeypatch.setattr(sys, "argv", ["bench.py", *words])
         monkeypatch.setattr(safe.launch, "start_again", start_again)
@@ -159,30 +147,25 @@ def bench_rows(run_bench, tmp_path, *words):
 CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 
 
-def collectives_traffic(nodes):
-    """{name: (bytes by formula, bytes counted)} of collectives on this rank, an all-reduce in rings and in log2 rounds.
-    nodes: in nodes of so many ranks, those that then work in two levels; 0: all."""
-    found, ops = {}, ("all_reduce", *theory.traffic.HALVES) if nodes else lessons.machine.BUS
+@pytest.mark.parametrize("size,nodes", [(2, 0), (3, 0), (4, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
+@on_ranks()
+def test_bytes_of_every_collective_are_the_formulas(nodes):
+    """An all-reduce's in rings and in log2 rounds. nodes: in nodes of so many ranks, of those that then work in two
+    levels; 0: of all."""
+    ops = ("all_reduce", *theory.traffic.HALVES) if nodes else lessons.machine.BUS
 
-    def count(key, op, call, elements):
+    def count(op, call, elements):
         dist.reset_traffic()
         call()
-        found[key] = sent_in(dist.link_of(None), op, elements, 4), dist.traffic()[op].bytes
+        assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
 
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
         for op, small, size in itertools.product(ops, (0, 1 << 30), (5000, 1_600_000)):
             with doubling_up_to(small):
                 calls, elements = calls_of(op, size, torch.get_default_device())
-                count((op, small, size), op, calls["us"], elements)
+                count(op, calls["us"], elements)
         with doubling_up_to(0):  # a ring's chunks are not all equal, because no size here divides 1003
-            count("uneven", "all_reduce", lambda: dist.all_reduce(torch.zeros(1003)), 1003)
-    return found
-
-
-@pytest.mark.parametrize("size,nodes", [(2, 0), (3, 0), (4, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
-def test_bytes_of_every_collective_are_the_formulas(pool, size, nodes):
-    for rank, found in enumerate(pool(size).run(collectives_traffic, nodes)):
-        assert all(formula == counted for formula, counted in found.values()), (rank, found)
+            count("all_reduce", lambda: dist.all_reduce(torch.zeros(1003)), 1003)
 
 
 def test_bench_collectives(run_bench, tmp_path):
@@ -229,8 +212,10 @@ def test_a_gathering_left_out_repeats_the_own_part():
         assert torch.equal(whole.reshape(2, 3, 2), own.expand(2, 3, 2))
 
 
-def groups_of_peers():
-    """How many groups PyTorch's strategies leave; and the mesh itself, on CPUs of a machine that has a GPU, too."""
+@on_cpus
+@on_ranks(2)
+def test_strategies_of_pytorch_take_the_worlds_group():
+    """They leave no groups, and the mesh none, on CPUs of a machine that has a GPU, too."""
     before, device = {*torch_dist.distributed_c10d._world.pg_map}, torch.device("cpu")
     config, x = model.GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
     kernels.use("torch")
@@ -239,18 +224,12 @@ def groups_of_peers():
     kernels.use("auto")
     with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
         assert world_mesh(device).get_group() is torch_dist.group.WORLD
-    return len({*torch_dist.distributed_c10d._world.pg_map} - before)
+    assert not {*torch_dist.distributed_c10d._world.pg_map} - before
 
 
-def test_strategies_of_pytorch_take_the_worlds_group(pool):
-    if pool.device_type == "cpu":
-        assert pool(2).run(groups_of_peers) == [0, 0]
-
-
+@on_cpus
 def test_bench_strategies_without_a_piece(pool):
     """What stands in a piece's place is in use while a step is timed. A layout without the piece has no time."""
-    if pool.device_type == "cuda":
-        pytest.skip("the step is the CPU's")
     found = pool(2).run(times_without, ["addition", "fetching"])[0]
     assert found["zero1"]["fetching"] is None and found["zero1"]["addition"] > 0
     assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
@@ -326,19 +305,13 @@ BAD_BENCH = [
 
 
 @pytest.mark.parametrize("words,names", BAD_BENCH)
-def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, capsys):
+def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, refusal):
     (tmp_path / "machine.json").write_text(json.dumps({"machine": dict(dataclasses.asdict(H200), network=None)}))
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
     words = words.replace("FILE", str(tmp_path / "machine.json")).replace("EMPTY", str(tmp_path / "empty.json")).split()
     cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
-    monkeypatch.setattr(sys, "argv", ["bench.py", *words, *cpu])
-    monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
-    monkeypatch.setattr(bench.os, "_exit", lambda code: pytest.fail("it ran"))
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(SystemExit) as exit:
-        bench.main()
-    out, err = capsys.readouterr()
-    assert exit.value.code == 2 and err.count("\n") == 1 and names in err and not out, err
+    assert names in refusal([*words, *cpu], bench.main)
 
 
 def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):

@@ -23,7 +23,7 @@ import torch.distributed.run
 import collectives as dist
 import parallel
 from tests.models import Malice
-from tests.pool import HERE, close
+from tests.pool import on_gpus, HERE, close
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, refusal, run_training, slow, start, TINY, TRAIN, trained)
 from safe.checkpoints import checkpoints, crc_of, open_checkpoint
@@ -267,6 +267,22 @@ def test_nan_stops_or_skips_all_ranks_alike(pool, trained, tmp_path, zero):
     assert run("skip") == [True, True] and end_of(tmp_path / "skip") == want
 
 
+def overflow(flags):
+    """What is said where the first update makes weights so large that the second step's loss is not finite."""
+    try:
+        return run_training(["--lr", "1e30", "--warmup-steps", "0", *flags])
+    except NotFinite as error:
+        return str(error)
+
+
+@on_gpus  # which look at a step's numbers in the next step
+@pytest.mark.parametrize("save_every", [2, 4])
+def test_nothing_is_saved_of_a_step_whose_nan_is_seen_late(pool, trained, tmp_path, save_every):
+    said = trained(1, f"--steps 9 --save-every {save_every} --out OUT/late", overflow)
+    assert all("is not finite" in error for error in said)
+    assert not list((tmp_path / "late").glob("step-*"))
+
+
 def test_full_disk_costs_the_checkpoint_and_nothing_else(start, tmp_path):
     out, flags = tmp_path / "run", "--save-every 2 --dp 2 --out OUT/run --steps "
     start(flags + "2", 2).said()
@@ -381,7 +397,7 @@ DAMAGE = [  # a file, what becomes of its bytes, whether the manifest is made to
 
 @pytest.mark.parametrize("file,change,matching,says", DAMAGE)
 def test_damaged_checkpoint_is_one_line_and_exit_code_2(file, change, matching, says, finished_run, tmp_path,
-                                                        monkeypatch, capsys):
+                                                        monkeypatch, refusal):
     """Where the manifest is made to match what was forged, only the contents can tell."""
     step = tmp_path / "step-00000003"
     shutil.copytree(finished_run / step.name, step)
@@ -394,7 +410,7 @@ def test_damaged_checkpoint_is_one_line_and_exit_code_2(file, change, matching, 
             manifest["files"][file] = {"bytes": len(data), "crc32": crc_of_file(step / file)}
         (step / MANIFEST).write_text(json.dumps(manifest | {"crc32": crc_of(manifest)}))
     monkeypatch.chdir(tmp_path)
-    assert says in refusal(["--device", "cpu", "--resume", str(step)], monkeypatch, capsys)
+    assert says in refusal(["--device", "cpu", "--resume", str(step)])
     assert not os.path.exists("hacked")
 
 

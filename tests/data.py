@@ -22,7 +22,7 @@ import train
 from tests.collectives import ring_only
 from tests.kernels import KERNEL_DEVICE
 from tests.pool import close, is_plain, on_both, on_ranks
-from tests.runs import TINY, log_of, run_training
+from tests.runs import log_of, trained
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -161,6 +161,25 @@ def test_backward_returns_before_its_buckets_have_arrived():
     assert net.weight.grad.eq(3).all()
 
 
+@pytest.mark.parametrize("way", ["ddp", 0, 1, 2, 3])
+@on_ranks(2)
+def test_gradients_not_zeroed_add_up(way):
+    """Of two synced backwards, as in one process; and nothing outlives its model."""
+    (one, inputs), (net, _) = module_and_inputs("encoder", 0), module_and_inputs("encoder", 0)
+    model, sync, opt = laid_out(net, way, lr=1.0)
+    for of_ranks in inputs:
+        model(*of_ranks[dist.get_rank()]).square().mean().backward()
+        sync.finish_grad_sync()
+        for x in of_ranks:
+            (one(*x).square().mean() / 2).backward()
+    norm = parallel.clip_grad_norm_(stepped_by(opt), 0, [None])
+    assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
+    alive = weakref.ref(sync.reducers[0] if way == 3 else sync.reducer)
+    del model, sync, opt, net
+    gc.collect()
+    assert alive() is None
+
+
 # -------------------------------------------------------------------------------------- gathers beside what comes after
 
 def layers_and_optimizer(optimizer, stage, **options):
@@ -243,14 +262,10 @@ def test_loss_scale_grows_and_backs_off():
     assert scales == [8, 16, 16, 8, 4, 2, 2, 4]
 
 
-def test_low_precision_trains_like_float32(pool, text, tmp_path):
+def test_low_precision_trains_like_float32(trained, tmp_path):
     """And bf16 keeps what bf16 alone would round away: a float32 master. Same data, 40 steps."""
     ends = []
-    for flags in ("fp32", "bf16", "bf16 --zero 2", "bf16 --zero 3 --reduce-dtype bf16", "fp16 --zero 1"):
-        out = tmp_path / flags
-        out.mkdir()
-        pool(2).run(run_training, [
-            *TINY, "--data", text, "--steps", "40", "--sample", "0", "--eval-every", "40", "--lr", "0.01",
-            "--warmup-steps", "3", "--out", str(out), "--dtype", *flags.split()])
-        ends.append(log_of(out)[-1]["val_loss"])
+    for i, dtype in enumerate(["fp32", "bf16", "bf16 --zero 2", "bf16 --zero 3 --reduce-dtype bf16", "fp16 --zero 1"]):
+        trained(2, f"--steps 40 --eval-every 40 --lr 0.01 --warmup-steps 3 --out OUT/{i} --dtype {dtype}")
+        ends += log_of(tmp_path / str(i), "val_loss")
     assert all(abs(end / ends[0] - 1) < 0.02 for end in ends), ends

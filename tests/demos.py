@@ -98,8 +98,5 @@ def test_context_demo_has_equal_work_by_zigzag_alone(n, capsys):
 
 @pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["context", "--ranks", "0"], ["data", "--ranks", "two"],
                                    ["experts", "--ranks", "-1"], ["memory", "--model", "gpt9"], []], ids=str)
-def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lessons", *words])
-    with pytest.raises(SystemExit, match="2"):
-        lessons.demos.main()
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, refusal):
+    refusal(words, lessons.demos.main)

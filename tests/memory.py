@@ -1,14 +1,10 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
-import gc
 import sys
-import weakref
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 
 import fast.run
@@ -19,7 +15,7 @@ import parallel
 import train
 from tests.collectives import ring_only
 from tests.layouts import SMALL, tokens_of
-from tests.pool import close, is_plain, needs_kernels, on_both
+from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks
 from tests.runs import TINY, parse
 from fast.adamw import AdamW
 from fast.graphs import LeanGPT
@@ -29,33 +25,6 @@ from safe.data import load_data
 from safe.flags import check_layout, model_config, Settings
 from safe.reports import predicted_bytes
 from theory.memory import memory_bytes
-
-
-def kept_gradients(stage):
-    """Two synced backwards with no zero_grad between them add up, as in one process; and nothing outlives its model."""
-    torch.manual_seed(0)
-    one, rank, size = nn.Linear(4, 4).double(), dist.get_rank(), dist.get_world_size()
-    net = nn.Linear(4, 4).double()
-    net.load_state_dict(one.state_dict())
-    x = torch.from_numpy(np.random.default_rng(0).normal(size=(2, size, 3, 4))).to(torch.get_default_device())
-    if stage == "ddp":
-        model = sync = parallel.DDP(net)
-    elif stage == 3:
-        model = sync = parallel.FSDP(net)
-    else:
-        model, sync = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, lr=1.0)
-    params = list(model.parameters()) if stage in ("ddp", 3) else sync.shards
-    for i in range(2):
-        model(x[i, rank]).square().mean().backward()
-        sync.finish_grad_sync()
-        for r in range(size):
-            (one(x[i, r]).square().mean() / size).backward()
-    norm = parallel.clip_grad_norm_(params, 0, [torch_dist.group.WORLD])
-    assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
-    alive = weakref.ref(sync.reducer if stage != 3 else sync.reducers[0])
-    del model, sync, params, net
-    gc.collect()
-    assert alive() is None
 
 
 def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
@@ -136,22 +105,20 @@ def test_memory_is_what_is_predicted(pool, text, choice, size, flags, bound):
     assert ("--ep" in flags) == (len(shares) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
 
 
+@on_ranks(2)
 @ring_only
-def gradient_bytes(reduce_dtype):
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, reduce_dtype=reduce_dtype), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(2) for t in tokens_of(0))
-    dist.reset_traffic()
-    net.weight_of_a_target(y)
-    of_the_count = dist.traffic()["all_reduce"].bytes
-    net.forward_backward(x, y)
-    return dist.traffic()["all_reduce"].bytes - 2 * of_the_count
-
-
-def test_gradients_travel_in_the_reduce_dtype(pool):
-    plain, half = (pool(2).run(gradient_bytes, dtype) for dtype in (None, torch.bfloat16))
-    assert [2 * n for n in half] == plain
+def test_gradients_travel_in_the_reduce_dtype():
+    device, sent = torch.get_default_device(), []
+    for reduce_dtype in None, torch.bfloat16:
+        net = parallel.parallelize(SMALL, parallel.Layout(dp=2, reduce_dtype=reduce_dtype), device)
+        net.make_optimizer(torch.optim.SGD, lr=0.1)
+        x, y = (t.to(device).split(2) for t in tokens_of(0))
+        dist.reset_traffic()
+        net.weight_of_a_target(y)
+        of_the_count = dist.traffic()["all_reduce"].bytes
+        net.forward_backward(x, y)
+        sent.append(dist.traffic()["all_reduce"].bytes - 2 * of_the_count)
+    assert sent[0] == 2 * sent[1]
 
 
 def half_gradients(schedule, zero):
@@ -180,11 +147,6 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
                         for schedule in ("1f1b", "gpipe", "zb-h1", "interleaved", "added"))
         for other in others:
             assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
-
-
-@pytest.mark.parametrize("stage", ["ddp", 0, 1, 2, 3])
-def test_gradients_not_zeroed_add_up(pool, stage):
-    pool(2).run(kept_gradients, stage)
 
 
 def overflow_case(text, zero, *flags):
@@ -216,7 +178,8 @@ def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
     assert all((a == b).all() for other in others for a, b in zip(first, other))
 
 
-def clipped_of_scaled():
+@on_ranks(1)
+def test_clipping_divides_by_the_loss_scale_first():
     """Gradients 2**16 times too large: the true norm is reported and clipped to, by our function and by AdamW's kernel
     as it reads."""
     for max_norm, clipped in (0.5, [0.3, 0.4]), (50, [3.0, 4.0]), (0, [3.0, 4.0]):
@@ -227,7 +190,3 @@ def clipped_of_scaled():
             p.grad = torch.tensor([3.0, 4.0]) * 2**16
             assert close(clip(max_norm, scale=2**16).cpu(), 5.0, 1e-6)
             assert close((p.grad * inner.scale).cpu(), clipped, 1e-5)
-
-
-def test_clipping_divides_by_the_loss_scale_first(pool):
-    pool(1).run(clipped_of_scaled)

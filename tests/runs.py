@@ -210,16 +210,19 @@ def start(text, tmp_path):
     return begin
 
 
-def refusal(arguments, monkeypatch, capsys):
-    """The one line with which train.py ends before any process starts or meets another."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
-    monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
-    with pytest.raises(SystemExit) as exit:
-        train.main()
-    out, err = capsys.readouterr()
-    assert exit.value.code == 2 and err.count("\n") == 1 and not out, err
-    return err
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """refusal(words): the one line with which a program ends before any process starts or meets another."""
+    def of(words, main=train.main):
+        monkeypatch.setattr(sys, "argv", ["", *words])
+        monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
+        monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
+        with pytest.raises(SystemExit) as exit:
+            main()
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2 and err.count("\n") == 1 and not out, err
+        return err
+    return of
 
 
 TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]

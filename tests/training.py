@@ -291,14 +291,14 @@ def bad_files(text, finished_run, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags,says", REFUSED)
-def test_bad_input_is_one_line_and_exit_code_2(flags, says, bad_files, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(flags, says, bad_files, refusal):
     """And nothing is written."""
     def files():
         return {path: path.read_bytes() for path in bad_files["folder"].rglob("*") if path.is_file()}
 
     before, words = files(), [str(bad_files.get(word, word)) for word in flags.split()]
     data = [] if {"--data", "--resume"} & {*words} else ["--data", str(bad_files["ASCII"])]
-    assert says in refusal(data + words, monkeypatch, capsys)
+    assert says in refusal(data + words)
     assert files() == before
 
 

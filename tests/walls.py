@@ -5,6 +5,7 @@ alone.
 """
 
 import ast
+import compileall
 import functools
 import inspect
 import math
@@ -40,7 +41,7 @@ def files_of(room):
     return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
-EVERY_FILE = [str(path.relative_to(HERE)) for room in ROOMS for path in files_of(room)]
+SOURCES = {str(path.relative_to(HERE)): path.read_text() for room in ROOMS for path in files_of(room)}
 
 
 # ------------------------------------------------------------------------------------------------------ the reference
@@ -74,6 +75,7 @@ def reference_in(tmp_path_factory):
             target = folder / file.relative_to(HERE)
             target.parent.mkdir(exist_ok=True)
             shutil.copy(file, target)
+        compileall.compile_dir(folder, quiet=1)  # once, even where Python is told to write no bytecode
         return str(folder)
     return copied
 
@@ -106,17 +108,18 @@ def imported(statement):
     return [statement.module] if isinstance(statement, ast.ImportFrom) else []
 
 
-@pytest.mark.parametrize("file", EVERY_FILE)
-def test_imports_point_one_way(file):
+def test_imports_point_one_way():
     """At a file's top only rooms before its own, or files of its own. Inside a function the reference may name
     further/, and train.py's last function the rooms that it turns on."""
-    room, tree = file.removesuffix(".py").split(os.sep)[0], ast.parse(pathlib.Path(HERE, file).read_text())
-    top = {name.split(".")[0] for statement in tree.body for name in imported(statement)} & set(ROOMS)
-    inside = {name.split(".")[0] for node in ast.walk(tree) for name in imported(node)} & set(ROOMS)
-    before = set(ROOMS[:ROOMS.index(room) + (room not in REFERENCE or room == "further")])
-    assert top <= before, f"{file} imports {top - before}"
-    late = {"train": {"train", "fast"}}.get(room, {"further"} if room in REFERENCE else set())
-    assert inside <= before | late, f"{file} names {inside - before - late}"
+    wrong = []
+    for file, source in SOURCES.items():
+        room, tree = file.removesuffix(".py").split(os.sep)[0], ast.parse(source)
+        before = ROOMS[:ROOMS.index(room) + (room not in REFERENCE or room == "further")]
+        late = {"train": ["train", "fast"]}.get(room, ["further"] * (room in REFERENCE))
+        for nodes, able in (tree.body, before), (ast.walk(tree), before + late):
+            rooms = {name.split(".")[0] for node in nodes for name in imported(node)}
+            wrong += [(file, other) for other in rooms & {*ROOMS} - {*able}]
+    assert wrong == []
 
 
 def names_bound(body):
@@ -133,32 +136,29 @@ def names_bound(body):
                         and isinstance(node.ctx, ast.Store)}
 
 
-@pytest.mark.parametrize("file", [file for file in EVERY_FILE if not file.startswith("test")])
-def test_each_name_is_bound_once(file):
-    """No function is replaced by a later one, no method from outside its class."""
-    body = ast.parse(pathlib.Path(HERE, file).read_text()).body
-    bound, classes = [*names_bound(body)], {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}
-    others = [name for name in bound if "." in name and name.split(".")[0] not in classes]  # of another module
-    bound += [f"{owner}.{name}" for owner, parts in classes.items() for name in names_bound(parts)]
-    assert others + [name for name, times in Counter(bound).items() if times > 1] == []
+def test_each_name_is_bound_once():
+    """No function is replaced by a later one, no method from outside its class; no test is lost where two modules share
+    its name."""
+    bound, others = Counter(), []
+    for file, source in SOURCES.items():
+        body = ast.parse(source).body
+        if file.startswith("test"):
+            bound.update(node.name for node in body
+                         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+            continue
+        classes, names = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}, [*names_bound(body)]
+        others += [(file, name) for name in names if "." in name and name.split(".")[0] not in classes]
+        names += [f"{owner}.{name}" for owner, parts in classes.items() for name in names_bound(parts)]
+        bound.update((file, name) for name in names)
+    assert others + [name for name, times in bound.items() if times > 1] == []
 
 
-def test_no_test_is_lost_where_two_modules_share_a_name():
-    names = Counter(node.name for path in files_of("tests") for node in ast.parse(path.read_text()).body
-                    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
-    assert [name for name, times in names.items() if times > 1] == []
-
-
-def test_no_function_of_the_reference_is_long():
-    sizes = {f"{file}: {node.name}": node.end_lineno - node.lineno + 1 for room in REFERENCE for file in files_of(room)
-             for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+def test_no_function_of_the_reference_and_no_line_is_long():
+    sizes = {(file, node.name): node.end_lineno - node.lineno + 1 for file, source in SOURCES.items()
+             if file.removesuffix(".py").split(os.sep)[0] in REFERENCE
+             for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
     assert {name: size for name, size in sizes.items() if size > 45} == {}
-
-
-@pytest.mark.parametrize("file", EVERY_FILE)
-def test_no_line_is_longer_than_120_characters(file):
-    lines = pathlib.Path(HERE, file).read_text().splitlines()
-    assert [number for number, line in enumerate(lines, 1) if len(line) > 120] == []
+    assert [(file, line) for file, source in SOURCES.items() for line in source.splitlines() if len(line) > 120] == []
 
 
 # ------------------------------------------------------------------------------------------------- what fast/ replaces
