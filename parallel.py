@@ -1654,7 +1654,7 @@ class ParallelGPT:
         losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, dloss, syncs)
         total = torch.zeros_like(dloss)
         for loss in losses:
-            total += loss * dloss / scale
+            total += loss * dloss / scale  # dloss / scale: the weight of a target
         if self.layout.pp > 1:
             dist.all_reduce(total, group=self.groups.pp)  # the other stages have none
         return total

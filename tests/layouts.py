@@ -29,7 +29,6 @@ import further.sequence
 import kernels
 import model
 import parallel
-import theory.clock
 import train
 from tests.collectives import nodes_of
 from tests.pool import BOTH, DEVICES, close, needs_kernels, on_both, on_ranks
@@ -37,7 +36,6 @@ from fast.graphs import replay_micro_batches
 from further.experts import routers
 from further.schedules import zero_bubble_h1
 from safe.flags import BadInput, check_layout, Settings
-from theory.clock import simulate
 
 
 # -------------------------------------------------------------------------------------------------------- one process
@@ -464,45 +462,7 @@ def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
     assert not any(found[:half]) and all(found[half:])
 
 
-# ------------------------------------------------------------------------------------------------------------ pipelines
-
-@pytest.mark.parametrize("name", MIXED)
-def test_stages_may_run_b_or_its_halves(name):
-    """Where rank 0 alone does not put W off, ZB-H1 does the same in the same time."""
-    lists = MIXED[name](3, 6)
-    parallel.check(parallel.lower(lists))
-    slower = simulate(lists).length - simulate(zero_bubble_h1(3, 6)).length
-    assert slower == 0 if name == "whole-0" else slower > 0
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@on_ranks(4)
-def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
-    """So `finish_grad_sync` has nothing to send."""
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(2) for t in tokens_of(0))
-    with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-        net.run(x, y, schedule, 1.0, net.syncs)
-        in_backward = reduced.call_count
-        for stage in net.stages.values():
-            stage.finish_grad_sync()
-        assert reduced.call_count == in_backward > 1
-
-
-@pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
-@on_ranks(3)
-def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
-    """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
-    device, made = torch.get_default_device(), []
-    with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
-        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
-                                   parallel.Layout(pp=3, virtual_stages=virtual_stages), device)
-    line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
-    assert made == sorted(line + back * (virtual_stages > 1))
-    assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
-
+# -------------------------------------------------------------------------------------------------------- refused, or 0
 
 @pytest.mark.parametrize("layout, zero", [({"dp": 4}, 0), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 0)], ids=str)
 @on_ranks(4)
@@ -513,31 +473,6 @@ def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, z
     x = tokens_of(0)[0].to(device).split(4)
     assert net.forward_backward(x, [torch.full_like(tokens, -1) for tokens in x]) == 0
     assert net.clip_grad_norm_(1.0) == 0
-
-
-def test_layers_are_split_by_cost():
-    split, even = theory.clock.split_pieces, model.GPTConfig(100, 8, 6, 2, 8)
-    for stages in range(1, 9):
-        cuts = split(even, stages)
-        assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages
-    heavy_head = dataclasses.replace(even, vocab_size=100_000)
-    assert split(heavy_head, 2) == [range(7), range(7, 8)]
-    heavy_block = dataclasses.replace(even, n_layer=4, experts=4, top_k=4, expert_every=4)
-    assert split(heavy_block, 2) == [range(4), range(4, 6)]
-    assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
-
-
-def test_layers_behind_frozen_ones_have_their_gradients():
-    """Nothing before the first layer needs a gradient, so a detached weight would have no backward there."""
-    net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
-    for name, param in net.named_parameters():
-        param.requires_grad = "attn" in name or "mlp" in name
-    for prepare in (lambda net: None), parallel.WeightGradients:
-        prepare(net)
-        net.zero_grad()
-        F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
-        grads.append([param.grad for param in net.parameters() if param.requires_grad])
-    assert all(close(split, want, 1e-12) for want, split in zip(*grads, strict=True))
 
 
 def refused(message, *args, **options):

@@ -1,4 +1,7 @@
-"""f and g, cuts, the mesh, pipeline schedules."""
+"""f and g, cuts, the mesh, pipelines and their schedules."""
+
+import dataclasses
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -7,7 +10,10 @@ import torch.distributed as torch_dist
 import torch.nn.functional as F
 
 import collectives as dist
+import model
 import parallel
+import theory.clock
+from tests.layouts import MIXED, SMALL, tokens_of
 from tests.pool import close, on_ranks
 from further.schedules import interleaved, zero_bubble_h1
 from theory.clock import simulate
@@ -110,6 +116,8 @@ def test_transfers_take_time_in_the_simulation():
 
 @pytest.mark.parametrize("make,change,says", [  # what stands in place of actions in the middle one of three lists
     (parallel.one_f_one_b, {"F0": ["RF0"], "RF0": ["F0"]}, "deadlock"),
+    (parallel.one_f_one_b, {"RF0": ["F0", "RF0"], "F0": []}, "deadlock"),  # before what it needs has come
+    (parallel.one_f_one_b, {"RB0": ["B0", "RB0"], "B0": []}, "deadlock"),
     (parallel.one_f_one_b, {"RB2": []}, "deadlock"),
     (parallel.one_f_one_b, {"SF1": []}, "deadlock"),
     (parallel.one_f_one_b, {"RF0": ["RF1"], "RF1": ["RF0"]}, "deadlock"),  # rank 0 sends them in the other order
@@ -124,3 +132,81 @@ def test_broken_schedules_are_rejected(make, change, says):
     with pytest.raises(parallel.ScheduleError, match=says) as error:
         parallel.check(lists)
     assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))
+
+
+# --------------------------------------------------------------------------------------------------- running a schedule
+
+@pytest.mark.parametrize("name", MIXED)
+def test_stages_may_run_b_or_its_halves(name):
+    """Where rank 0 alone does not put W off, ZB-H1 does the same in the same time."""
+    lists = MIXED[name](3, 6)
+    parallel.check(parallel.lower(lists))
+    slower = simulate(lists).length - simulate(zero_bubble_h1(3, 6)).length
+    assert slower == 0 if name == "whole-0" else slower > 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@on_ranks(4)
+def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
+    """So `finish_grad_sync` has nothing to send."""
+    device = torch.get_default_device()
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2), device)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (t.to(device).split(2) for t in tokens_of(0))
+    with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        net.run(x, y, schedule, 1.0, net.syncs)
+        in_backward = reduced.call_count
+        for stage in net.stages.values():
+            stage.finish_grad_sync()
+        assert reduced.call_count == in_backward > 1
+
+
+@pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
+@on_ranks(3)
+def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
+    """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
+    device, made = torch.get_default_device(), []
+    with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
+        net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
+                                   parallel.Layout(pp=3, virtual_stages=virtual_stages), device)
+    line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
+    assert made == sorted(line + back * (virtual_stages > 1))
+    assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
+
+
+def test_layers_are_split_by_cost():
+    split, even = theory.clock.split_pieces, model.GPTConfig(100, 8, 6, 2, 8)
+    for stages in range(1, 9):
+        cuts = split(even, stages)
+        assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages
+    heavy_head = dataclasses.replace(even, vocab_size=100_000)
+    assert split(heavy_head, 2) == [range(7), range(7, 8)]
+    heavy_block = dataclasses.replace(even, n_layer=4, experts=4, top_k=4, expert_every=4)
+    assert split(heavy_block, 2) == [range(4), range(4, 6)]
+    assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
+
+
+def test_layers_behind_frozen_ones_have_their_gradients():
+    """Nothing before the first layer needs a gradient, so a detached weight would have no backward there."""
+    net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
+    for name, param in net.named_parameters():
+        param.requires_grad = "attn" in name or "mlp" in name
+    for prepare in (lambda net: None), parallel.WeightGradients:
+        prepare(net)
+        net.zero_grad()
+        F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
+        grads.append([param.grad for param in net.parameters() if param.requires_grad])
+    assert all(close(split, want, 1e-12) for want, split in zip(*grads, strict=True))
+
+
+def test_weight_gradients_wait_for_w():
+    """I computes the input's gradient, and a norm's, but no Linear's."""
+    block = model.GPT(SMALL, pieces=range(1, 2)).double()
+    passage = parallel.Passage(block, None, parallel.WeightGradients(block))
+    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    linears = [p for name, p in block.named_parameters() if "ln_" not in name]
+    dx = passage.backward("I", torch.ones_like(y))
+    assert len(linears) == 8 and dx.shape == y.shape and block.h["0"].ln_1.weight.grad is not None
+    assert all(p.grad is None for p in linears)
+    passage.backward("W")
+    assert all(p.grad is not None for p in linears)
