@@ -48,8 +48,15 @@ from model import GPT, buffers, initial_weight, Linear, materialize, materialize
 def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's group along tp.
 
-    tp is innermost, because its ranks talk in every layer, and neighbours share a node. Call it on all ranks, as every
-    function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
+    tp is innermost, because its ranks talk in every layer, and neighbours share a node. Of pp 2, dp 2, tp 2 each rank
+    has these groups:
+
+        rank    0    1    2    3    4    5    6    7
+        tp      01   01   23   23   45   45   67   67
+        dp      02   13   02   13   46   57   46   57
+        pp      04   15   26   37   04   15   26   37
+
+    Call it on all ranks, as every function that makes groups. ValueError unless pp x dp x cp x tp is the world size.
     """
     there, needed = dist.get_world_size(), pp * dp * cp * tp
     if needed != there:
@@ -67,7 +74,7 @@ class Place:
 
     Parameters of a bucket have equal places. (How each was cut does not count.)
     """
-    cut_over: tuple = ()    # the groups whose ranks hold other parts of it, or the layers of other stages
+    cut_over: tuple = ()    # the groups whose ranks hold other parts of the model: other columns, shards, or layers
     add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
                             # saw T/N tokens each
     replicas: object = None  # an expert's: the group that keeps the same expert, and averages its gradient
@@ -81,7 +88,7 @@ def place(param):
 
 
 def is_matrix(param):
-    """Whether a parameter has weight decay; biases and norms have none."""
+    """Whether a parameter has weight decay, and FSDP shards it. Biases and norms have none, and stay whole."""
     decays = place(param).decays
     return param.dim() >= 2 if decays is None else decays
 
@@ -146,7 +153,7 @@ class Bucket:
     def message(self):
         """The total, as it is sent; the bucket forgets it. A parameter without a gradient counts as zero."""
         for param in self.params:
-            self.collect(param)  # what no hook has moved: gradients that an earlier step left
+            self.collect(param)  # one that this step has not used may have a .grad that nobody zeroed
         total, self.total = self.total, None
         if total is None:
             total = self.zeros(self.total_dtype)
@@ -175,8 +182,9 @@ class Bucket:
 
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
-    """Parameters in buckets of about `megabytes`, last layers first, because backward computes their gradients first.
-    Those of a bucket have one dtype, device and place, and, where ZeRO asks for more, the same(param)."""
+    """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
+    backward computes the last gradients first. Those of a bucket have one dtype, device and place, and, where ZeRO asks
+    for more, the same(param)."""
     limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
     filling, full = {}, []
     for param in reversed(params):
@@ -211,7 +219,8 @@ class Reducer:
 
     @contextmanager
     def no_sync(self):
-        """Goes around every backward but the step's last one: gradients only add up."""
+        """Goes around every backward but the step's last one: gradients add up in `bucket.total`, and are not sent,
+        unless they leave in every backward. .grad is None until `finish`."""
         before, self.syncing = self.syncing, self.every_backward
         try:
             yield
@@ -225,9 +234,7 @@ class Reducer:
             return
         bucket = self.bucket_of[param]
         if param not in self.missing[bucket] and not self.every_backward:
-            raise RuntimeError("a second backward before finish_grad_sync(), or one after a backward that raised: run "
-                               "all but the last one under no_sync(); after an error, call zero_grad() of the model, "
-                               "or of the ShardedOptimizer")
+            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
         self.missing[bucket].discard(param)
         while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
             self.leave()
@@ -394,7 +401,7 @@ def reduce_scatter_bucket(bucket, in_place=False):
         return dist.Handle(), message, message
     average = message[bucket.own]
     if not in_place:
-        average = torch.empty_like(average)  # so that the full vector can go
+        average = torch.empty_like(average)  # so that `message` can go; a view of it would keep all of it alive
     handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
     return handle, message, average
 
@@ -429,7 +436,7 @@ def flatten(bucket, sharded, compute_dtype):
     """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters."""
     values = make_shard(bucket, sharded)
     bucket.dtype = compute_dtype or bucket.dtype
-    bucket.weights = values.to(bucket.dtype)
+    bucket.weights = values.to(bucket.dtype)  # of the same dtype: `values` itself, so who steps the shard steps these
     if bucket.dtype != values.dtype:
         bucket.shard.data = bucket.shard.data.clone()  # a master of its own, no longer a view of `values`
     for p in bucket.params:
@@ -488,7 +495,8 @@ class FlatParameter(Bucket):
         self.shard.data = self.shard.data.clone()  # so that the other values can go
         self.dtype = compute_dtype or self.dtype
         self.weights = self.zeros(self.dtype)
-        # .data gives each view its own version counter. A refill does not raise it; else autograd would refuse to run.
+        # Autograd checks by a counter that nobody has written to what forward saved. To gather writes `weights`, with
+        # the same numbers. By .data each view has a counter of its own, which that does not raise.
         new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
@@ -1070,8 +1078,8 @@ def in_order(lists):
 
 def lower(lists):
     """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
-    rank's list, the receive to the other's, after all that the other has run so far. So both see their transfers in
-    the same order, and do not wait for each other."""
+    rank's list, the receive to the other's, after all that the other has run so far. Both at once, so all lists have
+    the transfers in one common order, and the first that is not done is the next one at both of its ends."""
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
@@ -1129,7 +1137,7 @@ class WeightGradients:
     """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
     stage waits for them: at once, or during an "I" later, in its "W".
 
-    Norms, embeddings and tied weights stay with autograd, in "I".
+    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
     """
     later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
 
@@ -1337,7 +1345,7 @@ class Pipeline:
 
 def copies(place, groups):
     """On how many ranks of the groups the same gradient of a parameter lies: all ranks, divided by those that hold
-    different parts, times those of them whose gradients are equal since they were added up."""
+    different parts of the model, times the size of each `add_over` among these, whose ranks have the same sum."""
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
@@ -1454,13 +1462,6 @@ def parallelize(config, layout, device, source=None):
         stages[stage] = model
     return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
 
-
-# The groups, by an example: the ranks of pp 2, dp 2, tp 2, each with the others of its line along an axis
-#
-#     rank    0    1    2    3    4    5    6    7
-#     tp      01   01   23   23   45   45   67   67     neighbours, because they talk most
-#     dp      02   13   02   13   46   57   46   57
-#     pp      04   15   26   37   04   15   26   37     also `ends`: the first and the last stage
 
 def make_groups(mesh, layout, tied):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
