@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -150,6 +150,9 @@ class Bucket:
         self.view(self.total, param).add_(param.grad)
         param.grad = None
 
+    def holds_gradients(self):
+        return self.total is not None or any(p.grad is not None for p in self.params)
+
     def message(self):
         """The total, as it is sent; the bucket forgets it. A parameter without a gradient counts as zero."""
         for param in self.params:
@@ -219,8 +222,8 @@ class Reducer:
 
     @contextmanager
     def no_sync(self):
-        """Goes around every backward but the step's last one: gradients add up in `bucket.total`, and are not sent,
-        unless they leave in every backward. .grad is None until `finish`."""
+        """Goes around every backward but the step's last one: gradients add up, and are not sent, unless they leave in
+        every backward."""
         before, self.syncing = self.syncing, self.every_backward
         try:
             yield
@@ -229,18 +232,25 @@ class Reducer:
 
     def computed(self, param):
         """Autograd calls this when it has added all of a backward's gradient to param.grad."""
-        self.collect(param)
+        bucket = self.bucket_of[param]
+        if bucket.total_dtype != bucket.dtype:
+            self.collect(param)  # so that micro-batches do not add up in 16 bits
         if not self.syncing:
             return
-        bucket = self.bucket_of[param]
         if param not in self.missing[bucket] and not self.every_backward:
-            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync()")
+            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
+                               "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
         self.missing[bucket].discard(param)
         while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
             self.leave()
 
     def collect(self, param):
         self.bucket_of[param].collect(param)
+
+    def expect(self, bucket):
+        """A backward begins that computes all of a bucket, whatever the one before has left out."""
+        if bucket in self.missing:
+            self.missing[bucket] = set(bucket.params)
 
     def leave(self):
         bucket = self.buckets[self.next]
@@ -261,7 +271,7 @@ class Reducer:
     def unsent(self):
         """Whether `finish` has buckets to send. All ranks must agree."""
         if self.every_backward:
-            return self.next > 0 or any(bucket.total is not None for bucket in self.buckets)
+            return self.next > 0 or any(bucket.holds_gradients() for bucket in self.buckets)
         return self.next < len(self.buckets)
 
     def finish(self):
@@ -270,6 +280,16 @@ class Reducer:
             self.leave()
         while self.under_way:
             self.receive()
+        self.restart()
+
+    def forget(self):
+        """Drop the gradients of an unfinished step, for example after its backward raised. Call it on all ranks."""
+        while self.under_way:
+            self.under_way.popleft()[1].wait()
+        for bucket in self.buckets:
+            bucket.total = None
+            for param in bucket.params:
+                param.grad = None
         self.restart()
 
 
@@ -320,6 +340,11 @@ class DDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none=True):
+        """As any module's; it also drops an unfinished step. Then call it on all ranks."""
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
 
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
@@ -374,6 +399,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_grad_sync(self):
         self.reducer.finish()
         average_between(self.buckets)
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self):
@@ -549,16 +579,19 @@ class Units:
         backward   gather unit | compute it, all-gather of the one before   then `free_and_scatter`
 
     Next is what followed in the last forward. The last unit stays whole, because backward begins with it; so does a
-    tied parameter, from its first use on. flats_of: {unit: the FlatParameters that it computes with}.
+    tied parameter, from its first use on. A frozen one stays whole from its backward to the end of the step.
+
+    flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
 
-    def __init__(self, flats_of):
-        self.flats_of = flats_of
+    def __init__(self, flats_of, expect):
+        self.flats_of, self.expect = flats_of, expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
         last = sharded[-1] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
         self.order, self.last_order = [], []  # units, as this forward and the last one used them
+        self.running = []  # where in `order` the units stand that compute now: one, and those that it is in
         self.in_backward = False
         for unit in flats_of:
             unit.register_forward_pre_hook(self.before_forward)
@@ -568,11 +601,13 @@ class Units:
         """Before a forward. The optimizer may have changed the shards, so no unit is whole any more."""
         self.free()
         self.last_order, self.order = self.order, []
+        self.running.clear()
 
     def before_forward(self, unit, inputs):
         self.gather(unit)
         if self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
             return
+        self.running.append(len(self.order))
         self.order.append(unit)
         used = len(self.order)
         if used < len(self.last_order) and self.last_order[used - 1] is unit:
@@ -584,15 +619,17 @@ class Units:
         for flat in self.flats_of[unit]:
             if not (flat.stays_whole or flat in self.kept):
                 flat.free()
-        number = len(self.order) - 1
-        for tensor in tree_leaves(output):  # of tuples, lists and dicts of tensors
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.before_backward(unit, number))
+        number = self.running.pop()
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if tensors:  # by the first gradient of any of them
+            register_multi_grad_hook(tensors, lambda grad: self.before_backward(unit, number), mode="any")
 
     def before_backward(self, unit, number):
         """Called first in the backward of a unit; forward has used `number` units before it."""
         self.in_backward = True
         self.gather(unit)
+        for flat in self.flats_of[unit]:
+            self.expect(flat)
         if 0 < number <= len(self.order):
             self.fetch(self.order[number - 1])
 
@@ -634,13 +671,13 @@ class FSDP(nn.Module):
             if not buffer.is_meta:
                 spread(buffer, self.group, between)
         flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
-        self.units = Units(flats_of)
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
         trained = [flat for flat in self.buckets if flat.shard.requires_grad]
         matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
         self.reducers = [Reducer(matrices, free_and_scatter, add_to_shard, every_backward=True),
                          Reducer(vectors, all_reduce_bucket, add_to_shard)]
         self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
+        self.units = Units(flats_of, self.reducers[0].expect)
 
     def forward(self, *args, **kwargs):
         self.units.begin()
@@ -651,6 +688,12 @@ class FSDP(nn.Module):
         if not torch.is_grad_enabled():
             self.units.free()
         return output
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
+        for reducer in self.reducers:
+            reducer.forget()
+        super().zero_grad(set_to_none)
 
     def finish_grad_sync(self):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
@@ -666,7 +709,8 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def full_state_dict(self):
         """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
-        named = [(name, param, self.bucket_of[param]) for name, param in self.module.named_parameters()]
+        every = self.module.named_parameters(remove_duplicate=False)
+        named = [(name, param, self.bucket_of[param]) for name, param in every]
         return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
 
     @torch.no_grad()
@@ -1336,6 +1380,12 @@ class Pipeline:
         tensor = self.outbox.pop(action)
         handle = dist.isend(tensor, group=self.group, group_dst=self.other_rank(action))
         self.sending.append((handle, tensor))
+        self.forget_sent()
+
+    def forget_sent(self):
+        """Free the outputs that have been sent."""
+        while self.sending and self.sending[0][0].is_completed():
+            self.sending.popleft()[0].wait()
 
     def other_rank(self, transfer):
         return self.homes[other_end(transfer).stage]

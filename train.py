@@ -328,8 +328,10 @@ class Trainer:
         """Write step-00000100.pt into --out."""
         tensors = {label: tensor.cpu() for label, tensor in self.whole_tensors() if dist.get_rank() == 0}
         if dist.get_rank() == 0:
+            path = os.path.join(self.s.out, f"step-{done:08}.pt")
             torch.save({"step": done, "skipped": self.skipped, "scaler": self.scaler and vars(self.scaler),
-                        "flags": vars(self.s), "tensors": tensors}, os.path.join(self.s.out, f"step-{done:08}.pt"))
+                        "flags": vars(self.s), "tensors": tensors}, path + ".part")
+            os.replace(path + ".part", path)  # a file of that name is whole
 
     def load(self, saved):
         """Go on as if never stopped; returns how many steps are done. Weights came with the model, from `source`; here

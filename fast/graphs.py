@@ -78,6 +78,7 @@ class Totals:
 
     def begin(self, overwrite):
         """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
+        self.forget()  # a .grad that was zeroed, not dropped, is a view of the total
         for bucket, flat in self.flats.items():
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat

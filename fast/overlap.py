@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from parallel import average_between, DDP, make_buckets, Reducer
+from parallel import average_between, make_buckets, Reducer
 
 
 def large_buckets(params, megabytes, *args, **kwargs):
@@ -43,19 +43,31 @@ class FastReducer(Reducer):
     def __init__(self, buckets, send, store, every_backward=False):
         super().__init__(buckets, send, store, every_backward)
         self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
-        for bucket in buckets if every_backward else ():
-            bucket.total_dtype = bucket.reduce_dtype or bucket.total_dtype  # it is sent at once, so nothing adds up
 
     def restart(self):
         super().restart()
         self.computing = {bucket: set(bucket.params) for bucket in self.buckets}  # what this backward still computes
 
     def collect(self, param):
+        pass  # `computed` moves all of a bucket
+
+    def computed(self, param):
         bucket = self.bucket_of[param]
         self.computing[bucket].discard(param)
         if not self.computing[bucket]:
+            self.collect_rest([bucket])
+        super().computed(param)
+
+    def expect(self, bucket):
+        super().expect(bucket)
+        self.collect_rest([bucket] if bucket in self.missing else [])
+
+    def collect_rest(self, buckets):
+        """Move what .grad has, where it must not add up there: in 16 bits, or beside what CUDA graphs add up."""
+        for bucket in buckets:
             self.computing[bucket] = set(bucket.params)
-            collect_all(bucket)
+            if bucket.total is not None or bucket.total_dtype != bucket.dtype:
+                collect_all(bucket)
 
     @contextmanager
     def no_sync(self):
@@ -63,8 +75,7 @@ class FastReducer(Reducer):
             with super().no_sync():
                 yield
         finally:
-            if not self.every_backward:
-                self.collect_rest()  # else it would add up in 16 bits
+            self.collect_rest(self.buckets)  # of which a backward may not have used all parameters
 
     def leave(self):
         collect_all(self.buckets[self.next])
@@ -91,47 +102,22 @@ class FastReducer(Reducer):
         if bucket.shard is None or average is not bucket.shard.grad:
             self.store(bucket, average)
 
-    def collect_rest(self):
-        """Gradients of buckets of which a backward has not used all parameters."""
-        for bucket in self.buckets:
-            if any(p.grad is not None for p in bucket.params):
-                collect_all(bucket)
-
     def finish(self):
-        if self.every_backward:
-            self.collect_rest()
         super().finish()
         self.promised = {}
 
     def forget(self):
-        """Drop the gradients of an unfinished step, for example after its backward raised. Call it on all ranks."""
-        while self.under_way:
-            self.under_way.popleft()[1].wait()
-        for bucket in self.buckets:
-            bucket.total = None
-            for param in bucket.params:
-                param.grad = None
         self.promised = {}
-        self.restart()
+        super().forget()
 
     @property
     def finished(self):
-        grads = (p.grad for bucket in self.buckets for p in bucket.params)
-        return not (self.next or self.under_way or any(bucket.total is not None for bucket in self.buckets)
-                    or any(grad is not None for grad in grads))
+        return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
 
 
 def average_what_came(buckets):
     """As parallel.average_between, of what a Reducer has received. A CUDA graph has averaged what it received."""
     average_between([bucket for bucket in buckets if vars(bucket).pop("received", False)])
-
-
-class RestartableDDP(DDP):
-
-    def zero_grad(self, set_to_none=True):
-        """As any module's. After a backward that raised, call it on all ranks before the next backward."""
-        self.reducer.forget()
-        super().zero_grad(set_to_none)
 
 
 def stepped(bucket):

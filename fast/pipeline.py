@@ -93,5 +93,4 @@ class PatientPipeline(Pipeline):
         super().do(action)
         if action.kind == "F" and self.on_forward:
             self.on_forward()
-        while self.sending and self.sending[0][0].is_completed():
-            self.sending.popleft()[0].wait()
+        self.forget_sent()

@@ -34,7 +34,6 @@ class GuardedOptimizer(ShardedOptimizer):
         """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
         if not self.late:  # else forward or the next step waits
             self.wait_for_weights(self.buckets)  # a step that failed has started to gather them
-        self.reducer.forget()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -116,7 +115,7 @@ class GuardedOptimizer(ShardedOptimizer):
 
 
 class GuardedFSDP(FSDP):
-    """An FSDP whose module is not read or moved by mistake, and that can drop a step."""
+    """An FSDP whose module is not read or moved by mistake."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -131,9 +130,3 @@ class GuardedFSDP(FSDP):
                            "with load(), and copy, move or cast a module before you wrap it")
 
     _apply = __deepcopy__ = _refuse
-
-    def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
-        for reducer in self.reducers:
-            reducer.forget()
-        super().zero_grad(set_to_none)

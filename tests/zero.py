@@ -187,6 +187,84 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     assert not whole() and not any(bucket.handle for bucket in model.buckets)
 
 
+class Fork(nn.Module):
+    """A unit that now and then leaves a layer out, and hands the residual on beside the hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, hidden, residual, both):
+        hidden = torch.tanh(self.always(hidden))
+        return (self.sometimes(hidden) if both else hidden), residual + hidden
+
+
+class Forks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.forks = nn.ModuleList(Fork() for _ in range(3))
+
+    def forward(self, x, both):
+        residual = x
+        for fork in self.forks:
+            x, residual = fork(x, residual, both)
+        return x + residual
+
+
+@on_both
+@pytest.mark.parametrize("way", [2, 3])
+@on_ranks(2)
+def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
+    """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
+    whole, though its outputs' gradients come one after the other."""
+    one, net = Forks().double(), Forks().double().to(torch.get_default_device())
+    net.load_state_dict(one.state_dict())
+    model, sync, optimizer = laid_out(net, way, lr=1.0)
+    for both in False, True, True:
+        x = torch.ones(2, 4, dtype=torch.float64)
+        one(x, both).square().sum().backward()
+        model(x.to(torch.get_default_device()), both).square().sum().backward()
+    if way == 3:
+        assert not any(flat.weights.untyped_storage().size() for flat in model.buckets)
+    sync.finish_grad_sync()
+    norm = parallel.clip_grad_norm_(stepped_by(optimizer), 0, [None])
+    assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
+
+
+class Half(nn.Module):
+    """A unit of two layers, of which it uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Module()
+        self.layers.used, self.layers.unused = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.layers.used
+
+
+@on_both
+@pytest.mark.parametrize("way", [0, 1, 2, 3])
+@on_ranks(2)
+def test_16_bit_gradients_add_up_in_float32(way):
+    """Of 300 backwards that leave a parameter of the bucket out. (bf16 itself cannot count beyond 256.)"""
+    net = nn.Sequential(Half()).to(torch.get_default_device())
+    if way == 3:
+        model = sync = parallel.FSDP(net, compute_dtype=torch.bfloat16)
+    else:
+        model, sync = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=way, lr=1.0,
+                                                     compute_dtype=torch.bfloat16)
+    for i in range(300):
+        with sync.no_sync() if i < 299 else contextlib.nullcontext():
+            model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    sync.finish_grad_sync()
+    shards = list(sync.parameters()) if way == 3 else sync.shards
+    total = torch.stack([shard.grad.sum() for shard in shards]).sum()
+    if way:
+        dist.all_reduce(total)
+    assert total == 4 * 300
+
+
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_sharded_optimizer_loads_its_state(compute_dtype):
@@ -213,6 +291,25 @@ def test_sharded_optimizer_loads_its_state(compute_dtype):
     assert all(a.equal(b) for a, b in zip(stepped_by(one), stepped_by(other)))
     assert step(net, one, 0.2).equal(weight := step(other_net, other, 0.2))
     assert step(other_net, other, 0.0).equal(weight)
+
+
+@on_both
+@pytest.mark.parametrize("way", ["ddp", 0, 1, 2, 3])
+@on_ranks(2)
+def test_a_step_dropped_between_micro_batches_leaves_nothing(way):
+    net, ((x, _), _) = module_and_inputs("encoder", 0)
+    model, sync, optimizer = laid_out(net, way, lr=0.0)
+    norms = []
+    for dropped in False, True:
+        if dropped:
+            with sync.no_sync():
+                (1000 * model(*x).square().mean()).backward()
+        optimizer.zero_grad()
+        model.zero_grad()
+        model(*x).square().mean().backward()
+        sync.finish_grad_sync()
+        norms.append(float(parallel.clip_grad_norm_(stepped_by(optimizer), 0, [None])))
+    assert close(*norms)
 
 
 @pytest.mark.parametrize("way", ["ddp", 1, 2, 3])
