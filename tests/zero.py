@@ -195,8 +195,9 @@ class Fork(nn.Module):
         self.always, self.sometimes = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
 
     def forward(self, hidden, residual, both):
-        hidden = torch.tanh(self.always(hidden))
-        return (self.sometimes(hidden) if both else hidden), residual + hidden
+        residual = residual + hidden  # its gradient comes last
+        hidden = torch.tanh(self.always(residual))
+        return (self.sometimes(hidden) if both else hidden), residual
 
 
 class Forks(nn.Module):
