@@ -290,15 +290,19 @@ def use(group, comm):
     links["in use"] = links[comm] = links.get(comm) or make_link(group, comm)
 
 
+LINKS = {"ring": Link, "torch": Library}  # what `use` knows besides "ours"
+
+
 def make_link(group, comm):
-    """The Link of a group for "ours", "ring" or "torch"."""
-    if comm == "torch":
-        return Library(group)
-    if comm == "ours" and group in _levels:
+    """The Link of a group for "ours" or one of LINKS. ValueError for another name."""
+    if comm in LINKS:
+        return LINKS[comm](group)
+    if comm != "ours":
+        raise ValueError(f"no collectives are called {comm}: there are ours, {', '.join(LINKS)}")
+    if group in _levels:
         from further.nodes import TwoLevels
         return TwoLevels(group)
-    if comm == "ours":
-        say_what_is_faster(torch_dist.get_backend(group))
+    say_what_is_faster(torch_dist.get_backend(group))
     return Link(group)
 
 

@@ -156,7 +156,7 @@ class Bucket:
     def message(self):
         """The total, as it is sent; the bucket forgets it. A parameter without a gradient counts as zero."""
         for param in self.params:
-            self.collect(param)  # one that this step has not used may have a .grad that nobody zeroed
+            self.collect(param)  # in float32 they are all in .grad until now
         total, self.total = self.total, None
         if total is None:
             total = self.zeros(self.total_dtype)
@@ -186,8 +186,8 @@ class Bucket:
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
     """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
-    backward computes the last gradients first. Those of a bucket have one dtype, device and place, and, where ZeRO asks
-    for more, the same(param)."""
+    backward computes the last gradients first. Those of a bucket have one dtype, device and place, and the same(param):
+    ZeRO's parameter group, or FSDP's unit."""
     limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
     filling, full = {}, []
     for param in reversed(params):
@@ -222,8 +222,8 @@ class Reducer:
 
     @contextmanager
     def no_sync(self):
-        """Goes around every backward but the step's last one: gradients add up, and are not sent, unless they leave in
-        every backward."""
+        """Goes around every backward but the step's last one: gradients add up, and are not sent. Where they leave in
+        every backward it changes nothing."""
         before, self.syncing = self.syncing, self.every_backward
         try:
             yield
@@ -392,6 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(param_groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
+        # At stage 1 the total stays as long as its Nth: another tensor for that would save nothing at the peak.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
         self.no_sync = self.reducer.no_sync
@@ -407,7 +408,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Step the own shard, then all-gather the parameters."""
+        """The shard is a view of `weights`, and so are the parameters: to step it changes this rank's Nth of them. The
+        others' arrive by all-gather."""
         self.inner.step()
         self.cast()
         self.gather_weights(self.buckets)
@@ -525,8 +527,8 @@ class FlatParameter(Bucket):
         self.shard.data = self.shard.data.clone()  # so that the other values can go
         self.dtype = compute_dtype or self.dtype
         self.weights = self.zeros(self.dtype)
-        # Autograd checks by a counter that nobody has written to what forward saved. To gather writes `weights`, with
-        # the same numbers. By .data each view has a counter of its own, which that does not raise.
+        # Autograd raises an error if the version counter of a saved tensor has changed. To refill `weights` would
+        # change it, so each parameter is made from .data, which gives it a counter of its own.
         new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
@@ -567,7 +569,7 @@ class FlatParameter(Bucket):
 
 
 def free_and_scatter(flat):
-    """What FSDP does when a unit's last gradient is there."""
+    """What FSDP does when a unit's last gradient is there, and the buckets before it have left."""
     flat.free()
     return reduce_scatter_bucket(flat)
 
@@ -578,8 +580,9 @@ class Units:
         forward    gather unit | compute it, all-gather of the next one     then free it
         backward   gather unit | compute it, all-gather of the one before   then `free_and_scatter`
 
-    Next is what followed in the last forward. The last unit stays whole, because backward begins with it; so does a
-    tied parameter, from its first use on. A frozen one stays whole from its backward to the end of the step.
+    Next is what followed in the last forward; the first one fetches nothing. The last unit stays whole, because
+    backward begins with it; so does a tied parameter, from its first use on. A frozen one stays whole from its backward
+    to the end of the step.
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
@@ -591,7 +594,7 @@ class Units:
         last = sharded[-1] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
         self.order, self.last_order = [], []  # units, as this forward and the last one used them
-        self.running = []  # where in `order` the units stand that compute now: one, and those that it is in
+        self.running = []  # positions in `order` of the units that compute now: a stack, because units may nest
         self.in_backward = False
         for unit in flats_of:
             unit.register_forward_pre_hook(self.before_forward)
@@ -1122,8 +1125,9 @@ def in_order(lists):
 
 def lower(lists):
     """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
-    rank's list, the receive to the other's, after all that the other has run so far. Both at once, so all lists have
-    the transfers in one common order, and the first that is not done is the next one at both of its ends."""
+    rank's list, the receive to the other's, after all that the other has run so far. Number the transfers as they are
+    appended: each list has them in the order of their numbers. Both ranks of the first one that is not done have
+    finished all before it, so it can run: there is no deadlock."""
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
@@ -1628,7 +1632,7 @@ class ParallelGPT:
             for matrix, decay in (False, 0.0), (True, weight_decay):
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]
                 groups += [{"params": params, "weight_decay": decay}] if params else []
-        if all(isinstance(model, (DDP, FSDP)) for model in self.stages.values()):
+        if all(hasattr(model, "finish_grad_sync") for model in self.stages.values()):
             # syncs: by stage, what has no_sync and finish_grad_sync
             self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
             self.params = [p for group in groups for p in group["params"]]
@@ -1660,7 +1664,7 @@ class ParallelGPT:
     def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
-        Returns, on every rank of the pipeline, this replica's part of it: the mean over replicas is the loss."""
+        Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, schedule, scale, self.syncs)

@@ -86,7 +86,7 @@ class Flags:
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper GPUs on, except in fp64", choices=["auto", "torch", "triton"])
-    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])
+    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", *dist.LINKS])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")

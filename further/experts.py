@@ -184,8 +184,8 @@ def expert_plan(f, g):
 # there and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load
 # is balanced.
 #
-# The same expert lies on dp/N x cp ranks, its copies. Each rank's loss is the mean over its own tokens, and a copy gets
-# the tokens of N ranks, so it has the gradient of a sum of N losses. The gradient of the mean over all ranks is
+# The same expert lies on dp/N x cp ranks, its copies. The batch's loss is the mean of all ranks' losses, and a copy
+# gets the tokens of N ranks, so it has the gradient of a sum of N of them. The gradient of the batch's loss is
 # therefore the average over the copies, divided by N (`Place.losses`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 

@@ -8,7 +8,7 @@ import re
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import COMBINE, _blocks, Library, Link, tensors_in
+from collectives import COMBINE, _blocks, Library, Link, make_link, tensors_in
 from further.nodes import TwoLevels
 
 
@@ -114,7 +114,12 @@ def watched_link(group, comm):
     """As collectives.make_link, of links that report and name."""
     if comm == "torch":
         return WatchedLibrary(group)
-    return WatchedLevels(group) if comm == "ours" and group in dist._levels else Watched(group)
+    if comm in dist.LINKS:
+        plain = dist.LINKS[comm]
+        return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
+    if comm != "ours":
+        return make_link(group, comm)  # which says what there is
+    return WatchedLevels(group) if group in dist._levels else Watched(group)
 
 
 class WatchedLevels(TwoLevels, Watched):

@@ -12,6 +12,7 @@ import runpy
 import shlex
 import sys
 import types
+import unittest.mock
 from collections import Counter
 
 import pytest
@@ -29,6 +30,7 @@ import theory.clock
 import train
 from further.experts import split_experts
 from tests.kernels import no_worse_than_pytorch, random
+from tests.layouts import SMALL, tokens_of
 from tests.pool import HERE, in_new_process
 from tests.runs import (
     FILES, files_in, FURTHER, LECTURE, module_of, named, ran, README, readme_commands, readme_levels, TRAIN, WHOLE)
@@ -171,7 +173,7 @@ def library_code():
     """README's, which wants a process without groups: the module of its model's class, the gradient."""
     code, = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fast.on()" in block]
     exec(code, names := {})
-    return type(names["model"]).__module__, names["model"].module.weight.grad.tolist()
+    return type(names["model"].reducer).__module__, names["model"].module.weight.grad.tolist()
 
 
 def test_readme_library_code_is_fast():
@@ -212,6 +214,11 @@ def sign_gradients(folder):
     strategy = readme_code(own).SignDDP(net, None)
     strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
     strategy.finish_grad_sync()
+    with unittest.mock.patch.object(parallel, "DDP", type(strategy)):
+        gpt = parallel.parallelize(SMALL, parallel.Layout(dp=dist.get_world_size()), "cpu")
+    gpt.make_optimizer(torch.optim.SGD, lr=0.1)
+    gpt.forward_backward(*([t] for t in tokens_of(0)))
+    assert all(p.grad.abs().eq(1).logical_or(p.grad == 0).all() for p in gpt.params)
     return [p.grad.tolist() for p in net.parameters()]
 
 

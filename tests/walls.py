@@ -208,10 +208,10 @@ def test_no_old_object_is_reachable():
 def test_an_old_object_is_found():
     """In a default argument, a partial, a closure, a class's body, a table."""
     plain = {name: plain for _, name, plain in fast.PLAIN}
-    kept = plain["DDP"]
+    kept = plain["Reducer"]
     module = types.ModuleType("kept")
     module.default = lambda kind=kept: kind
-    module.partial = functools.partial(kept, bucket_mb=1)
+    module.partial = functools.partial(kept, every_backward=True)
     module.closure = lambda: kept
     module.table = {"ring": [plain["going_round"]]}
     assert len(old_objects([module])) == 4
