@@ -1488,10 +1488,10 @@ def parallelize(config, layout, device, source=None):
     if layout.virtual_stages > 1 and layout.pp == 1:
         raise ValueError(f"virtual_stages {layout.virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    groups = make_groups(mesh, layout, config.tied)
+    homes = place_stages(layout.pp, layout.virtual_stages)
+    groups = make_groups(mesh, layout, homes, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, master_dtype(layout.dtype)
-    homes = place_stages(layout.pp, layout.virtual_stages)
     pieces_of = even_pieces(config, len(homes))
     for stage in stages_on(dist.get_rank(groups.pp), homes):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
@@ -1517,14 +1517,14 @@ def parallelize(config, layout, device, source=None):
     return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
 
 
-def make_groups(mesh, layout, tied):
+def make_groups(mesh, layout, homes, tied):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
     replicas          the ranks that average gradients, dp x cp
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
                       `between` are the ranks with the same shard, or None
     ep, same_experts  of `split_experts`, or None
-    ends              the pipeline's first and last rank, if both keep a `tied` embedding, else None
+    ends              the ranks of the first and the last stage, if both keep a `tied` embedding, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
@@ -1540,7 +1540,10 @@ def make_groups(mesh, layout, tied):
         from further.experts import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
     if tied and layout.pp > 1:
-        groups.ends, _ = make(mesh.mesh[[0, -1]].flatten(1).T.tolist())
+        first, last = homes[0], homes[len(homes) - 1]
+        if first == last:
+            raise ValueError("a tied embedding must be on two ranks, or on one stage: give GPTConfig(tied=False)")
+        groups.ends, _ = make(mesh.mesh[[first, last]].flatten(1).T.tolist())
     return groups
 
 

@@ -13,8 +13,8 @@ import collectives as dist
 import model
 import parallel
 import theory.clock
-from tests.layouts import MIXED, SMALL, tokens_of
-from tests.pool import close, on_ranks
+from tests.layouts import differences, in_layout, MIXED, one_process, SMALL, tokens_of
+from tests.pool import close, on_both, on_ranks
 from further.schedules import interleaved, zero_bubble_h1
 from theory.clock import simulate
 
@@ -210,3 +210,27 @@ def test_weight_gradients_wait_for_w():
     assert all(p.grad is None for p in linears)
     passage.backward("W")
     assert all(p.grad is not None for p in linears)
+
+
+def v_schedule(p, m, v):
+    """All forwards, then all backwards, of two stages a rank: rank r has stages r and 2p-1-r."""
+    both = [(r, 2 * p - 1 - r) for r in range(p)]
+    return [parallel.whole_batch("F", early, m) + parallel.whole_batch("F", late, m)
+            + parallel.whole_batch("B", late, m) + parallel.whole_batch("B", early, m) for early, late in both]
+
+
+def in_a_v(tied):
+    homes = {stage: min(stage, 3 - stage) for stage in range(4)}
+    with (unittest.mock.patch.object(parallel, "place_stages", lambda p, v: homes),
+          unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule)):
+        return in_layout({"pp": 2}, "sgd", 2, {"tied": tied}, schedule="v", virtual_stages=2)
+
+
+@on_both
+def test_stages_may_lie_in_a_v(pool):
+    """A schedule's lists, and `place_stages`, say where stages live. (A tied embedding would have both its ends on one
+    rank, which is refused.)"""
+    for got in pool(2).run(in_a_v, False):
+        assert not differences(got, one_process("sgd", tied=False))
+    with pytest.raises(pytest.fail.Exception, match="a tied embedding must be on two ranks"):
+        pool(2).run(in_a_v, True)
