@@ -218,6 +218,7 @@ class Forks(nn.Module):
 def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
     """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
     whole, though its outputs' gradients come one after the other."""
+    torch.manual_seed(0)  # the same on all ranks, whatever ran before
     one, net = Forks().double(), Forks().double().to(torch.get_default_device())
     net.load_state_dict(one.state_dict())
     model, sync, optimizer = laid_out(net, way, lr=1.0)
