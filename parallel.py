@@ -533,7 +533,7 @@ class FlatParameter(Bucket):
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
         self.hold(new)
-        self.handle, self.whole = None, False
+        self.handle = None  # of a gather under way
         self.free()
         return dict(zip(old, new))
 
@@ -547,10 +547,7 @@ class FlatParameter(Bucket):
             self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
         self.weights[self.own] = self.shard  # the cast from the master's dtype
         if not self.stays_whole:
-            self.all_gather()
-
-    def all_gather(self):
-        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+            self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
     def gather(self):
         self.start()
@@ -590,6 +587,7 @@ class Units:
     def __init__(self, flats_of, expect):
         self.flats_of, self.expect = flats_of, expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
+        self.flats = [*uses]
         sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
         last = sharded[-1] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
@@ -645,7 +643,7 @@ class Units:
             flat.start()
 
     def free(self):
-        for flat in dict.fromkeys(flat for flats in self.flats_of.values() for flat in flats):
+        for flat in self.flats:
             flat.free()
         self.in_backward = False
 

@@ -139,7 +139,7 @@ def kept_tensors(net):
     kinds = {
         "parameters": module + ([] if mixed else shards),
         "gradients": [p.grad for p in module + shards] + [b.total for b in buckets] + [
-            t for reducer in net.reducers for t in tensors_in(list(getattr(reducer, "under_way", ())))],
+            t for reducer in net.reducers for t in tensors_in(list(reducer.under_way))],
         "optimizer": (shards if mixed else []) + [t for p in net.optimizer.state.values() for t in p.values()]}
     return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
 
