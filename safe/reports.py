@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
-import parallel
 from safe.flags import gpus_here, schedule_of
 from theory.clock import most_held, stages_in
 from theory.memory import kept_tensors, memory_bytes, tensors_in
