@@ -141,7 +141,7 @@ def torch_pipeline(config, s, device, x, y):
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
     params = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(params, **ADAMW)
-    given = [torch.cat(x)] if rank == 0 else []
+    given = [torch.cat(x)] if 0 in modules else []
     wanted = {"target": torch.cat(y), "losses": []} if len(homes_in(s)) - 1 in modules else {}
 
     def step():
