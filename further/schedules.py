@@ -7,8 +7,14 @@ Its name enters SCHEDULES, and `--schedule` takes it. parallel.py's section on p
 """
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from functools import partial
 
+import torch
+
+import kernels
+import parallel
+from model import Linear
 from parallel import Action, homes_of, needs, one_f_one_b, SCHEDULES, take_turns, whole_batch
 
 
@@ -60,49 +66,97 @@ def zero_bubble_h1(p, m, v=1):
     return lists
 
 
+class WeightGradients:
+    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
+    stage waits for them: at once, or during an "I" later, in its "W".
+
+    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
+    """
+    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
+
+    def __init__(self, module):
+        linears = Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
+        for layer in module.modules():
+            if isinstance(layer, linears) and uses[layer.weight] == 1:
+                layer.linear = partial(self.linear, layer.linear)
+
+    def linear(self, product, x, weight, bias=None):
+        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
+        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
+            return product(x, weight, bias)
+        take = partial(self.take, weight, bias)
+        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
+
+    def take(self, *computed_from):
+        if self.later is None:
+            self.compute(*computed_from)
+        else:
+            self.later.append(computed_from)
+
+    @torch.no_grad()
+    def compute(self, weight, bias, dy, x):
+        if weight.requires_grad:
+            self.add(weight, dy.T, x)
+        if bias is not None and bias.requires_grad:
+            self.add(bias, kernels.bias_gradient(dy))
+
+    def add(self, param, a, b=None):
+        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+
+
 # ------------------------------------------------------------------------------------------------------ stages in a V
 #
-# Rank r has two stages, r and 2p-1-r, so the way through them is a V: down all ranks, and up again. The first and the
-# last stage are both on rank 0, so a tied embedding needs no message. A rank early on the way down waits long for the
-# gradient of its first stage and briefly for that of its second, so all ranks hold equally many activations, where
-# 1F1B's rank r holds p-r. For p = 2 all of these hold 2 or more, as much as 1F1B. With F = I = W = 1:
+# Rank r has two stages (v is always 2): r and 2p-1-r. So a micro-batch's way through the ranks is a V, down to the last
+# rank and up again. The first and the last stage are both on rank 0, so a tied embedding needs no message. A rank near
+# the top holds an activation of its first stage for long, and one of its second only briefly. At the bottom both take
+# equally long. So all ranks hold about as many activations, where 1F1B's rank r holds p-r.
 #
-#                     idle time           activations at most, in micro-batches of all layers of a rank
-#     ZB-V            (p-1) / 2           p
-#     V-Half          3 (p-1) / 2         p/2 + 1, rounded down
-#     V-Min           2 (p-1) + 1/2       (p+4) / 3, rounded down
-#     DualPipeV       (p-1) / 2           p + 1/2
+# With F = I = W = 1 for all layers of a rank, as counted on theory/clock.py's clock:
+#
+#                     idle time, from m = 2p on                          activations at most
+#     ZB-V            (p-1) / 2                                          p
+#     V-Half          3 (p-1) / 2, for odd p 1/2 less                    p/2 + 1, rounded down
+#     V-Min           2 (p-1) - 1/2, where 3 divides p 2 (p-1) + 1/2     (p+4) / 3, rounded down
+#     DualPipeV       (p-1) / 2                                          p + 1/2
+#
+# With 2 ranks, V-Half and V-Min hold as much as 1F1B: 2.
 
 def zb_v(p, m, v=2):
-    """The memory of 1F1B. Rank p-1 cannot begin before (p-1) / 2; from then on it never idles."""
+    """As many activations as 1F1B, and the smallest bubble: the last rank cannot begin before (p-1) / 2."""
     return squeeze(repeat(p, m, 4, 2), 2 * p)
 
 
 def v_half(p, m, v=2):
-    """Half of the memory and half of the bubble of 1F1B."""
+    """About half of 1F1B's activations, and half of its bubble."""
     pause = 3 if p % 2 == 0 else 0
     return squeeze(repeat(p, m, 2, 1, pause), 2 * ((p + 2) // 2))
 
 
 def v_min(p, m, v=2):
-    """A third of the memory and two thirds of the bubble of 1F1B. The bubble grows with m if F, I and W differ."""
-    pause = 2 if p % 3 == 0 else 0  # or each I would want the time of an F
+    """About a third of 1F1B's activations, two thirds of its bubble; where F, I and W differ the bubble grows with m,
+    because nothing here can wait."""
+    pause = 2 if p % 3 == 0 else 0
     return squeeze(repeat(p, m, 1, 1, pause), 2 * ((p + 4) // 3))
 
 
 def repeat(p, m, down, up, pause=0):
-    """One micro-batch's F and I in a V, its "building block", and the same for the next one every 6 units of time, in
-    which a rank has time for F, I and W of both its stages. Qi et al., "Pipeline Parallelism with Controllable Memory"
-    (2024). Returns each rank's F and I, in the order of time.
+    """Each rank's F and I, in the order in which they would start if a micro-batch began every 6 units of time. In 6
+    units a rank runs F, I and W of both its stages. Qi et al., "Pipeline Parallelism with Controllable Memory" (2024),
+    call what one micro-batch needs the building block.
 
-    F and I start `down` later on each next rank of the way down, and `up` later on the way up. A rank's two stages
-    together hold a micro-batch for 2 (p-1) (down + up) + 4 units, so they hold a sixth as many. p = 3, down = up = 1,
-    no pause, a rank's second stage in brackets:
+    Down the V, a micro-batch's F starts `down` units later on each next rank; up the V, `up` units later. Then comes
+    the `pause`, and I goes back in the same steps. Without it I would want the very units that F's take, for some p.
+    A rank's two stages together hold a micro-batch for about 2 (p-1) (down + up) units, so they hold a sixth as many.
+    For p = 2, down = up = 1, a rank's second stage in brackets:
 
-        time      0   1   2   3   4   5   6   7   8   9  10  11
-        rank 0   F0                 (F0)(I0)                 I0
-        rank 1       F0         (F0)        (I0)         I0
-        rank 2           F0 (F0)                (I0) I0
+        time      0   1   2   3   4   5   6   7
+        rank 0   F0         (F0)(I0)         I0
+        rank 1       F0 (F0)        (I0) I0
     """
     way = [down * k for k in range(p)] + [down * p + up * k for k in range(p)]
     back = way[-1] + 1 + pause
@@ -142,12 +196,15 @@ def squeeze(lists, most):
 
 
 def dualpipe_v(p, m, v=2):
-    """DualPipe, cut in half: in the middle of a step each F of one stage stands beside a backward of the other. Sea AI
-    Lab, "Cut-in-half" (2025); DeepSeek, "DualPipeV" (2025), who run the two as one, so that the exchanges of each
-    one's experts hide behind the other. Here they run one after the other.
+    """In the middle of a step each F stands beside I and W of the rank's other stage. DeepSeek, "DualPipeV" (2025),
+    which is DualPipe cut in half, as Sea AI Lab proposed, so that no rank holds a layer that another has.
 
-    Their phases, where each word's digit says which of the rank's stages runs its next micro-batch. Fewer than 2p
-    micro-batches run as the first m of 2p.
+    DeepSeek runs the neighbours as one, F&B, so that the exchange of one's experts hides behind the other's products.
+    Here they run one after the other. DeepSeek's bubble, (p-1) (F&B + B - 3W) of a stage's times, is p-1 if nothing
+    hides.
+
+    The phases are DeepSeek's. The digit of a word says which of the rank's two stages runs its next micro-batch.
+    Fewer than 2p micro-batches run as the first m of 2p.
     """
     lists = []
     for rank in range(p):
