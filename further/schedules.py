@@ -124,7 +124,8 @@ class WeightGradients:
 #     V-Min           2 (p-1) - 1/2, where 3 divides p 2 (p-1) + 1/2     (p+4) / 3, rounded down
 #     DualPipeV       (p-1) / 2                                          p + 1/2
 #
-# With 2 ranks, V-Half and V-Min hold as much as 1F1B: 2.
+# With 2 ranks, V-Half and V-Min hold as much as 1F1B: 2. Little memory leaves little room to wait. So V-Min's bubble
+# grows with m unless F, I and W take equally long, and V-Half's where F takes longer than I.
 
 def zb_v(p, m, v=2):
     """As many activations as 1F1B, and the smallest bubble: the last rank cannot begin before (p-1) / 2."""
@@ -138,8 +139,7 @@ def v_half(p, m, v=2):
 
 
 def v_min(p, m, v=2):
-    """About a third of 1F1B's activations, two thirds of its bubble; where F, I and W differ the bubble grows with m,
-    because nothing here can wait."""
+    """About a third of 1F1B's activations, and two thirds of its bubble."""
     pause = 2 if p % 3 == 0 else 0
     return squeeze(repeat(p, m, 1, 1, pause), 2 * ((p + 4) // 3))
 

@@ -136,6 +136,12 @@ def test_schedules_in_a_v_idle_and_hold_what_their_papers_say(name, idle, publis
             assert max(timeline.idle) >= idle(p) - (1 / 2 if name == "v-half" else 1 if name == "v-min" else 0)
 
 
+@pytest.mark.parametrize("schedule", IN_A_V.values())
+def test_of_schedules_in_a_v_one_bubble_grows_with_m_where_i_is_longer_than_f(schedule):
+    few, many = (max(simulate(schedule(4, m), 1, 1.5, 1).idle) for m in (8, 16))
+    assert close(many, few + (8 if schedule == v_min else 0))
+
+
 def test_a_dualpipe_runs_each_f_beside_a_backward():
     """In the middle of a step: F of one stage, then I and W of the other, of an earlier micro-batch."""
     rank_1 = dualpipe_v(4, 16)[1]
