@@ -264,6 +264,10 @@ def test_weight_gradients_wait_for_w():
     assert all(p.grad is None for p in linears)
     passage.backward("W")
     assert all(p.grad is not None for p in linears)
+    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        passage.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
+    assert passage.weight_gradients.later is None  # so that the next B computes its own
 
 
 def v_schedule(p, m, v):
