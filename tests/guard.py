@@ -1,4 +1,4 @@
-"""Is B as fast as A, and does it offer the same names? Two commits, or two folders, beside each other on one machine.
+"""Is B as fast as A? Two commits, or two folders, beside each other on one machine.
 
     python tests/guard.py --rows cpu fd1f4ac HEAD                  two cores: train.py, and strategies beside PyTorch's
     python tests/guard.py --rows one /tmp/old .                    one GPU: a step of 124M and of XL, beside compiled
@@ -6,7 +6,6 @@
     python tests/guard.py --rows collectives /tmp/old .            two GPUs: beside NCCL, geometric means over sizes
     python tests/guard.py --rows two --rounds 1 /tmp/old .         two GPUs: strategies
     python tests/guard.py --rows dp-xl --peers /tmp/old .          one command of that group, PyTorch's own beside ours
-    python tests/guard.py --names fd1f4ac HEAD                     public names, signatures, flags: a diff
 
 Only command lines and what they write are used, so modules may move between A and B. Runs alternate A B, B A, ..., so
 that a slow moment of the machine hits both. The table comes last: medians (less is better), B over A, half of A's own
@@ -15,8 +14,6 @@ every one of A. Nothing is started that would end after --seconds; what has fewe
 """
 
 import argparse
-import ast
-import difflib
 import itertools
 import json
 import math
@@ -169,49 +166,6 @@ def print_table(a, names, samples, runs, why):
             print(f"{name}: incomplete. {why.get(name, 'There was no time for it')}")
 
 
-# --------------------------------------------------------------------------------------------------------------- names
-
-def names_of(folder):
-    """A line for each public function, class and method, with its signature, and for each field of a dataclass. Read
-    from the source, because an import could need a GPU."""
-    def walk(place, body):
-        for node in body:
-            name = getattr(node, "name", "")
-            if isinstance(node, (ast.If, ast.Try, ast.With)):
-                yield from walk(place, [*node.body, *getattr(node, "orelse", ())])
-            elif isinstance(node, ast.AnnAssign):
-                yield f"{place}.{ast.unparse(node)}"
-            elif isinstance(node, ast.FunctionDef) and (name == "__init__" or not name.startswith("_")):
-                yield f"{place}.{name}({ast.unparse(node.args)})"
-            elif isinstance(node, ast.ClassDef) and not name.startswith("_"):
-                yield f"{place}.{name}"
-                yield from walk(f"{place}.{name}", node.body)
-
-    files = [*folder.glob("*.py"), *(path for part in ("fast", "safe", "theory", "lessons", "further")
-                                     for path in (folder / part).rglob("*.py"))]
-    return sorted(line for path in files if not path.name.startswith("test_")
-                  for line in walk(str(path.relative_to(folder)), ast.parse(path.read_text()).body))
-
-
-def help_of(folder):
-    """The lines of --help, of train.py, bench.py and bench.py's subcommands."""
-    def lines(*words):
-        done = subprocess.run([sys.executable, *words, "--help"], cwd=folder, capture_output=True, text=True,
-                              env=os.environ | {"COLUMNS": "120"})
-        text = done.stdout if not done.returncode else "fails: " + done.stderr.strip().split("\n")[-1]
-        return [f"{' '.join(words)}: {line}" for line in text.splitlines()]
-    every = lines("train.py") + lines("bench.py")
-    whats = re.search(r"\w+( \| \w+)+", " ".join(every))  # kernels | lessons | ...
-    return sum((lines("bench.py", what) for what in (whats[0].split(" | ") if whats else ())), every)
-
-
-def compare_names(a):
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = [checkout(name, pathlib.Path(scratch, side)) for side, name in (("A", a.A), ("B", a.B))]
-        for what in names_of, help_of:
-            print(*difflib.unified_diff(*map(what, folders), a.A, a.B, n=0, lineterm=""), sep="\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("A", help="a commit, or a folder with a checkout")
@@ -221,9 +175,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command on each side (3)")
     parser.add_argument("--seconds", type=float, default=560, help="start nothing that would end later (560)")
     parser.add_argument("--peers", action="store_true", help="in group two, too, PyTorch's own beside ours")
-    parser.add_argument("--names", action="store_true", help="compare names and flags, in place of speed")
-    a = parser.parse_args()
-    (compare_names if a.names else compare)(a)
+    compare(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -310,11 +310,11 @@ def arguments_of(case):
     return (layout, case.pop("optimizer"), case.pop("micro_batches"), change), case
 
 
-def differences_in(pool, case, tolerances=(1e-10,)):
+def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
     """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
     want = one_process(optimizer, *(options[name] for name in ("batch", "tokens", "bias", "clip", "holes")), **change)
-    results = pool(math.prod(layout.values())).run(in_layout, layout, optimizer, micro_batches, change, **options)
+    results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
