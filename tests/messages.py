@@ -229,21 +229,3 @@ def message_of_a_lost_peer(silent):
 def test_message_of_a_lost_or_silent_peer_is_named(pool, silent, says):
     needs_mailboxes(pool)
     assert pool(2).run(message_of_a_lost_peer, silent)[0] == f"all_reduce in a group of 2: {says}"
-
-
-def call_that_returns_before_it_ends():
-    """Whether the operation was over when the call returned; the sum; then of a call that must wait its turn."""
-    x, word = torch.ones(5), torch.ones(1)
-    if dist.get_rank():
-        dist.recv(word, 0)  # which rank 0 sends once its own call has returned
-    handle = dist.all_reduce(x, async_op=True)
-    over = handle.is_completed() and not dist.get_rank()
-    if not dist.get_rank():
-        dist.send(word, 1)
-    dist.all_reduce(x)  # behind it
-    handle.wait()
-    return over, x.tolist()
-
-
-def test_async_op_returns_before_the_ring_has_run(plain_pool):
-    assert plain_pool(2).run(call_that_returns_before_it_ends) == [(False, [4.0] * 5)] * 2

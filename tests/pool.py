@@ -221,21 +221,6 @@ class Pool:
         self.processes = []
 
 
-def test_a_pool_starts_anew_once_where_gloo_could_not_connect(tmp_path):
-    with pools("cpu") as get:
-        assert get(2).run(connects_the_second_time, tmp_path / "tried", once=True) == [0, 1]
-        with pytest.raises(pytest.fail.Exception, match="connectFullMesh"):
-            get(2).run(connects_the_second_time, tmp_path / "again", once=False)
-
-
-def connects_the_second_time(path, once):
-    rank = torch_dist.get_rank()
-    if rank == 1 and not (once and path.exists()):
-        path.touch()
-        raise RuntimeError("Gloo connectFullMesh failed")
-    return rank
-
-
 DEVICES = ["cpu"] + (["cuda"] if GPUS > 1 else [])
 
 
