@@ -28,7 +28,8 @@ sys.path.insert(0, str(HERE))
 REFERENCE = "collectives", "kernels", "model", "parallel", "further", "train"
 RUN_IT = "the_reference_(s_|alone|in_a)|(?<!ex)plain|_demo_"  # in the names of tests that run the reference
 LIKELY = {  # beginning of a function's name: parts of tests' names
-    "collectives.rendezvous": "its_own_logs_the_same_losses[1-|plain_logs", "collectives": "the_reference_s_collectives",
+    "collectives.rendezvous": "its_own_logs_the_same_losses[1-|plain_logs",
+    "collectives": "the_reference_s_collectives",
     "train": "its_own_logs_the_same_losses[1-|plain_logs", "kernels": "test_kernel", "further.context": "plain-context",
     "further.experts": "plain-experts", "further.nodes": "plain-nodes", "further.sequence": "plain-sequence",
     "parallel.P": "plain-pipeline", "parallel.Shard": "plain-zero", "parallel.F": "plain-zero", "": "plain-data"}

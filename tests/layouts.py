@@ -198,6 +198,8 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
     """`three_steps` on this rank. without: a function of the reference whose collectives do nothing, or one of BREAKS.
     node: as if torchrun had started nodes of so many ranks. choice: of kernels. forced: one of FORCED."""
     with contextlib.ExitStack() as around:
+        if choice == "triton":
+            needs_kernels()
         if node:
             around.enter_context(nodes_of(node))
         if forced:
@@ -450,8 +452,6 @@ NEAR = [  # rows that round, and how near they are: gradients sent in bf16, laye
                          ids=str)
 def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
     """Not float64's numbers, but near."""
-    if "triton" in row:
-        needs_kernels(pool)
     found = differences_in(pool, case_of(row), [tolerance, tolerance / 800])
     half = len(found) // 2
     assert not any(found[:half]) and all(found[half:])

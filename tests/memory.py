@@ -57,6 +57,8 @@ def make_trainer(flags):
 def memory_of(text, choice, flags):
     """(bytes of activations alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, what
     share of the tokens this rank's experts got)."""
+    if choice == "triton":
+        needs_kernels()
     trainer = make_trainer(["--data", text, "--n-layer", "1" if choice == "triton" else "2", "--seq-len", "64",
                             "--n-head", "2", "--n-embd", "32", "--batch-size", "2", "--kernels", choice,
                             *flags.split()])
@@ -82,6 +84,8 @@ MEMORY = [  # kernels, processes, flags, by how many bytes or what part measured
     # Gradients on their way are no activations.
     *[("torch", 2, f"--zero {stage} --micro-batches 4 --batch-size 8", 0.01) for stage in (1, 2, 3)],
     ("torch", 2, "--pp 2 --micro-batches 2", 0.1),  # what is sent and received, too
+    *[("torch", 4, f"--dp 2 --pp 2 --zero {stage} --micro-batches 4 --batch-size 8 --schedule interleaved "
+       "--virtual-stages 2", 0.1) for stage in (1, 2)],
     # What experts take follows from the tokens that they got. A router's counts are on no list.
     ("torch", 1, EXPERTS, 0.02), ("torch", 1, f"{EXPERTS} --dtype bf16 --top-k 1", 0.02),
     ("torch", 2, f"{EXPERTS} --dp 2 --ep 2", 0.02),
@@ -93,8 +97,6 @@ MEMORY = [  # kernels, processes, flags, by how many bytes or what part measured
 @pytest.mark.parametrize("choice,size,flags,bound", MEMORY)
 def test_memory_is_what_is_predicted(pool, text, choice, size, flags, bound):
     """On the CPU PyTorch keeps statistics of a bf16 layer norm in bf16. Else one loss is on no list, 8 bytes."""
-    if choice == "triton":
-        needs_kernels(pool)
     if bound == 8 and pool.device_type == "cuda":
         bound = 0.02
     shares = set()

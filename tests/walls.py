@@ -27,7 +27,7 @@ from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point_equals_library)
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import HERE, in_new_process, needs_kernels, on_cpus, on_ranks
+from tests.pool import HERE, in_new_process, on_cpus, on_ranks
 from tests.runs import log_of, ran, run_training, TRAIN
 
 ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
@@ -47,13 +47,13 @@ SOURCES = {str(path.relative_to(HERE)): path.read_text() for room in ROOMS for p
 # ------------------------------------------------------------------------------------------------------ the reference
 
 @pytest.mark.parametrize("test, arguments", [
-    *((test_bytes_sent_are_the_formulas, (size, (), 400)) for size in (3, 4)),
-    (test_between_nodes_every_rank_sends_its_share, (4, 2)), (test_point_to_point_equals_library, (4,)),
-    (test_blocks_may_be_uneven, (4, "plain")),
-    *((test_collective_equals_library, (name, 3)) for name in COLLECTIVES)],
+    *((test_bytes_sent_are_the_formulas, {"size": size, "ways": (), "elements": 400}) for size in (3, 4)),
+    (test_between_nodes_every_rank_sends_its_share, {"size": 4, "node": 2}),
+    (test_point_to_point_equals_library, {"size": 4}), (test_blocks_may_be_uneven, {"size": 4, "way": "plain"}),
+    *((test_collective_equals_library, {"size": 3, "name": name}) for name in COLLECTIVES)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
-    test(plain_pool, *arguments)
+    test(plain_pool, **arguments)
 
 
 PROGRAMS = [  # processes, flags
@@ -281,8 +281,6 @@ ENTERED = {  # a layout, and the rows that it enters
 
 @pytest.mark.parametrize("layout", ENTERED)
 def test_rows_are_entered(pool, layout):
-    if "triton" in layout:
-        needs_kernels(pool)
     place, options = arguments_of(case_of(layout))
     for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, *place, **options):
         assert set(ENTERED[layout].split()) <= entered
