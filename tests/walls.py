@@ -122,34 +122,18 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
-def names_bound(body):
-    """Names that the statements of a module or class bind, and attributes of others that they replace."""
-    for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            yield statement.name
-        elif isinstance(statement, ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in statement.names)
-        elif isinstance(statement, ast.Try):  # one way or the other
-            yield from {*names_bound(statement.body), *names_bound(sum((way.body for way in statement.handlers), []))}
-        elif not isinstance(statement, (ast.Import, ast.If)):
-            yield from {ast.unparse(node) for node in ast.walk(statement) if isinstance(node, (ast.Name, ast.Attribute))
-                        and isinstance(node.ctx, ast.Store)}
-
-
 def test_each_name_is_bound_once():
     """No function is replaced by a later one, no method from outside its class; no test is lost where two modules share
     its name."""
     bound, others = Counter(), []
     for file, source in SOURCES.items():
-        body = ast.parse(source).body
-        if file.startswith("test"):
-            bound.update(node.name for node in body
-                         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
-            continue
-        classes, names = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}, [*names_bound(body)]
-        others += [(file, name) for name in names if "." in name and name.split(".")[0] not in classes]
-        names += [f"{owner}.{name}" for owner, parts in classes.items() for name in names_bound(parts)]
-        bound.update((file, name) for name in names)
+        tree = ast.parse(source)
+        others += [(file, ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)
+                   and isinstance(node.targets[0], ast.Attribute)]
+        for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
+            names = [node.name for node in owner.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            bound.update(name if name.startswith("test_") else (file, getattr(owner, "name", ""), name)
+                         for name in names)
     assert others + [name for name, times in bound.items() if times > 1] == []
 
 

@@ -296,7 +296,7 @@ def test_a_dropped_step_leaves_nothing(way, between):
         model.zero_grad()
         model(*x).square().mean().backward()
         sync.finish_grad_sync()
-        if way != "ddp":
+        if way in (1, 2, 3):
             with pytest.raises(ValueError, match="not in `groups`"):
                 parallel.clip_grad_norm_(stepped_by(optimizer), 1.0)
         norms.append(float(parallel.clip_grad_norm_(stepped_by(optimizer), 0, [None])))
