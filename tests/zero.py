@@ -293,7 +293,8 @@ def test_a_dropped_step_leaves_nothing(way, between):
                     model(*x).square().mean().backward()
                     sync.finish_grad_sync()
         optimizer.zero_grad()
-        model.zero_grad()
+        if way in ("ddp", 3):
+            model.zero_grad()
         model(*x).square().mean().backward()
         sync.finish_grad_sync()
         if way in (1, 2, 3):
