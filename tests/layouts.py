@@ -162,8 +162,13 @@ def mean_of_replicas():
         torch.cat([*y]) != -1).sum().clamp(min=1).double())
 
 
+def ends_apart():
+    """The ends of a tied embedding on one rank are not added up."""
+    return unittest.mock.patch.object(parallel, "add_up_twins", lambda params: None)
+
+
 BREAKS = {function.__name__: function for function in (
-    average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas)}
+    average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas, ends_apart)}
 
 
 def rows_in_place():
@@ -241,7 +246,7 @@ def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, cuda_grap
         norms.append(float(net.clip_grad_norm_(clip)))
         opt.step()
         if config.experts:
-            net.balance(RATE)
+            further.experts.balance(net, RATE)
         if cuda_graphs and step == 0:
             net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
         torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
@@ -363,6 +368,16 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
     ("pipeline", ["schedule=interleaved n_layer=7"], [
         "pp=2 virtual_stages=3 micro_batches=8", "pp=3 virtual_stages=2 micro_batches=3 batch=24",
         "pp=4 virtual_stages=2 micro_batches=8"]),
+    # Stages in a V: two on each rank, the first and the last on one.
+    ("pipeline", ["n_layer=6"], [
+        "pp=2,4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4", "dp=1 schedule=zb-v micro_batches=2",
+        "pp=2 schedule=dualpipe-v micro_batches=1 tied=0", "pp=3 schedule=zb-v,v-min micro_batches=8 tied=0",
+        "pp=3 schedule=dualpipe-v virtual_stages=2 micro_batches=8",
+        "dp=2 pp=2 schedule=zb-v micro_batches=2 zero=0,1,2,3 without=ends_apart",
+        "dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=reduce_scatter_bucket,clip_grad_norm_",
+        "dp=2 tp=2 pp=2 schedule=v-half micro_batches=4 sp=1 zero=3",
+        "cp=2 pp=2 schedule=v-min micro_batches=4 tokens=8",
+        "dp=2 pp=2 ep=2 schedule=v-half micro_batches=4 experts=4 tokens=8 zero=2"]),
     ("pipeline", ["n_layer=4 micro_batches=4"], [
         "dp=2 tp=2 pp=2", "dp=2 tp=2 pp=2 schedule=zb-h1 zero=3", "dp=2 pp=4 schedule=zb-h1",
         "dp=2 pp=2 schedule=1f1b zero=1,3", "dp=2 pp=2 schedule=zb-h1 zero=1,2",
@@ -410,9 +425,9 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "dp=4 tp=2 ep=4 zero=3 sp=1", "dp=4 cp=2 ep=2 zero=2 expert_every=3",
         "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2"]),
     ("experts", ["experts=4 tokens=8 n_layer=1"], [
-        "dp=2 ep=2 without=exchange,ParallelGPT.balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
-        "dp=2 tp=2 ep=2 without=ParallelGPT.balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
-        "tp=2 sp=1 without=scatter_tokens,ParallelGPT.balance"]),
+        "dp=2 ep=2 without=exchange,balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
+        "dp=2 tp=2 ep=2 without=balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
+        "tp=2 sp=1 without=scatter_tokens,balance"]),
     ("experts", ["experts=4 tokens=8 n_layer=3 forced=under_own_rows"], [
         "dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few " + UNTIED, "dp=2 ep=2 bias=all top_k=1",
         "dp=4 ep=4 zero=1 micro_batches=2 " + UNTIED, "dp=3 ep=3 experts=6 batch=6",
