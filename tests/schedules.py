@@ -214,6 +214,17 @@ def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
         assert reduced.call_count == in_backward > 1
 
 
+@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
+@on_ranks(2)
+def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
+    net, kept = parallel.parallelize(SMALL, parallel.Layout(pp=2, schedule="gpipe"), "cpu"), []
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    do, pipeline = net.pipeline.do, net.pipeline
+    with unittest.mock.patch.object(pipeline, "do", lambda action: (do(action), kept.append(len(pipeline.sending)))):
+        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
+    assert max(kept) == 2 and not pipeline.sending
+
+
 @pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
 @on_ranks(3)
 def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
