@@ -76,7 +76,8 @@ TRAFFIC = {
     3: ["--dp 3 --batch-size 6", "--dp 3 --zero 3 --batch-size 6 --dtype bf16",
         "--pp 3 --micro-batches 4 --schedule gpipe"],
     4: ["--dp 4 --zero 2 --zero-within 2 --micro-batches 2", "--dp 4 --zero 3 --zero-within 2",
-        "--dp 2 --tp 2 --zero 3 --micro-batches 2", "--dp 2 --pp 2 --zero 1 --micro-batches 4",
+        "--dp 2 --tp 2 --zero 3 --micro-batches 2",
+        *(f"--dp 2 --pp 2 --zero {zero} --micro-batches 4 --schedule interleaved --virtual-stages 2" for zero in (1, 2)),
         "--tp 2 --pp 2 --sp --micro-batches 2", "--dp 2 --tp 2 --sp --zero 1",
         "--cp 4 --zero 3 --micro-batches 2", "--cp 2 --tp 2 --sp --zero 1",
         "--dp 2 --tp 2 --sp --zero 3 --dtype bf16", "--tp 2 --pp 2 --micro-batches 2",
@@ -179,7 +180,7 @@ def test_bench_collectives(run_bench, tmp_path):
 
 
 def test_bench_strategies(run_bench, tmp_path):
-    only = ["tp", "tp+sp", "zb-h1", "experts", "dense twin"]
+    only = ["tp+sp", "zb-h1", "experts", "dense twin"]
     found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", *only, "--repeats", "1", "--seq-len",
                                 "32", "--n-layer", "2", "--batch-size", "8")
     ours = [row for row in found["rows"] if row["who"] == "ours"]
