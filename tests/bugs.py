@@ -1,4 +1,4 @@
-"""Bugs that real systems shipped, each as one changed line of the reference. docs/bugs.md tells what their users saw."""
+"""Bugs that real systems shipped, each as one changed line of the reference. docs/bugs.md says what users saw."""
 
 import contextlib
 import importlib
