@@ -294,6 +294,7 @@ def test_weights_of_eight_bits_are_off_by_half_a_step(rows, width, out, triton_k
     w, x = (torch.randn(count, width, device=KERNEL_DEVICE, dtype=HALF) for count in (out, rows))
     w[-1] = 0
     q, scale = in_int8(w)
+    assert ((q * scale[:, None] - w).abs() <= 0.501 * scale[:, None]).all() and (q[:-1].abs().amax(1) == 127).all()
     y, exact = few_rows(x, q, scale).double(), x.double() @ w.double().T
     half_steps = scale / 2 * x.double().abs().sum(1, keepdim=True)
     assert ((y - exact).abs() <= 1.01 * half_steps + 2**-8 * exact.abs()).all()

@@ -209,6 +209,6 @@ def test_docs_tell_of_each_bug():
     told = re.findall(r"(?m)^\*\*\d+\.\*\* `(.+)`, `(.+)`\. (?s:.+?)\n```diff\n-(.+)\n\+(.+)\n```$", text)
     assert told == [(*bug.where.split(), bug.old, bug.new) for bug in BUGS]
     for file, name, line, _ in told:
-        before = (HERE / file).read_text().partition(line)[0]
+        before = (HERE / file).read_text().partition(line + "\n")[0]
         inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"(?m)^ *def (\w+)")]
         assert inside == [name.split(".")[0], name.split(".")[-1]]
