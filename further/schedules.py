@@ -7,6 +7,7 @@ Its name enters SCHEDULES, and `--schedule` takes it. parallel.py's section on p
 """
 
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -86,6 +87,15 @@ class WeightGradients:
             return product(x, weight, bias)
         take = partial(self.take, weight, bias)
         return product(x, weight.detach(), None if bias is None else bias.detach(), take)
+
+    @contextmanager
+    def put_off(self, later):
+        """What an "I" runs in: its weight gradients are not computed, what they need goes into `later`."""
+        self.later = later
+        try:
+            yield
+        finally:
+            self.later = None
 
     def take(self, *computed_from):
         if self.later is None:
