@@ -42,24 +42,24 @@ BUGS = [
         "square += torch.nn.utils.get_total_norm(some).double().square()",
         "tp=2",
         "loss wrong after a step; norm x 1.26"),
-    Bug("The result of an all-reduce is dropped with a copy", "NVIDIA/Megatron-LM#5337",
-        "parallel.py CopyToGroup.backward",
-        "dist.all_reduce(grad, group=ctx.group)",
-        "dist.all_reduce(grad.clone(), group=ctx.group)",
-        "tp=2",
-        "loss wrong after a step; norm x 0.77; gradients wrong; ranks differ"),
+    Bug("Each stage divides again what the next one has divided", "deepspeedai/DeepSpeed#8152",
+        "parallel.py Pipeline.backward",
+        'self.hand_on(Action("SB", s, i), dx)',
+        'self.hand_on(Action("SB", s, i), dx / len(self.x))',
+        "holes=1 pp=2 micro_batches=4",
+        "loss wrong after a step; norm x 0.707; gradients wrong in 1 of 28, as wte.weight; "
+        "gradients x 0.25 in 13 of 28, as wpe.weight"),
     Bug("Cutting the layers unties head and embedding", "NVIDIA-NeMo/RL#227", "parallel.py tensor_parallel",
         "new.weight = slices.setdefault(layer.weight, new.weight)",
         "slices.setdefault(layer.weight, new.weight)",
         "tp=2",
-        "loss wrong after a step; norm x 1.01; gradients wrong: wte.weight"),
+        "loss wrong after a step; norm x 1.01; gradients wrong in 1 of 28, as wte.weight"),
     Bug("Parts of a gradient are averaged, not added up", "EleutherAI/gpt-neox#1259",
         "parallel.py ParallelGPT.add_up_gradients",
         "dist.all_reduce(param.grad, group=group)",
         "dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)",
         "sp=1 n_layer=3 tp=2 tokens=8",
-        "loss wrong after a step; norm x 0.717; gradients x 0.5: attn.c_proj.bias, ln_1.bias, ln_1.weight, ln_2.bias, "
-        "ln_2.weight, ln_f.bias, ln_f.weight, mlp.c_proj.bias, wpe.weight"),
+        "loss wrong after a step; norm x 0.717; gradients x 0.5 in 21 of 40, as wpe.weight"),
     Bug("Each replica takes the mean over its own targets", "huggingface/transformers#34242",
         "parallel.py ParallelGPT.weight_of_a_target",
         "dist.all_reduce(count, group=self.groups.replicas)",
@@ -88,8 +88,7 @@ BUGS = [
         "param.place = replace(param.place, replicas=copies, losses=dist.get_world_size(group))",
         "param.place = replace(param.place, replicas=copies)",
         "experts=4 tokens=8 n_layer=1 dp=2 ep=2",
-        "loss wrong after a step; norm x 1.19; gradients x 2: mlp.experts.c_fc.bias, mlp.experts.c_fc.weight, "
-        "mlp.experts.c_proj.bias, mlp.experts.c_proj.weight"),
+        "loss wrong after a step; norm x 1.19; gradients x 2 in 4 of 17, as h.0.mlp.experts.c_fc.weight"),
     Bug("A micro-batch's gradient overwrites the ones before", "ServiceNow/Fast-LLM#551",
         "parallel.py add_to_shard",
         "bucket.shard.grad += average",
@@ -175,12 +174,13 @@ def symptom(results, want, tolerance):
         said.append("loss wrong after a step")
     if how := factor(norms[0], want[1][0], tolerance):
         said.append(f"norm {how}")
-    found = defaultdict(set)
+    found = defaultdict(list)
     for name, gradient in gradients.items():
-        found[factor(gradient, want[2][name], tolerance)].add(re.sub(r"h\.\d+\.", "", name))
+        found[factor(gradient, want[2][name], tolerance)].append(name)
     for how, names in found.items():
         if how:
-            said.append(f"gradients {how}" + (": " + ", ".join(sorted(names)) if len(found) > 1 else ""))
+            few = f" in {len(names)} of {len(gradients)}, as {names[0]}" if len(found) > 1 else ""
+            said.append(f"gradients {how}{few}")
     if not any(factor(weight, want[3][name], tolerance) for name, weight in weights.items()):
         said.append("weights right")
     if any(not close(others[3][name], weight) for others in results for name, weight in weights.items()):
@@ -208,6 +208,9 @@ def test_docs_tell_of_each_bug():
         (bug.name, bug.thread, bug.layout, bug.symptom) for bug in BUGS]
     told = re.findall(r"(?m)^\*\*\d+\.\*\* `(.+)`, `(.+)`\. (?s:.+?)\n```diff\n-(.+)\n\+(.+)\n```$", text)
     assert told == [(*bug.where.split(), bug.old, bug.new) for bug in BUGS]
+    rows = [row for _, _, row, _ in layouts.proofs()]
+    rows += [row for many, _ in layouts.NEAR for row in layouts.expanded(many)]
+    assert {bug.layout for bug in BUGS} <= set(rows)
     for file, name, line, _ in told:
         before = (HERE / file).read_text().partition(line + "\n")[0]
         inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"(?m)^ *def (\w+)")]
