@@ -968,7 +968,7 @@ class Trade(torch.autograd.Function):
 #     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2 rank) / v
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 #
-# GPipe and 1F1B stand here, the other two in further/schedules.py.
+# GPipe and 1F1B stand here, the others in further/schedules.py, with four whose stages lie in a V.
 
 class Action(NamedTuple):
     kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
