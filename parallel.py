@@ -77,6 +77,7 @@ class Place:
     cut_over: tuple = ()    # the groups whose ranks hold other parts of the model: other columns, shards, or layers
     add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
                             # saw T/N tokens each
+    twins: int = 1          # parameters of this rank that are one: the ends of a tied embedding, if both live here
     replicas: object = None  # an expert's: the group that keeps the same expert, and averages its gradient
     losses: int = 1         # an expert's gradient is of the sum of so many ranks' losses, so it is divided by them
     decays: bool = None     # whether it has weight decay; None: as its shape says
@@ -1035,14 +1036,10 @@ def one_f_one_b(p, m, v=1):
     return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
 
-def place_stages(p, v):
-    """Where a model's stages live, {stage: rank}: rank r has stages r, r + p, ..."""
-    return {stage: stage % p for stage in range(p * v)}
-
-
 def homes_of(lists):
     """Where a schedule's stages live, {stage: rank}."""
-    return {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    homes = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    return dict(sorted(homes.items()))
 
 
 def stages_on(rank, homes):
@@ -1172,6 +1169,15 @@ def check(lists):
 
 
 # --------------------------------------------------------------------------------------------- pipeline: running a list
+
+def place_stages(layout):
+    """Where the stages of a layout's schedule live, {stage: rank}. Its lists say it, for any number of micro-batches."""
+    homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
+    if layout.virtual_stages not in (1, len(homes) // layout.pp):
+        raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
+                         f"not {layout.virtual_stages}: give virtual_stages 1")
+    return homes
+
 
 def even_pieces(config, stages):
     """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
@@ -1402,7 +1408,7 @@ def copies(place, groups):
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
     equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    return ranks * equal // parts  # of the tied embedding below: 8 x 2 / 8
+    return ranks * equal * place.twins // parts  # of the tied embedding below: 8 x 2 / 8
 
 
 def inside(group, groups):
@@ -1469,7 +1475,8 @@ class Layout:
     cp_kind: str = "ring"           # or "ulysses"
     ep: int = 1                     # ranks of dp that share out the experts
     pp: int = 1                     # ranks that the layers are spread over
-    virtual_stages: int = 1         # stages that each of them has
+    schedule: str = "1f1b"          # the pipeline's; its lists say which stages live on which rank
+    virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
     zero: int = 0                   # the stage of ZeRO, over dp x cp
     zero_within: int = None         # or over each so many neighbours of dp x cp
     recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
@@ -1483,10 +1490,8 @@ def parallelize(config, layout, device, source=None):
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. The order of the five
     steps matters.
     """
-    if layout.virtual_stages > 1 and layout.pp == 1:
-        raise ValueError(f"virtual_stages {layout.virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    homes = place_stages(layout.pp, layout.virtual_stages)
+    homes = place_stages(layout)
     groups = make_groups(mesh, layout, homes, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, master_dtype(layout.dtype)
@@ -1496,6 +1501,7 @@ def parallelize(config, layout, device, source=None):
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, layout, groups)
+        mark_stage(model, len(homes), groups)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
         for block in model.h.values() if layout.recompute != "none" else ():
             layer = block if layout.recompute == "block" else block.attn
@@ -1522,7 +1528,7 @@ def make_groups(mesh, layout, homes, tied):
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
                       `between` are the ranks with the same shard, or None
     ep, same_experts  of `split_experts`, or None
-    ends              the ranks of the first and the last stage, if both keep a `tied` embedding, else None
+    ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
@@ -1537,11 +1543,9 @@ def make_groups(mesh, layout, homes, tied):
     if layout.ep > 1:
         from further.experts import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    if tied and layout.pp > 1:
-        first, last = homes[0], homes[len(homes) - 1]
-        if first == last:
-            raise ValueError("a tied embedding must be on two ranks, or on one stage: give GPTConfig(tied=False)")
-        groups.ends, _ = make(mesh.mesh[[first, last]].flatten(1).T.tolist())
+    ends = [homes[0], homes[len(homes) - 1]]
+    if tied and ends[0] != ends[1]:
+        groups.ends, _ = make(mesh.mesh[ends].flatten(1).T.tolist())
     return groups
 
 
@@ -1556,7 +1560,7 @@ def groups_of(grids):
 
 
 def cut_layers(model, layout, groups):
-    """Over cp, ep and tp, in place; and mark what the pipeline has cut."""
+    """Over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
         context_parallel(model, groups.cp, layout.cp_kind)
@@ -1568,13 +1572,28 @@ def cut_layers(model, layout, groups):
         sequence_parallel(model, groups.tp)
     elif layout.tp > 1:
         tensor_parallel(model, groups.tp)
-    if layout.pp > 1:
-        for name, param in model.named_parameters():
-            before = place(param)
-            param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
-            # The first and the last stage have a tied weight. Both start alike and step alike: their gradients add up.
-            if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-                param.place = replace(param.place, add_over=before.add_over + (groups.ends,))
+
+
+def mark_stage(model, stages, groups):
+    """Mark what the pipeline has cut. A tied weight is in the first and in the last stage. Both start alike and step
+    alike, because their gradients are added up: over two ranks, or on one."""
+    if stages == 1:
+        return
+    for name, param in model.named_parameters():
+        before = place(param)
+        param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
+        if model.config.tied and name in ("wte.weight", "lm_head.weight"):
+            ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
+            param.place = replace(param.place, **ends)
+
+
+@torch.no_grad()
+def add_up_twins(params):
+    """The two ends of a tied embedding, where one rank has both: no message."""
+    twins = [param for param in params if place(param).twins > 1]
+    total = sum(param.grad for param in twins)
+    for param in twins:
+        param.grad.copy_(total)
 
 
 def cut_like(param, whole):
@@ -1600,7 +1619,7 @@ class ParallelGPT:
         net = parallelize(config, Layout(dp=2, tp=2), device)
         optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
         optimizer.zero_grad()
-        loss = net.forward_backward(x, y, "1f1b")          x, y: this rank's micro-batches
+        loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
@@ -1646,32 +1665,32 @@ class ParallelGPT:
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
 
-    def actions(self, schedule, m):
-        """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
-        if schedule == "forward":
-            lists = lower([[Action("F", s, i) for s in stages_on(r, self.homes) for i in range(m)]
-                           for r in range(self.layout.pp)])
-        else:
-            lists = lower(schedules()[schedule](self.layout.pp, m, self.layout.virtual_stages))
+    def actions(self, m, training=True):
+        """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
+        layout = self.layout
+        if training:
+            lists = lower(schedules()[layout.schedule](layout.pp, m, layout.virtual_stages))
             check(lists)
-        if homes_of(lists) != self.homes:
-            raise ValueError(f"schedule {schedule} runs other stages than this model's: give virtual_stages 1")
+        else:
+            lists = lower([[action for stage in stages_on(rank, self.homes) for action in whole_batch("F", stage, m)]
+                           for rank in range(layout.pp)])
         return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
         """Of a micro-batch, summed over the targets that count."""
         return cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
-    def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
+    def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
         Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, schedule, scale, self.syncs)
+        loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
             sync.finish_grad_sync()
         self.add_up_gradients()
+        add_up_twins(self.params)
         return loss
 
     @torch.no_grad()
@@ -1698,16 +1717,16 @@ class ParallelGPT:
     @torch.no_grad()
     def forward(self, x, y):
         """What forward_backward returns, with no gradients."""
-        return self.run(x, y, "forward", 1.0, None)
+        return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
-    def run(self, x, y, schedule, scale, syncs):
+    def run(self, x, y, actions, scale, syncs):
         if self.layout.cp > 1:
             from further.context import own_tokens
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         dloss = scale * self.weight_of_a_target(y)
-        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, dloss, syncs)
+        losses = self.pipeline.run(actions, x, y, dloss, syncs)
         total = torch.zeros_like(dloss)
         for loss in losses:
             total += loss * dloss / scale  # dloss / scale: the weight of a target

@@ -1,5 +1,6 @@
 """f and g, cuts, the mesh, pipelines and their schedules."""
 
+import contextlib
 import dataclasses
 import unittest.mock
 
@@ -168,7 +169,7 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     device, made = torch.get_default_device(), []
     with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
-                                   parallel.Layout(pp=3, virtual_stages=virtual_stages), device)
+                                   parallel.Layout(pp=3, schedule="interleaved", virtual_stages=virtual_stages), device)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
     assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
@@ -219,18 +220,24 @@ def v_schedule(p, m, v):
             + parallel.whole_batch("B", late, m) + parallel.whole_batch("B", early, m) for early, late in both]
 
 
-def in_a_v(tied):
-    homes = {stage: min(stage, 3 - stage) for stage in range(4)}
-    with (unittest.mock.patch.object(parallel, "place_stages", lambda p, v: homes),
-          unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule)):
-        return in_layout({"pp": 2}, "sgd", 2, {"tied": tied}, schedule="v", virtual_stages=2)
+def in_a_v(layout, change, alone=False, **options):
+    """alone: the ends of a tied embedding are not added up."""
+    with contextlib.ExitStack() as around:
+        around.enter_context(unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule))
+        if alone:
+            around.enter_context(unittest.mock.patch.object(parallel, "add_up_twins", lambda params: None))
+        return in_layout(layout, "sgd", 2, change, schedule="v", **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+@on_both
+def test_stages_may_lie_in_a_v(pool, tied, options):
+    """A schedule's lists say where stages live. A tied embedding has both its ends on one rank: no message adds them."""
+    for got in pool(4).run(in_a_v, {"pp": 2, "dp": 2}, {"tied": tied}, **options):
+        assert not differences(got, one_process("sgd", tied=tied))
 
 
 @on_both
-def test_stages_may_lie_in_a_v(pool):
-    """A schedule's lists, and `place_stages`, say where stages live. (A tied embedding would have both its ends on one
-    rank, which is refused.)"""
-    for got in pool(2).run(in_a_v, False):
-        assert not differences(got, one_process("sgd", tied=False))
-    with pytest.raises(pytest.fail.Exception, match="a tied embedding must be on two ranks"):
-        pool(2).run(in_a_v, True)
+def test_the_ends_of_a_v_are_added_up(pool):
+    assert differences(pool(2).run(in_a_v, {"pp": 2}, {"tied": True}, alone=True)[0], one_process("sgd"))

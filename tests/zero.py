@@ -114,12 +114,13 @@ def test_each_gradient_is_reduced_once_under_several_stages(zero):
     """At stage 2 once a micro-batch. `step` reduces none."""
     device = torch.get_default_device()
     net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4),
-                               parallel.Layout(dp=2, pp=2, zero=zero, virtual_stages=2), device)
+                               parallel.Layout(dp=2, pp=2, zero=zero, schedule="interleaved", virtual_stages=2),
+                               device)
     optimizer = net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(4)[dist.get_rank(net.groups.dp)].split(1) for t in tokens_of(0))
     before = bytes_alive()
     dist.reset_traffic()
-    net.forward_backward(x, y, "interleaved")
+    net.forward_backward(x, y)
     k = 4 * sum(param.numel() for param in stepped_by(optimizer))  # half of the gradients, padded
     sent = dist.traffic()["reduce_scatter_tensor"]
     assert sent.bytes == {1: 1, 2: len(x)}[zero] * k
