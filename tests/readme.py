@@ -54,7 +54,7 @@ def commands(text):
     """Every command of a page: lines of its fenced blocks, and what stands in backticks and starts like one. `plain` is
     what the README's function of that name runs."""
     blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if not language]
-    lines = "".join(blocks).replace("\\\n", " ").splitlines() + inline_code(text)
+    lines = re.sub(r"\\\n *", " ", "".join(blocks)).splitlines() + inline_code(text)
     lines = [part.split("   ")[0].strip() for line in lines for part in re.split(" &&? ", line)]
     lines = [re.sub(r"^plain (\d) (.*)", lambda m: PLAIN.replace("$1", m[1]).replace("${@:2}", m[2]), line)
              for line in lines]
@@ -208,7 +208,7 @@ NEEDS = r"srun|HOST|gpt2|\.venv|git |pytest|my\.txt|pdb|--help|NAME|FILE|--tp 3"
 def test_commands_run_as_typed(page, tmp_path):
     """In the order of the page, with every step."""
     blocks = re.findall(r"```\n(.*?)```", PAGES[page], re.DOTALL)
-    typed = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    typed = [line for block in blocks for line in re.sub(r"\\\n *", " ", block).splitlines()]
     typed += [line for line in commands(PAGES[page]) if line not in " ".join(typed)]
     for line in [line.split("   ")[0].replace("runs/", f"{tmp_path}/") for line in typed]:
         if not re.search(NEEDS, line):
