@@ -197,7 +197,7 @@ def test_commands_of_the_lecture_run(tmp_path):
     lines = dict.fromkeys(line for row in levels()[0] for line in commands(row[3]))
     losses = [re.findall(r"loss (\S+)", run_short(line, tmp_path)) for line in lines]
     losses = [some for some in losses if some]
-    assert len(lines) == 9 and len(losses) == 3 and losses[0] == losses[1] == losses[2]
+    assert len(lines) == 10 and len(losses) == 3 and losses[0] == losses[1] == losses[2]
 
 
 NEEDS = r"srun|HOST|gpt2|\.venv|git |pytest|my\.txt|pdb|--help|NAME|FILE|--tp 3"  # GPUs, nodes, a person; is refused
