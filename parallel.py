@@ -111,14 +111,12 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. between: None, or hybrid sharding's second group. reduce_dtype: of
-    the gradients that are sent; None: as they add up.
+    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: as they add up.
     """
 
-    def __init__(self, params, group, between=None, reduce_dtype=None):
+    def __init__(self, params, group, reduce_dtype=None):
         self.place = place(params[0])
         self.group = self.place.replicas or group_or_world(group)
-        self.between = None if self.place.replicas else between
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total_dtype = self.dtype  # ZeRO adds 16-bit gradients up in float32
@@ -373,18 +371,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     stage=2: gradients leave in every backward, so all ranks must use the same parameters in each. stage=0 shards
-    nothing. compute_dtype, reduce_dtype, between: mixed precision and hybrid sharding, below.
+    nothing. compute_dtype, reduce_dtype: mixed precision, below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 reduce_dtype=None, between=None, **kwargs):
+                 reduce_dtype=None, **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        set_frozen([p for p in number if not p.requires_grad], self.group, between, compute_dtype)
+        set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
         self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group, number.get,
-                                    between=between, reduce_dtype=reduce_dtype)
+                                    reduce_dtype=reduce_dtype)
         for bucket in self.buckets:
             flatten(bucket, stage > 0, compute_dtype)
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -396,11 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # At stage 1 the total stays as long as its Nth: another tensor for that would save nothing at the peak.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
-        self.no_sync = self.reducer.no_sync
-
-    def finish_grad_sync(self):
-        self.reducer.finish()
-        average_between(self.buckets)
+        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
@@ -456,7 +450,7 @@ def make_shard(bucket, sharded):
     if not first.is_meta:
         for p in bucket.params:
             bucket.view(values, p).copy_(p.detach())
-        spread(values, bucket.group, bucket.between)
+        dist.broadcast(values, group=bucket.group, group_src=0)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
     bucket.shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)), first.requires_grad)
     bucket.total_dtype = bucket.shard.dtype
@@ -477,41 +471,19 @@ def flatten(bucket, sharded, compute_dtype):
 
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
-# the shards. Gradients add up in float32, too. Hybrid sharding: the n ranks of a node shard among themselves. The table
-# then holds with n for N, and once a step the nodes average each shard's gradient, K/n elements.
+# the shards. Gradients add up in float32, too.
 
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def spread(tensor, group, between):
-    """Give every replica the first one's values."""
-    if between:
-        dist.broadcast(tensor, group=between, group_src=0)
-    dist.broadcast(tensor, group=group, group_src=0)
-
-
-def set_frozen(params, group, between, compute_dtype):
+def set_frozen(params, group, compute_dtype):
     """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
     for p in params:
         if not p.is_meta:
-            spread(p.detach(), group, between)
+            dist.broadcast(p.detach(), group=group, group_src=0)
             p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
-
-
-@torch.no_grad()
-def average_between(buckets):
-    """Average shards' gradients over `bucket.between`, once a step, however many micro-batches it has."""
-    under_way = []
-    for bucket in buckets:
-        if bucket.between and bucket.shard.grad is not None:
-            message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
-            under_way.append((bucket, handle, message))
-    for bucket, handle, message in under_way:
-        handle.wait()
-        bucket.shard.grad.copy_(message)
 
 
 class FlatParameter(Bucket):
@@ -662,17 +634,17 @@ class FSDP(nn.Module):
     are all-reduced once a step. All ranks must use the same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
-    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype,
-    between: as for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
+    for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
-    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None, between=None):
+    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
         for buffer in module.buffers():
             if not buffer.is_meta:
-                spread(buffer, self.group, between)
-        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
+                dist.broadcast(buffer, group=self.group, group_src=0)
+        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device)
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
         trained = [flat for flat in self.buckets if flat.shard.requires_grad]
         matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
@@ -701,7 +673,6 @@ class FSDP(nn.Module):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
-        average_between(self.buckets)
         self.units.free()
 
     def named_parameters(self, *args, **kwargs):
@@ -724,7 +695,7 @@ class FSDP(nn.Module):
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
-def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
+def flatten_units(module, group, compute_dtype, reduce_dtype, device):
     """Put views of FlatParameters in place of a module's parameters. Returns ({unit: those it computes with}, all)."""
     units = fsdp_units(module)
     unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
@@ -732,7 +703,7 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
     def same(p):  # a bucket has a unit's matrices, of any size, or the vectors of all units
         return p.requires_grad, unit_of[p] if is_matrix(p) else "vectors"
 
-    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, between=between,
+    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter,
                          reduce_dtype=reduce_dtype)
     new, flat_of = {}, {}
     for flat in flats:
@@ -1185,49 +1156,6 @@ def even_pieces(config, stages):
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
-    stage waits for them: at once, or during an "I" later, in its "W".
-
-    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
-    """
-    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
-
-    def __init__(self, module):
-        linears = Linear, ColumnParallelLinear, RowParallelLinear
-        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
-        for layer in module.modules():
-            if isinstance(layer, linears) and uses[layer.weight] == 1:
-                layer.linear = partial(self.linear, layer.linear)
-
-    def linear(self, product, x, weight, bias=None):
-        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
-        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
-            return product(x, weight, bias)
-        take = partial(self.take, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
-
-    def take(self, *computed_from):
-        if self.later is None:
-            self.compute(*computed_from)
-        else:
-            self.later.append(computed_from)
-
-    @torch.no_grad()
-    def compute(self, weight, bias, dy, x):
-        if weight.requires_grad:
-            self.add(weight, dy.T, x)
-        if bias is not None and bias.requires_grad:
-            self.add(bias, kernels.bias_gradient(dy))
-
-    def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
-        grad = a if b is None else a @ b
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
-
-
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
@@ -1313,6 +1241,7 @@ class Pipeline:
     def separate_weight_gradients(self):
         """From now on, W can run apart from I."""
         if not self.weight_gradients:
+            from further.schedules import WeightGradients
             for stage, module in self.stages.items():
                 self.weight_gradients[stage] = WeightGradients(module)
 
@@ -1509,7 +1438,7 @@ def parallelize(config, layout, device, source=None):
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
-            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device, groups.between)
+            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
@@ -1660,7 +1589,7 @@ class ParallelGPT:
         else:
             layout = self.layout
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.groups.within, layout.zero, None,
-                                              layout.dtype, layout.reduce_dtype, self.groups.between, **kwargs)
+                                              layout.dtype, layout.reduce_dtype, **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
@@ -1689,6 +1618,9 @@ class ParallelGPT:
         loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
             sync.finish_grad_sync()
+        if self.groups.between:
+            from further.nodes import average_between
+            average_between(self.reducers, self.groups.between)
         self.add_up_gradients()
         add_up_twins(self.params)
         return loss
@@ -1699,20 +1631,6 @@ class ParallelGPT:
         for param in self.params:
             for group in place(param).add_over:
                 dist.all_reduce(param.grad, group=group)
-
-    @torch.no_grad()
-    def balance(self, rate):
-        """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns
-        how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
-        loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
-        for i, router in self.routers.items():
-            loads[i] = router.load
-        routed_differently = [self.groups.replicas, self.groups.pp] + [self.groups.tp] * self.layout.sp
-        for group in routed_differently:
-            dist.all_reduce(loads, group=group)
-        for i, router in self.routers.items():
-            router.balance(loads[i], rate)
-        return loads
 
     @torch.no_grad()
     def forward(self, x, y):

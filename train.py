@@ -241,7 +241,8 @@ class Trainer:
         if self.all_finite(loss, norm):
             self.optimizer.step()
             if self.config.experts:
-                self.loads = self.net.balance(s.balance_rate)
+                from further.experts import balance
+                self.loads = balance(self.net, s.balance_rate)
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):

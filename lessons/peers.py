@@ -130,8 +130,9 @@ def torch_pipeline(config, s, device, x, y):
     from torch.distributed.pipelining import PipelineStage, schedules
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
         s.schedule]
+    rank = dist.get_rank()
     modules = {i: plain_model(config, device, train.DTYPES[s.dtype], pieces)
-               for i, pieces in stages_in(s, config, dist.get_rank())}
+               for i, pieces in stages_in(s, config, rank)}
     stages = [PipelineStage(module, i, len(homes_in(s)), device) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
         stages if "Interleaved" in name else stages[0], len(x),

@@ -239,7 +239,7 @@ def three_steps(layout, optimizer, micro_batches, change, batch=BATCH, cuda_grap
         norms.append(float(net.clip_grad_norm_(clip)))
         opt.step()
         if config.experts:
-            net.balance(RATE)
+            further.experts.balance(net, RATE)
         if cuda_graphs and step == 0:
             net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
         torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
@@ -413,9 +413,9 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "dp=4 tp=2 ep=4 zero=3 sp=1", "dp=4 cp=2 ep=2 zero=2 expert_every=3",
         "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2"]),
     ("experts", ["experts=4 tokens=8 n_layer=1"], [
-        "dp=2 ep=2 without=exchange,ParallelGPT.balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
-        "dp=2 tp=2 ep=2 without=ParallelGPT.balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
-        "tp=2 sp=1 without=scatter_tokens,ParallelGPT.balance"]),
+        "dp=2 ep=2 without=exchange,balance,average_over_copies", "dp=4 ep=2 without=average_over_copies",
+        "dp=2 tp=2 ep=2 without=balance", "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward",
+        "tp=2 sp=1 without=scatter_tokens,balance"]),
     ("experts", ["experts=4 tokens=8 n_layer=3 forced=under_own_rows"], [
         "dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few " + UNTIED, "dp=2 ep=2 bias=all top_k=1",
         "dp=4 ep=4 zero=1 micro_batches=2 " + UNTIED, "dp=3 ep=3 experts=6 batch=6",

@@ -16,7 +16,7 @@ import parallel
 import theory.clock
 from tests.layouts import differences, in_layout, MIXED, one_process, SMALL, tokens_of
 from tests.pool import close, on_both, on_ranks
-from further.schedules import interleaved, zero_bubble_h1
+from further.schedules import interleaved, WeightGradients, zero_bubble_h1
 from theory.clock import simulate
 
 
@@ -151,11 +151,11 @@ def test_stages_may_run_b_or_its_halves(name):
 def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
     """So `finish_grad_sync` has nothing to send."""
     device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2), device)
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2, schedule=schedule), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(2) for t in tokens_of(0))
     with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-        net.run(x, y, schedule, 1.0, net.syncs)
+        net.run(x, y, net.actions(len(x)), 1.0, net.syncs)
         in_backward = reduced.call_count
         for stage in net.stages.values():
             stage.finish_grad_sync()
@@ -192,7 +192,7 @@ def test_layers_behind_frozen_ones_have_their_gradients():
     net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
     for name, param in net.named_parameters():
         param.requires_grad = "attn" in name or "mlp" in name
-    for prepare in (lambda net: None), parallel.WeightGradients:
+    for prepare in (lambda net: None), WeightGradients:
         prepare(net)
         net.zero_grad()
         F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
@@ -203,7 +203,7 @@ def test_layers_behind_frozen_ones_have_their_gradients():
 def test_weight_gradients_wait_for_w():
     """I computes the input's gradient, and a norm's, but no Linear's."""
     block = model.GPT(SMALL, pieces=range(1, 2)).double()
-    passage = parallel.Passage(block, None, parallel.WeightGradients(block))
+    passage = parallel.Passage(block, None, WeightGradients(block))
     y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
     linears = [p for name, p in block.named_parameters() if "ln_" not in name]
     dx = passage.backward("I", torch.ones_like(y))

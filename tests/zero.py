@@ -13,6 +13,7 @@ import collectives as dist
 import fast.gloo
 import model
 import parallel
+from further.nodes import average_between
 from tests.collectives import ring_only
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, tokens_of
@@ -43,25 +44,27 @@ def wait_for(reducers):
 @ring_only
 def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
     """(bytes of each collective, of K elements) of a step, for K float32 elements in four units that divide evenly."""
-    groups, ranks, x = {}, range(size := dist.get_world_size()), torch.ones(2, 48)
+    group, ranks, x = None, range(size := dist.get_world_size()), torch.ones(2, 48)
     n = within or size
     if within:
         grid = [ranks[first:first + within] for first in range(0, size, within)]
-        groups = dict(zip(("group", "between"), dist.rows_and_columns(grid)))
+        group, between = dist.rows_and_columns(grid)
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     k = 4 * sum(p.numel() for p in net.parameters())
     start = bytes_alive() - k
-    model, sync, opt = laid_out(net, stage, lr=0.1, reduce_dtype=reduce_dtype, **groups)
-    before = bytes_alive()
+    model, sync, opt = laid_out(net, stage, lr=0.1, group=group, reduce_dtype=reduce_dtype)
+    before, reducers = bytes_alive(), sync.reducers if stage == 3 else [sync.reducer]
     assert stage != 3 or before - start < k  # a shard, no whole unit
     dist.reset_traffic()
     for i in range(micro_batches):
         with sync.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
             model(x).sum().backward()
-        wait_for(sync.reducers if stage == 3 else [sync.reducer])
+        wait_for(reducers)
         # A shard of the gradients lives on. Of four buckets at most two are under way, with room for their averages.
         assert stage in ("ddp", 1) or bytes_alive() - before <= k / n + 2 * (k / 4 + k / 4 / n)
     sync.finish_grad_sync()
+    if within:
+        average_between(reducers, between)
     opt.step()
     opt.zero_grad()
     assert bytes_alive() <= before  # the next forward needs the room
