@@ -41,8 +41,8 @@ README = PAGES[TOP / "README.md"]
 PLAIN = re.search(r"(?m)^plain\(\) { (.*); }$", README)[1]
 
 
-def section(title):
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(title, page="README.md"):
+    return PAGES[TOP / page].split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def inline_code(text):
@@ -63,7 +63,7 @@ def commands(text):
 
 def levels():
     """The reading path's levels, the last one in docs/reading.md: of each its rows, as lists of cells."""
-    tables = re.findall(r"(?m)(?:^\|.*\n)+", section("Reading path") + PAGES[TOP / "docs" / "reading.md"])
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", section("Reading path") + section("The whole program", "docs/reading.md"))
     return [[[cell.strip() for cell in line.strip("| \n").split("|")] for line in table.splitlines()[2:]]
             for table in tables]
 
