@@ -47,7 +47,8 @@ def section(title, page="README.md"):
 
 def inline_code(text):
     """What stands in single backticks, outside of fenced blocks; lines that were wrapped are one again."""
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))]
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", outside)]
 
 
 def commands(text):
@@ -110,7 +111,7 @@ def test_call_path_and_map_name_what_is_there():
     assert len(called) > 20 and all(named(name, where) for where, name in called)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("bugs.md", "tried.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ("bugs", "tried")], ids=str)
 def test_names_and_flags_of_a_page_are_there(page):
     flags = {safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
     flags |= {name for _, name, _ in bench.FLAGS}
@@ -118,7 +119,7 @@ def test_names_and_flags_of_a_page_are_there(page):
     for token in inline_code(PAGES[page]):
         if re.fullmatch(r"[\w/]+\.py", token):
             assert token[:-3] in FILES, token
-        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # others: the environment's
+        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # the environment's
             assert named(token) or re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text) or tests_named(token), token
         elif token.startswith("--"):
             assert {*re.findall(r"--[a-z][a-z-]*", token)} <= flags, token
@@ -181,7 +182,7 @@ def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
 
 
 def run_short(line, folder):
-    """What a command prints that runs as it was typed, but with few steps and a folder of its own for what it writes."""
+    """What a command prints. It runs as it was typed, but with few steps, and in `folder` what it writes."""
     program, words, processes = program_of(line)
     words = [word.replace("runs/", f"{folder}/") for word in words]
     if program == "train.py":
