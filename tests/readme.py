@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import io
+import operator
 import os
 import pathlib
 import re
@@ -35,7 +36,7 @@ from tests.pool import HERE, in_new_process
 from tests.runs import command, FILES, files_in, FURTHER, LECTURE, module_of, named, ran, slow, TRAIN, WHOLE
 
 
-TOP = pathlib.Path(HERE)
+TOP, NAME = pathlib.Path(HERE), operator.attrgetter("name")
 PAGES = {page: page.read_text() for page in [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))]}
 README = PAGES[TOP / "README.md"]
 PLAIN = re.search(r"(?m)^plain\(\) { (.*); }$", README)[1]
@@ -73,7 +74,7 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAME)
 def test_links_and_pictures_are_there(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
@@ -111,7 +112,7 @@ def test_call_path_and_map_name_what_is_there():
     assert len(called) > 20 and all(named(name, where) for where, name in called)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ("bugs", "tried")], ids=str)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ("bugs", "tried")], ids=NAME)
 def test_names_and_flags_of_a_page_are_there(page):
     flags = {safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
     flags |= {name for _, name, _ in bench.FLAGS}
@@ -155,7 +156,7 @@ def program_of(line):
     return script, words[words.index(script) + 1:] if script else words, processes
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAME)
 def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
     class OnlyParses(safe.flags.Parser):
         def parse_args(self):
@@ -205,7 +206,7 @@ NEEDS = r"srun|HOST|gpt2|\.venv|git |pytest|my\.txt|pdb|--help|NAME|FILE|--tp 3"
 
 
 @slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAME)
 def test_commands_run_as_typed(page, tmp_path):
     """In the order of the page, with every step."""
     blocks = re.findall(r"```\n(.*?)```", PAGES[page], re.DOTALL)
