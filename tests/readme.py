@@ -36,7 +36,8 @@ from tests.pool import HERE, in_new_process
 from tests.runs import command, FILES, files_in, FURTHER, LECTURE, module_of, named, ran, slow, TRAIN, WHOLE
 
 
-TOP, NAME = pathlib.Path(HERE), operator.attrgetter("name")
+TOP = pathlib.Path(HERE)
+NAME = operator.attrgetter("name")
 PAGES = {page: page.read_text() for page in [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))]}
 README = PAGES[TOP / "README.md"]
 PLAIN = re.search(r"(?m)^plain\(\) { (.*); }$", README)[1]
