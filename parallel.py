@@ -77,6 +77,7 @@ class Place:
     cut_over: tuple = ()    # the groups whose ranks hold other parts of the model: other columns, shards, or layers
     add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
                             # saw T/N tokens each
+    twins: int = 1          # parameters of this rank that are one: the ends of a tied embedding, if both live here
     replicas: object = None  # an expert's: the group that keeps the same expert, and averages its gradient
     losses: int = 1         # an expert's gradient is of the sum of so many ranks' losses, so it is divided by them
     decays: bool = None     # whether it has weight decay; None: as its shape says
@@ -110,14 +111,12 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. between: None, or hybrid sharding's second group. reduce_dtype: of
-    the gradients that are sent; None: as they add up.
+    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: as they add up.
     """
 
-    def __init__(self, params, group, between=None, reduce_dtype=None):
+    def __init__(self, params, group, reduce_dtype=None):
         self.place = place(params[0])
         self.group = self.place.replicas or group_or_world(group)
-        self.between = None if self.place.replicas else between
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total_dtype = self.dtype  # ZeRO adds 16-bit gradients up in float32
@@ -372,18 +371,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     stage=2: gradients leave in every backward, so all ranks must use the same parameters in each. stage=0 shards
-    nothing. compute_dtype, reduce_dtype, between: mixed precision and hybrid sharding, below.
+    nothing. compute_dtype, reduce_dtype: mixed precision, below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 reduce_dtype=None, between=None, **kwargs):
+                 reduce_dtype=None, **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        set_frozen([p for p in number if not p.requires_grad], self.group, between, compute_dtype)
+        set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
         self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group, number.get,
-                                    between=between, reduce_dtype=reduce_dtype)
+                                    reduce_dtype=reduce_dtype)
         for bucket in self.buckets:
             flatten(bucket, stage > 0, compute_dtype)
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -395,11 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # At stage 1 the total stays as long as its Nth: another tensor for that would save nothing at the peak.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
-        self.no_sync = self.reducer.no_sync
-
-    def finish_grad_sync(self):
-        self.reducer.finish()
-        average_between(self.buckets)
+        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
@@ -455,7 +450,7 @@ def make_shard(bucket, sharded):
     if not first.is_meta:
         for p in bucket.params:
             bucket.view(values, p).copy_(p.detach())
-        spread(values, bucket.group, bucket.between)
+        dist.broadcast(values, group=bucket.group, group_src=0)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
     bucket.shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)), first.requires_grad)
     bucket.total_dtype = bucket.shard.dtype
@@ -476,41 +471,19 @@ def flatten(bucket, sharded, compute_dtype):
 
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
-# the shards. Gradients add up in float32, too. Hybrid sharding: the n ranks of a node shard among themselves. The table
-# then holds with n for N, and once a step the nodes average each shard's gradient, K/n elements.
+# the shards. Gradients add up in float32, too.
 
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def spread(tensor, group, between):
-    """Give every replica the first one's values."""
-    if between:
-        dist.broadcast(tensor, group=between, group_src=0)
-    dist.broadcast(tensor, group=group, group_src=0)
-
-
-def set_frozen(params, group, between, compute_dtype):
+def set_frozen(params, group, compute_dtype):
     """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
     for p in params:
         if not p.is_meta:
-            spread(p.detach(), group, between)
+            dist.broadcast(p.detach(), group=group, group_src=0)
             p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
-
-
-@torch.no_grad()
-def average_between(buckets):
-    """Average shards' gradients over `bucket.between`, once a step, however many micro-batches it has."""
-    under_way = []
-    for bucket in buckets:
-        if bucket.between and bucket.shard.grad is not None:
-            message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
-            under_way.append((bucket, handle, message))
-    for bucket, handle, message in under_way:
-        handle.wait()
-        bucket.shard.grad.copy_(message)
 
 
 class FlatParameter(Bucket):
@@ -661,17 +634,17 @@ class FSDP(nn.Module):
     are all-reduced once a step. All ranks must use the same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
-    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype,
-    between: as for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
+    for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
-    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None, between=None):
+    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
         for buffer in module.buffers():
             if not buffer.is_meta:
-                spread(buffer, self.group, between)
-        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
+                dist.broadcast(buffer, group=self.group, group_src=0)
+        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device)
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
         trained = [flat for flat in self.buckets if flat.shard.requires_grad]
         matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
@@ -700,7 +673,6 @@ class FSDP(nn.Module):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
-        average_between(self.buckets)
         self.units.free()
 
     def named_parameters(self, *args, **kwargs):
@@ -723,7 +695,7 @@ class FSDP(nn.Module):
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
-def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
+def flatten_units(module, group, compute_dtype, reduce_dtype, device):
     """Put views of FlatParameters in place of a module's parameters. Returns ({unit: those it computes with}, all)."""
     units = fsdp_units(module)
     unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
@@ -731,7 +703,7 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
     def same(p):  # a bucket has a unit's matrices, of any size, or the vectors of all units
         return p.requires_grad, unit_of[p] if is_matrix(p) else "vectors"
 
-    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, between=between,
+    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter,
                          reduce_dtype=reduce_dtype)
     new, flat_of = {}, {}
     for flat in flats:
@@ -1035,14 +1007,10 @@ def one_f_one_b(p, m, v=1):
     return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
 
-def place_stages(p, v):
-    """Where a model's stages live, {stage: rank}: rank r has stages r, r + p, ..."""
-    return {stage: stage % p for stage in range(p * v)}
-
-
 def homes_of(lists):
     """Where a schedule's stages live, {stage: rank}."""
-    return {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    homes = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    return dict(sorted(homes.items()))
 
 
 def stages_on(rank, homes):
@@ -1173,53 +1141,19 @@ def check(lists):
 
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
+def place_stages(layout):
+    """Where the stages of a layout's schedule live, {stage: rank}. Its lists say it, for any number of micro-batches."""
+    homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
+    if layout.virtual_stages not in (1, len(homes) // layout.pp):
+        raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
+                         f"not {layout.virtual_stages}: give virtual_stages 1")
+    return homes
+
+
 def even_pieces(config, stages):
     """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
     starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
-
-
-class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
-    stage waits for them: at once, or during an "I" later, in its "W".
-
-    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
-    """
-    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
-
-    def __init__(self, module):
-        linears = Linear, ColumnParallelLinear, RowParallelLinear
-        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
-        for layer in module.modules():
-            if isinstance(layer, linears) and uses[layer.weight] == 1:
-                layer.linear = partial(self.linear, layer.linear)
-
-    def linear(self, product, x, weight, bias=None):
-        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
-        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
-            return product(x, weight, bias)
-        take = partial(self.take, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
-
-    def take(self, *computed_from):
-        if self.later is None:
-            self.compute(*computed_from)
-        else:
-            self.later.append(computed_from)
-
-    @torch.no_grad()
-    def compute(self, weight, bias, dy, x):
-        if weight.requires_grad:
-            self.add(weight, dy.T, x)
-        if bias is not None and bias.requires_grad:
-            self.add(bias, kernels.bias_gradient(dy))
-
-    def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
-        grad = a if b is None else a @ b
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
 
 
 class Passage:
@@ -1307,6 +1241,7 @@ class Pipeline:
     def separate_weight_gradients(self):
         """From now on, W can run apart from I."""
         if not self.weight_gradients:
+            from further.schedules import WeightGradients
             for stage, module in self.stages.items():
                 self.weight_gradients[stage] = WeightGradients(module)
 
@@ -1402,7 +1337,7 @@ def copies(place, groups):
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
     equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    return ranks * equal // parts  # of the tied embedding below: 8 x 2 / 8
+    return ranks * equal * place.twins // parts  # of the tied embedding below: 8 x 2 / 8
 
 
 def inside(group, groups):
@@ -1469,7 +1404,8 @@ class Layout:
     cp_kind: str = "ring"           # or "ulysses"
     ep: int = 1                     # ranks of dp that share out the experts
     pp: int = 1                     # ranks that the layers are spread over
-    virtual_stages: int = 1         # stages that each of them has
+    schedule: str = "1f1b"          # the pipeline's; its lists say which stages live on which rank
+    virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
     zero: int = 0                   # the stage of ZeRO, over dp x cp
     zero_within: int = None         # or over each so many neighbours of dp x cp
     recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
@@ -1483,10 +1419,8 @@ def parallelize(config, layout, device, source=None):
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. The order of the five
     steps matters.
     """
-    if layout.virtual_stages > 1 and layout.pp == 1:
-        raise ValueError(f"virtual_stages {layout.virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    homes = place_stages(layout.pp, layout.virtual_stages)
+    homes = place_stages(layout)
     groups = make_groups(mesh, layout, homes, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, master_dtype(layout.dtype)
@@ -1496,6 +1430,7 @@ def parallelize(config, layout, device, source=None):
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, layout, groups)
+        mark_stage(model, len(homes), groups)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
         for block in model.h.values() if layout.recompute != "none" else ():
             layer = block if layout.recompute == "block" else block.attn
@@ -1503,7 +1438,7 @@ def parallelize(config, layout, device, source=None):
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
-            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device, groups.between)
+            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
@@ -1522,7 +1457,7 @@ def make_groups(mesh, layout, homes, tied):
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
                       `between` are the ranks with the same shard, or None
     ep, same_experts  of `split_experts`, or None
-    ends              the ranks of the first and the last stage, if both keep a `tied` embedding, else None
+    ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
@@ -1537,11 +1472,9 @@ def make_groups(mesh, layout, homes, tied):
     if layout.ep > 1:
         from further.experts import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    if tied and layout.pp > 1:
-        first, last = homes[0], homes[len(homes) - 1]
-        if first == last:
-            raise ValueError("a tied embedding must be on two ranks, or on one stage: give GPTConfig(tied=False)")
-        groups.ends, _ = make(mesh.mesh[[first, last]].flatten(1).T.tolist())
+    ends = [homes[0], homes[len(homes) - 1]]
+    if tied and ends[0] != ends[1]:
+        groups.ends, _ = make(mesh.mesh[ends].flatten(1).T.tolist())
     return groups
 
 
@@ -1556,7 +1489,7 @@ def groups_of(grids):
 
 
 def cut_layers(model, layout, groups):
-    """Over cp, ep and tp, in place; and mark what the pipeline has cut."""
+    """Over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
         context_parallel(model, groups.cp, layout.cp_kind)
@@ -1568,13 +1501,28 @@ def cut_layers(model, layout, groups):
         sequence_parallel(model, groups.tp)
     elif layout.tp > 1:
         tensor_parallel(model, groups.tp)
-    if layout.pp > 1:
-        for name, param in model.named_parameters():
-            before = place(param)
-            param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
-            # The first and the last stage have a tied weight. Both start alike and step alike: their gradients add up.
-            if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-                param.place = replace(param.place, add_over=before.add_over + (groups.ends,))
+
+
+def mark_stage(model, stages, groups):
+    """Mark what the pipeline has cut. A tied weight is in the first and in the last stage. Both start alike and step
+    alike, because their gradients are added up: over two ranks, or on one."""
+    if stages == 1:
+        return
+    for name, param in model.named_parameters():
+        before = place(param)
+        param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
+        if model.config.tied and name in ("wte.weight", "lm_head.weight"):
+            ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
+            param.place = replace(param.place, **ends)
+
+
+@torch.no_grad()
+def add_up_twins(params):
+    """The two ends of a tied embedding, where one rank has both: no message."""
+    twins = [param for param in params if place(param).twins > 1]
+    total = sum(param.grad for param in twins)
+    for param in twins:
+        param.grad.copy_(total)
 
 
 def cut_like(param, whole):
@@ -1600,7 +1548,7 @@ class ParallelGPT:
         net = parallelize(config, Layout(dp=2, tp=2), device)
         optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
         optimizer.zero_grad()
-        loss = net.forward_backward(x, y, "1f1b")          x, y: this rank's micro-batches
+        loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
@@ -1641,37 +1589,40 @@ class ParallelGPT:
         else:
             layout = self.layout
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.groups.within, layout.zero, None,
-                                              layout.dtype, layout.reduce_dtype, self.groups.between, **kwargs)
+                                              layout.dtype, layout.reduce_dtype, **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
 
-    def actions(self, schedule, m):
-        """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
-        if schedule == "forward":
-            lists = lower([[Action("F", s, i) for s in stages_on(r, self.homes) for i in range(m)]
-                           for r in range(self.layout.pp)])
-        else:
-            lists = lower(schedules()[schedule](self.layout.pp, m, self.layout.virtual_stages))
+    def actions(self, m, training=True):
+        """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
+        layout = self.layout
+        if training:
+            lists = lower(schedules()[layout.schedule](layout.pp, m, layout.virtual_stages))
             check(lists)
-        if homes_of(lists) != self.homes:
-            raise ValueError(f"schedule {schedule} runs other stages than this model's: give virtual_stages 1")
+        else:
+            lists = lower([[action for stage in stages_on(rank, self.homes) for action in whole_batch("F", stage, m)]
+                           for rank in range(layout.pp)])
         return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
         """Of a micro-batch, summed over the targets that count."""
         return cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
-    def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
+    def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
         Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, schedule, scale, self.syncs)
+        loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
             sync.finish_grad_sync()
+        if self.groups.between:
+            from further.nodes import average_between
+            average_between(self.reducers, self.groups.between)
         self.add_up_gradients()
+        add_up_twins(self.params)
         return loss
 
     @torch.no_grad()
@@ -1682,32 +1633,18 @@ class ParallelGPT:
                 dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()
-    def balance(self, rate):
-        """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns
-        how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
-        loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
-        for i, router in self.routers.items():
-            loads[i] = router.load
-        routed_differently = [self.groups.replicas, self.groups.pp] + [self.groups.tp] * self.layout.sp
-        for group in routed_differently:
-            dist.all_reduce(loads, group=group)
-        for i, router in self.routers.items():
-            router.balance(loads[i], rate)
-        return loads
-
-    @torch.no_grad()
     def forward(self, x, y):
         """What forward_backward returns, with no gradients."""
-        return self.run(x, y, "forward", 1.0, None)
+        return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
-    def run(self, x, y, schedule, scale, syncs):
+    def run(self, x, y, actions, scale, syncs):
         if self.layout.cp > 1:
             from further.context import own_tokens
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         dloss = scale * self.weight_of_a_target(y)
-        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, dloss, syncs)
+        losses = self.pipeline.run(actions, x, y, dloss, syncs)
         total = torch.zeros_like(dloss)
         for loss in losses:
             total += loss * dloss / scale  # dloss / scale: the weight of a target

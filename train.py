@@ -234,14 +234,15 @@ class Trainer:
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.optimizer.zero_grad()
-        loss = self.net.forward_backward(x, y, s.schedule, scale)  # averages gradients over replicas, too
+        loss = self.net.forward_backward(x, y, scale=scale)  # averages gradients over replicas, too
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
         if self.all_finite(loss, norm):
             self.optimizer.step()
             if self.config.experts:
-                self.loads = self.net.balance(s.balance_rate)
+                from further.experts import balance
+                self.loads = balance(self.net, s.balance_rate)
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):

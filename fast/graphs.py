@@ -22,7 +22,7 @@ class LeanGPT(ParallelGPT):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.lists = {}  # (schedule, micro-batches) -> this rank's actions
+        self.lists = {}  # (micro-batches, whether it trains) -> this rank's actions
 
     def make_optimizer(self, *args, **kwargs):
         optimizer = super().make_optimizer(*args, **kwargs)
@@ -30,10 +30,10 @@ class LeanGPT(ParallelGPT):
             optimizer.wait_in(*self.stages.values())
         return optimizer
 
-    def actions(self, schedule, m):
-        if (schedule, m) not in self.lists:
-            self.lists[schedule, m] = super().actions(schedule, m)
-        return self.lists[schedule, m]
+    def actions(self, m, training=True):
+        if (m, training) not in self.lists:
+            self.lists[m, training] = super().actions(m, training)
+        return self.lists[m, training]
 
     @torch.no_grad()
     def add_up_gradients(self):

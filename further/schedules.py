@@ -6,6 +6,14 @@ Its name enters SCHEDULES, and `--schedule` takes it. parallel.py's section on p
     torchrun --nproc_per_node 2 train.py --plain --pp 2 --micro-batches 4 --schedule zb-h1
 """
 
+from collections import Counter
+from functools import partial
+
+import torch
+
+import kernels
+import parallel
+from model import Linear
 from parallel import Action, SCHEDULES, one_f_one_b, take_turns, whole_batch
 
 
@@ -55,6 +63,49 @@ def zero_bubble_h1(p, m, v=1):
                 actions.append(weights.pop(0))
         lists.append(actions + weights)
     return lists
+
+
+class WeightGradients:
+    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
+    stage waits for them: at once, or during an "I" later, in its "W".
+
+    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
+    """
+    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
+
+    def __init__(self, module):
+        linears = Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
+        for layer in module.modules():
+            if isinstance(layer, linears) and uses[layer.weight] == 1:
+                layer.linear = partial(self.linear, layer.linear)
+
+    def linear(self, product, x, weight, bias=None):
+        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
+        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
+            return product(x, weight, bias)
+        take = partial(self.take, weight, bias)
+        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
+
+    def take(self, *computed_from):
+        if self.later is None:
+            self.compute(*computed_from)
+        else:
+            self.later.append(computed_from)
+
+    @torch.no_grad()
+    def compute(self, weight, bias, dy, x):
+        if weight.requires_grad:
+            self.add(weight, dy.T, x)
+        if bias is not None and bias.requires_grad:
+            self.add(bias, kernels.bias_gradient(dy))
+
+    def add(self, param, a, b=None):
+        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
 
 
 SCHEDULES.update({"interleaved": interleaved, "zb-h1": zero_bubble_h1})

@@ -13,7 +13,7 @@ import parallel
 import train
 from lessons.measure import patched, plain_rows
 from model import GPT, materialize, shapes
-from theory.clock import split_pieces
+from theory.clock import homes_in, stages_in
 
 
 def random_source(config, device):
@@ -130,10 +130,10 @@ def torch_pipeline(config, s, device, x, y):
     from torch.distributed.pipelining import PipelineStage, schedules
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
         s.schedule]
-    rank, cuts = dist.get_rank(), split_pieces(config, s.pp * s.virtual_stages)
-    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i])
-               for i in parallel.stages_on(rank, parallel.place_stages(s.pp, s.virtual_stages))}
-    stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+    rank = dist.get_rank()
+    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], pieces)
+               for i, pieces in stages_in(s, config, rank)}
+    stages = [PipelineStage(module, i, len(homes_in(s)), device) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
         stages if "Interleaved" in name else stages[0], len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))

@@ -34,7 +34,7 @@ from lessons.plan import describe_parameters
 from safe.reports import predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
-from theory.clock import split_pieces
+from theory.clock import stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages
 
@@ -98,8 +98,7 @@ def routes_of_rows():
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
-    cuts = split_pieces(trainer.config, len(net.homes))
-    stages = [(stage, cuts[stage]) for stage in parallel.stages_on(pp_rank, net.homes)]
+    stages = stages_in(s, trainer.config, pp_rank)
     kept = [flat for model in net.stages.values() if isinstance(model, parallel.FSDP) for flat in model.units.kept]
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):

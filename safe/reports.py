@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
-import parallel
 from safe.flags import gpus_here, schedule_of
-from theory.clock import most_held
+from theory.clock import most_held, stages_in
 from theory.memory import kept_tensors, memory_bytes, tensors_in
 
 
@@ -131,11 +130,9 @@ def describe(trainer):
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
-    lists = schedule_of(s)
-    held = math.ceil(most_held(lists[rank]) / s.virtual_stages)
+    mine = [pieces for _, pieces in stages_in(s, trainer.config, rank)]
+    held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    cuts = parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)
-    mine = [cuts[stage] for stage in parallel.stages_on(rank, parallel.homes_of(lists))]
     return memory_bytes(trainer.config, s, mine, held, fused, load)
 
 

@@ -123,13 +123,13 @@ def test_gradients_travel_in_the_reduce_dtype():
 
 def half_gradients(schedule, zero):
     parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
-    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero,
+    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule,
                              virtual_stages=1 + (schedule == "interleaved"))
     net = parallel.parallelize(SMALL, layout, "cpu")
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
         net.optimizer.zero_grad()
-        net.forward_backward(*(t.split(1) for t in tokens_of(0)), schedule)
+        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
     grads, buckets = {}, net.reducers[0].bucket_of
     for stage in net.stages.values():
         for name, param in stage.named_parameters():

@@ -105,8 +105,7 @@ def test_computation_hides_traffic_and_fills_the_step():
 def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, v):
     machine = dataclasses.replace(FAST, elementwise=3e12)  # W no longer than F, else ZB-H1 idles more
     s = layout(f"--pp 4 --micro-batches 8 --schedule {schedule} --virtual-stages {v}")
-    cuts, homes = theory.clock.split_pieces(EVEN, 4 * v), parallel.place_stages(4, v)
-    stages = [(i, cuts[i]) for i in parallel.stages_on(1, homes)]
+    stages = theory.clock.stages_in(s, EVEN, 1)
     timeline = simulate(parallel.SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))
     assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 

@@ -1,5 +1,6 @@
 """f and g, cuts, the mesh, pipelines and their schedules."""
 
+import contextlib
 import dataclasses
 import unittest.mock
 
@@ -15,7 +16,7 @@ import parallel
 import theory.clock
 from tests.layouts import differences, in_layout, MIXED, one_process, SMALL, tokens_of
 from tests.pool import close, on_both, on_ranks
-from further.schedules import interleaved, zero_bubble_h1
+from further.schedules import interleaved, WeightGradients, zero_bubble_h1
 from theory.clock import simulate
 
 
@@ -150,11 +151,11 @@ def test_stages_may_run_b_or_its_halves(name):
 def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
     """So `finish_grad_sync` has nothing to send."""
     device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2), device)
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2, schedule=schedule), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(2) for t in tokens_of(0))
     with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-        net.run(x, y, schedule, 1.0, net.syncs)
+        net.run(x, y, net.actions(len(x)), 1.0, net.syncs)
         in_backward = reduced.call_count
         for stage in net.stages.values():
             stage.finish_grad_sync()
@@ -168,7 +169,7 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     device, made = torch.get_default_device(), []
     with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
-                                   parallel.Layout(pp=3, virtual_stages=virtual_stages), device)
+                                   parallel.Layout(pp=3, schedule="interleaved", virtual_stages=virtual_stages), device)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
     assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
@@ -191,7 +192,7 @@ def test_layers_behind_frozen_ones_have_their_gradients():
     net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
     for name, param in net.named_parameters():
         param.requires_grad = "attn" in name or "mlp" in name
-    for prepare in (lambda net: None), parallel.WeightGradients:
+    for prepare in (lambda net: None), WeightGradients:
         prepare(net)
         net.zero_grad()
         F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
@@ -202,7 +203,7 @@ def test_layers_behind_frozen_ones_have_their_gradients():
 def test_weight_gradients_wait_for_w():
     """I computes the input's gradient, and a norm's, but no Linear's."""
     block = model.GPT(SMALL, pieces=range(1, 2)).double()
-    passage = parallel.Passage(block, None, parallel.WeightGradients(block))
+    passage = parallel.Passage(block, None, WeightGradients(block))
     y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
     linears = [p for name, p in block.named_parameters() if "ln_" not in name]
     dx = passage.backward("I", torch.ones_like(y))
@@ -219,18 +220,24 @@ def v_schedule(p, m, v):
             + parallel.whole_batch("B", late, m) + parallel.whole_batch("B", early, m) for early, late in both]
 
 
-def in_a_v(tied):
-    homes = {stage: min(stage, 3 - stage) for stage in range(4)}
-    with (unittest.mock.patch.object(parallel, "place_stages", lambda p, v: homes),
-          unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule)):
-        return in_layout({"pp": 2}, "sgd", 2, {"tied": tied}, schedule="v", virtual_stages=2)
+def in_a_v(layout, change, alone=False, **options):
+    """alone: the ends of a tied embedding are not added up."""
+    with contextlib.ExitStack() as around:
+        around.enter_context(unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule))
+        if alone:
+            around.enter_context(unittest.mock.patch.object(parallel, "add_up_twins", lambda params: None))
+        return in_layout(layout, "sgd", 2, change, schedule="v", **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+@on_both
+def test_stages_may_lie_in_a_v(pool, tied, options):
+    """A schedule's lists say where stages live. A tied embedding has both its ends on one rank: no message adds them."""
+    for got in pool(4).run(in_a_v, {"pp": 2, "dp": 2}, {"tied": tied}, **options):
+        assert not differences(got, one_process("sgd", tied=tied))
 
 
 @on_both
-def test_stages_may_lie_in_a_v(pool):
-    """A schedule's lists, and `place_stages`, say where stages live. (A tied embedding would have both its ends on one
-    rank, which is refused.)"""
-    for got in pool(2).run(in_a_v, False):
-        assert not differences(got, one_process("sgd", tied=False))
-    with pytest.raises(pytest.fail.Exception, match="a tied embedding must be on two ranks"):
-        pool(2).run(in_a_v, True)
+def test_the_ends_of_a_v_are_added_up(pool):
+    assert differences(pool(2).run(in_a_v, {"pp": 2}, {"tied": True}, alone=True)[0], one_process("sgd"))

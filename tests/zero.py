@@ -13,6 +13,7 @@ import collectives as dist
 import fast.gloo
 import model
 import parallel
+from further.nodes import average_between
 from tests.collectives import ring_only
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, tokens_of
@@ -43,25 +44,27 @@ def wait_for(reducers):
 @ring_only
 def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
     """(bytes of each collective, of K elements) of a step, for K float32 elements in four units that divide evenly."""
-    groups, ranks, x = {}, range(size := dist.get_world_size()), torch.ones(2, 48)
+    group, ranks, x = None, range(size := dist.get_world_size()), torch.ones(2, 48)
     n = within or size
     if within:
         grid = [ranks[first:first + within] for first in range(0, size, within)]
-        groups = dict(zip(("group", "between"), dist.rows_and_columns(grid)))
+        group, between = dist.rows_and_columns(grid)
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
     k = 4 * sum(p.numel() for p in net.parameters())
     start = bytes_alive() - k
-    model, sync, opt = laid_out(net, stage, lr=0.1, reduce_dtype=reduce_dtype, **groups)
-    before = bytes_alive()
+    model, sync, opt = laid_out(net, stage, lr=0.1, group=group, reduce_dtype=reduce_dtype)
+    before, reducers = bytes_alive(), sync.reducers if stage == 3 else [sync.reducer]
     assert stage != 3 or before - start < k  # a shard, no whole unit
     dist.reset_traffic()
     for i in range(micro_batches):
         with sync.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
             model(x).sum().backward()
-        wait_for(sync.reducers if stage == 3 else [sync.reducer])
+        wait_for(reducers)
         # A shard of the gradients lives on. Of four buckets at most two are under way, with room for their averages.
         assert stage in ("ddp", 1) or bytes_alive() - before <= k / n + 2 * (k / 4 + k / 4 / n)
     sync.finish_grad_sync()
+    if within:
+        average_between(reducers, between)
     opt.step()
     opt.zero_grad()
     assert bytes_alive() <= before  # the next forward needs the room
@@ -114,12 +117,13 @@ def test_each_gradient_is_reduced_once_under_several_stages(zero):
     """At stage 2 once a micro-batch. `step` reduces none."""
     device = torch.get_default_device()
     net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4),
-                               parallel.Layout(dp=2, pp=2, zero=zero, virtual_stages=2), device)
+                               parallel.Layout(dp=2, pp=2, zero=zero, schedule="interleaved", virtual_stages=2),
+                               device)
     optimizer = net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(4)[dist.get_rank(net.groups.dp)].split(1) for t in tokens_of(0))
     before = bytes_alive()
     dist.reset_traffic()
-    net.forward_backward(x, y, "interleaved")
+    net.forward_backward(x, y)
     k = 4 * sum(param.numel() for param in stepped_by(optimizer))  # half of the gradients, padded
     sent = dist.traffic()["reduce_scatter_tensor"]
     assert sent.bytes == {1: 1, 2: len(x)}[zero] * k

@@ -4,6 +4,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
+import parallel
 from parallel import homes_of, in_order, needs, result_of
 
 
@@ -31,6 +32,22 @@ def split_pieces(config, stages):
 
     starts = best(n, stages)[1][::-1]
     return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
+
+
+@functools.cache
+def homes(schedule, p, v):
+    """Where stages live, {stage: rank}."""
+    return parallel.place_stages(parallel.Layout(pp=p, schedule=schedule, virtual_stages=v))
+
+
+def homes_in(s):
+    return homes(s.schedule, s.pp, s.virtual_stages)
+
+
+def stages_in(s, config, rank):
+    """[(stage, its pieces)] of a pipeline rank in layout s."""
+    cuts = split_pieces(config, len(homes_in(s)))
+    return [(stage, cuts[stage]) for stage in parallel.stages_on(rank, homes_in(s))]
 
 
 # ------------------------------------------------------------------------------------------------- schedules on a clock
