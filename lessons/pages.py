@@ -8,6 +8,7 @@ elsewhere, and no script runs. pages.css, beside this file, is the look.
 """
 
 import ast
+import functools
 import html
 import io
 import itertools
@@ -21,7 +22,7 @@ from collections import defaultdict
 from lessons import puzzles
 from lessons.puzzles import HERE
 
-FILES = [file for file in puzzles.FILES if "__" not in file]  # but for further/__init__.py, which has no code
+FILES = [name for name in puzzles.FILES if "__" not in name]  # but for further/__init__.py, which has no code
 STYLE = pathlib.Path(__file__).with_suffix(".css")
 WIDE = 74  # columns: wider pictures stand above their code, not beside it
 
@@ -30,10 +31,6 @@ WIDE = 74  # columns: wider pictures stand above their code, not beside it
 
 def module_of(file):
     return file.removesuffix(".py").replace("/", ".")
-
-
-def page_of(file):
-    return module_of(file) + ".html"
 
 
 def named(body):
@@ -54,10 +51,27 @@ def stored(tree):
             | {node.arg for node in every if isinstance(node, ast.arg)})
 
 
-TREES = {file: ast.parse((HERE / file).read_text()) for file in FILES}
-DEFINED = {file: dict(reversed([*named(tree.body)])) for file, tree in TREES.items()}  # of several the first
-TARGETS = {f"{module_of(file)}.{name}": f"{page_of(file)}#{name}" for file in FILES for name in DEFINED[file]}
-TARGETS |= {module_of(file): page_of(file) for file in FILES}
+@functools.cache
+def tree_of(file):
+    return ast.parse((HERE / file).read_text())
+
+
+def definitions(file):
+    """{name: line}; of several of one name the first."""
+    return dict(reversed([*named(tree_of(file).body)]))
+
+
+def targets():
+    """{address, such as parallel.DDP.forward: the link to it}"""
+    found = {}
+    for file in FILES:
+        module = module_of(file)
+        found[module] = f"{module}.html"
+        found |= {f"{module}.{name}": f"{module}.html#{name}" for name in definitions(file)}
+    return found
+
+
+TARGETS = targets()
 
 
 class Names:
@@ -66,9 +80,9 @@ class Names:
     def __init__(self, file):
         self.module, self.imported = module_of(file), {}
         self.local, self.owner = defaultdict(set), {}  # of each line: names of functions around it, the class around it
-        self.ids = {(line, name.rpartition(".")[2]): name for name, line in DEFINED[file].items()}
+        self.ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
         self.address = ""  # of the latest name, with what stands before its dots
-        for node in ast.walk(TREES[file]):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 self.imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
@@ -120,8 +134,8 @@ def highlighted(file):
 class Row:
     """Prose, and the numbers of the lines of code beside it. A row with a title begins a section."""
 
-    def __init__(self, text="", title=""):
-        self.text, self.title, self.lines = text, title, []
+    def __init__(self, title=""):
+        self.text, self.title, self.lines = "", title, []
 
 
 def docstrings(tree):
@@ -133,22 +147,25 @@ def docstrings(tree):
 
 def rows_of(file):
     """A file's lines, all but blank ones, as rows in order. A class's first method stands beside the class's text."""
-    lines, texts, rows, n = (HERE / file).read_text().splitlines(), docstrings(TREES[file]), [Row(title=file)], 0
+    lines, texts, rows, n = (HERE / file).read_text().splitlines(), docstrings(tree_of(file)), [Row(file)], 0
     while n < len(lines):
         n += 1
         line, row, gap = lines[n - 1], rows[-1], not lines[n - 2].strip()
         goes_on = n - 1 in row.lines and line.find("#") == lines[n - 2].find("#")  # from the comment before
         if n in texts:
             n, text = texts[n]
-            row.text += "\n\n" + text
+            row.text += "\n" + text
         elif line.lstrip().startswith("#") and not goes_on:
-            block = list(itertools.takewhile(lambda later: later.lstrip().startswith("#"), lines[n - 1:]))
-            n += len(block) - 1
-            text = "\n".join(comment.strip().removeprefix("#").removeprefix(" ") for comment in block)
-            title, _, rest = text.partition("\n")
-            rows.append(Row(rest, title.strip("- ")) if title.startswith("-----") else Row(text))
+            said = line.strip().removeprefix("#").removeprefix(" ")
+            if said.startswith("-----"):
+                rows.append(Row(said.strip("- ")))
+            else:
+                if row.lines or gap:
+                    rows.append(Row())
+                rows[-1].text += said + "\n"
         elif line.strip():
-            if row.title or gap and (line[0] != " " or len(row.lines) > 1 and re.match(" +(@|def )", line)):
+            is_alone = len(row.lines) < 2 and n + 1 not in texts  # a class's first method, which has no text
+            if row.title or gap and (line[0] != " " or re.match(" +(@|def )", line) and not is_alone):
                 rows.append(Row())
             rows[-1].lines.append(n)
     return rows
@@ -157,25 +174,21 @@ def rows_of(file):
 # ---------------------------------------------------------------------------------------------------------------- prose
 
 def inline(text, module=""):
-    """Html of a paragraph. `code` leads to its definition: in this module, in the file named before it, or the only
-    one. **Bold** and [links](to a file) are Markdown's; of a link to no page the text stays."""
-    def of_a_page(match):
-        page = PAGES.get(match[2].removeprefix("docs/"))
-        return f'<a href="{page}{match[3]}">{match[1]}</a>' if page and match[3] else match[1]
-
+    """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module. **Bold**
+    is Markdown's. Links to docs/reading.md lead to its page; of others the text stays."""
     def linked(match):
         nonlocal module
         name = match[1] or match[2]
-        every = [address for file in FILES if (address := f"{module_of(file)}.{name}") in TARGETS]
-        if name in TREES:
-            every = [module := module_of(name)]
-        elif len(every) > 1:
-            every = {f"{module}.{name}"}.intersection(every)
+        if name in FILES:
+            module = address = module_of(name)
+        else:
+            address = f"{module}.{name}"
         code = f"<code>{name.replace(' ', ' <wbr>')}</code>"
-        return "".join(f'<a href="{TARGETS[address]}">{code}</a>' for address in every) or code
+        return f'<a href="{TARGETS[address]}">{code}</a>' if address in TARGETS else code
 
     text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
-    text = re.sub(r"\[([^]]*)\]\(([^)#]*)([^)]*)\)", of_a_page, text)
+    text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
@@ -198,7 +211,7 @@ def prose(text, module):
 
 
 def anchor(title):
-    return re.sub(r"\W+", "-", title.lower())
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def beside(row, code, module):
@@ -237,8 +250,10 @@ def markdown(text):
                 cells = [f'<td title="{name}">{inline(cell)}</td>' for name, cell in zip(head, row)]
                 out += f"<tr>{''.join(cells)}</tr>\n"
             out += "</table>\n"
-        elif picture := re.fullmatch(r"!\[(.*)\]\((.*)\)", block):
+        elif picture := re.fullmatch(r"!\[(.*)\]\(.*(assets/.*)\)", block):
             out += f"<figure>{(HERE / picture[2]).read_text()}<figcaption>{picture[1]}</figcaption></figure>\n"
+        elif block.startswith("- "):
+            out += f"<ul>{''.join(f'<li>{inline(item)}</li>' for item in block[2:].split(chr(10) + '- '))}</ul>\n"
         elif block.startswith("```"):
             out += "<pre>" + html.escape(block.strip("`\n")) + "</pre>\n"
         else:
@@ -255,16 +270,15 @@ def index_page():
 def pages(out):
     """The reference as HTML, prose beside code, behind the README's reading path."""
     pathlib.Path(out).mkdir(parents=True, exist_ok=True)
-    bodies = {"index.html": index_page(), **{page_of(file): file_page(file) for file in FILES}}
+    bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
+    bodies |= {module_of(file): file_page(file) for file in FILES}
     for name, body in bodies.items():
-        links = "".join(f'<a href="{other}"{" class=here" * (other == name)}>'
-                        f'{"ringGPT" if other == "index.html" else other.removesuffix(".html").replace(".", "/")}</a>\n'
-                        for other in bodies)
-        pathlib.Path(out, name).write_text(f"""<!doctype html>
+        links = [f'<a href="{other}.html" class="{other == name}">{other.replace(".", "/")}</a>' for other in bodies]
+        pathlib.Path(out, f"{name}.html").write_text(f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name.removesuffix(".html")} - ringGPT</title><style>{STYLE.read_text()}</style>
-<nav>{links}</nav>
-<main class="{"index" if name == "index.html" else "file"}">
+<title>{name} - ringGPT</title><style>{STYLE.read_text()}</style>
+<nav>{" ".join(links)}</nav>
+<main class="{"file" if name in TARGETS else "text"}">
 {body}</main></html>
 """)
     print(f"{out}/index.html")

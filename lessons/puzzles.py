@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -209,7 +210,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
 # ---------------------------------------------------------------------------------------------------------------- holes
 
 def mentions(statement, name):
-    return any(name in (getattr(node, "id", None), getattr(node, "attr", None)) for node in ast.walk(statement))
+    return re.search(rf"\b{name}\b", ast.unparse(statement))
 
 
 def from_mention(block, name):
@@ -259,7 +260,8 @@ def write(puzzle, folder, body):
 # --------------------------------------------------------------------------------------------------------------- checks
 
 def shown(value):
-    return value if isinstance(value, str) else str((value.detach().round(decimals=3) + 0.0).tolist())  # not -0.0
+    """A text as it is, a tensor's numbers to three digits. (+ 0.0, because -0.0 is the same number.)"""
+    return value if isinstance(value, str) else str((value.detach().double().round(decimals=3) + 0.0).tolist())
 
 
 def found_in(folder, example):

@@ -29,7 +29,7 @@ MISTAKES = {
     "norm": (" - tl.sum(g, 0) / width", "", "dx: got [["),
     "zigzag": ("slice(half), False", "slice(half, None), False",
                "keys of rank 0: got [0, 1, 2, 3] x [2, 3], should have got [0, 1, 2, 3] x [0, 1]"),
-    "expert": (", losses=dist.get_world_size(group)", "", "got [2.0, 2.0], should have got [1.0, 1.0]"),
+    "expert": (", losses=dist.get_world_size(group)", "", "got [[2.0, 2.0]], should have got [[1.0, 1.0]]"),
 }
 
 
