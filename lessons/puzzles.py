@@ -49,8 +49,10 @@ def ring(rank):
     whole, part = (rank + 1) * torch.arange(1.0, 7), torch.empty(2)
     dist.reduce_scatter_tensor(part, whole)
     yield "reduce-scatter", part
-    dist.all_reduce(whole)
-    yield "all-reduce", whole
+    yield "the input of reduce-scatter, afterwards", whole
+    uneven = (rank + 1) * torch.arange(1.0, 6)
+    dist.all_reduce(uneven, dist.ReduceOp.MAX)
+    yield "all-reduce of the maximum", uneven
 
 
 def hook(rank):
@@ -69,8 +71,8 @@ def hook(rank):
 
 
 def zero1(rank):
-    """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, this
-    rank's slice of it."""
+    """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, the
+    slice of it that is this rank's."""
     from parallel import ShardedOptimizer
     weights = nn.Parameter(torch.tensor([10.0, 20, 30, 40, 50]))
     optimizer = ShardedOptimizer([weights], torch.optim.SGD, lr=1.0)
@@ -114,7 +116,7 @@ def vocabulary(rank):
 
 
 def order(rank):
-    """1F1B's order: return each rank's list of actions, [[Action("F", stage, micro-batch), ...], ...]."""
+    """1F1B's order: return a list of actions for each rank. `whole_batch` and `take_turns`, above, help."""
     from parallel import one_f_one_b
     yield "its list", " ".join(map(str, one_f_one_b(3, 4)[rank]))
 
@@ -122,13 +124,13 @@ def order(rank):
 def transfers(rank):
     """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to the list of
     this rank, and put the receive (RF, RB) into the list of the other, so that no ranks wait for each other."""
-    from parallel import check, gpipe, lower, one_f_one_b, ScheduleError
-    for schedule in gpipe, one_f_one_b:
+    from parallel import check, lower, schedules, ScheduleError
+    for name, schedule in schedules().items():
         try:
-            check(lower(schedule(3, 3)))
-            yield schedule.__name__, "a schedule that runs"
+            check(lower(schedule(3, 3, 2)))
+            yield name, "a schedule that runs"
         except ScheduleError as error:
-            yield schedule.__name__, str(error)
+            yield name, str(error)
 
 
 def softmax(rank):
@@ -136,22 +138,24 @@ def softmax(rank):
     down what they held before. A row that has seen no key yet has m = -inf: never compute -inf - -inf."""
     import kernels
     kernels.tile_rows = lambda D: 16  # so that 32 keys are two blocks
-    q = torch.tensor([1.0, -1]).repeat_interleave(16).view(1, 1, 2, 16)
+    q = torch.ones(1, 1, 34, 16)
+    q[:, :, 32] = -1
     k, v = torch.tensor([[0, math.log(3) / 4], [2, 6]]).repeat_interleave(256, 1).view(2, 1, 1, 32, 16)
-    o, lse = kernels.attention_forward(q, k, v, False)  # scores 0 in the first block, log(3) or -log(3) in the second
-    yield "O of two queries", o[0, 0, :, 0]
-    yield "L of two queries", lse[0]
+    o, lse = kernels.attention_forward(q, k, v, True)  # scores 0 in the first block, log(3) or -log(3) in the second
+    yield "O of a query without keys, and of two others", o[0, 0, [0, 32, 33], 0]
+    yield "their L", lse[0, [0, 32, 33]]
 
 
 def norm(rank):
-    """Layer norm's backward: of one row, compute xhat, store dx, and add to the program's shares of dw and db. Columns
-    that are not `inside` must count as 0."""
+    """Layer norm's backward: of one row, compute xhat, store dx, and add to this program's shares of dw and db."""
     import kernels
     x = torch.tensor([[1.0, 2, 6], [0, 4, 8]], requires_grad=True)
-    weight = torch.tensor([1.0, 2, 1], requires_grad=True)
-    kernels.LayerNorm.apply(x, weight, torch.zeros(3), 0.0).backward(torch.tensor([[1.0, 0, 0], [0, 1, 2]]))
+    weight, bias = torch.tensor([[1.0, 2, 1], [0, 0, 0]]).unbind()
+    y = kernels.LayerNorm.apply(x, weight.requires_grad_(), bias.requires_grad_(), 0.0)
+    y.backward(torch.tensor([[1.0, 0, 0], [0, 1, 2]]))
     yield "dx", x.grad
     yield "dw", weight.grad
+    yield "db", bias.grad
 
 
 def zigzag(rank):
@@ -165,8 +169,8 @@ def zigzag(rank):
 
 
 def expert(rank):
-    """An expert's scale: say in its parameter's place who averages the gradient, and of how many ranks' losses it is
-    the sum."""
+    """An expert's scale: say in the parameter's place who averages its gradient, and of how many ranks' losses that is
+    the sum. `replace` copies a place with some fields changed."""
     from further.experts import expert_parallel, MixtureOfExperts, split_experts
     from model import GPTConfig
     from parallel import DDP, make_mesh
@@ -241,8 +245,8 @@ def solution(puzzle):
 
 
 def empty(puzzle):
-    task = " ".join(puzzle.example.__doc__.split())
-    return textwrap.fill("# Puzzle: " + task, 96, subsequent_indent="# ") + "\nraise NotImplementedError('puzzle')"
+    task = textwrap.fill("# Puzzle: " + " ".join(puzzle.example.__doc__.split()), 96, subsequent_indent="# ")
+    return task + "\nraise NotImplementedError('puzzle: nothing is written here yet')"
 
 
 def write(puzzle, folder, body):
