@@ -218,7 +218,7 @@ def beside(row, code, module):
     """Html of a row: its prose to the left of its code, or above, where a picture needs the width."""
     text, above = prose(row.text, module), not row.lines
     above |= any(is_drawn(line) and len(line) > WIDE for line in row.text.splitlines())
-    title = f'<h2 id="{anchor(row.title)}">{row.title}</h2>\n' if row.title else ""
+    title = f'<h2 id="section-{anchor(row.title)}">{row.title}</h2>\n' if row.title else ""
     out = f'<section>{title}{text}</section>\n' if above else ""
     lines = ""
     for n in row.lines:
@@ -229,7 +229,7 @@ def beside(row, code, module):
 
 def file_page(file):
     rows, code = rows_of(file), highlighted(file)
-    sections = "".join(f'<a href="#{anchor(row.title)}">{row.title}</a>\n' for row in rows[1:] if row.title)
+    sections = "".join(f'<a href="#section-{anchor(row.title)}">{row.title}</a>\n' for row in rows[1:] if row.title)
     first, *others = [beside(row, code, module_of(file)) for row in rows]
     return f'{first}<nav>{sections}</nav>\n{"".join(others)}'
 

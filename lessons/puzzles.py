@@ -122,8 +122,8 @@ def order(rank):
 
 
 def transfers(rank):
-    """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to the list of
-    this rank, and put the receive (RF, RB) into the list of the other, so that no ranks wait for each other."""
+    """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to this rank's
+    list, and put the receive (`other_end` of the send) into the other's, so that no ranks wait for each other."""
     from parallel import check, lower, schedules, ScheduleError
     for name, schedule in schedules().items():
         try:
@@ -314,7 +314,7 @@ def check(puzzle, folder):
         for rank, process in enumerate(processes):
             process.join()
             place = pathlib.Path(meeting, str(rank))
-            late = f"rank {rank}: no end after {SECONDS} s; it waits for a message that nobody sends\n"
+            late = f"rank {rank}: no result within {SECONDS} s; does it wait for a message that nobody sends?\n"
             said += place.read_text() if place.exists() else late
     print(said or "green\n", end="")
     sys.exit(bool(said))

@@ -85,7 +85,7 @@ def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
     silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
     write(PUZZLES["ring"], tmp_path / "ring", silent)
     assert in_new_process(checked, tmp_path / "red", "ring", str(tmp_path / "ring")) == 1
-    assert "rank 1: no end after 1 s; it waits" in (tmp_path / "red").read_text()
+    assert "rank 1: no result within 1 s; does it wait" in (tmp_path / "red").read_text()
 
 
 def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
