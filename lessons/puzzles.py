@@ -50,9 +50,8 @@ def ring(rank):
     dist.reduce_scatter_tensor(part, whole)
     yield "reduce-scatter", part
     yield "the input of reduce-scatter, afterwards", whole
-    uneven = (rank + 1) * torch.arange(1.0, 6)
-    dist.all_reduce(uneven, dist.ReduceOp.MAX)
-    yield "all-reduce of the maximum", uneven
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    yield "all-reduce of the maximum", whole
 
 
 def hook(rank):
