@@ -227,14 +227,12 @@ def hole(puzzle):
     text = (HERE / puzzle.file).read_text()
     node = ast.parse(text)
     for name in puzzle.function.split("."):
-        node = next((inner for inner in node.body if getattr(inner, "name", "") == name), ast.Module([]))
-    block = node.body[1:] if node.body and ast.get_docstring(node) else node.body
+        node = {getattr(inner, "name", ""): inner for inner in node.body}[name]
+    block = node.body[1:] if ast.get_docstring(node) else node.body
     if puzzle.first:
         block = from_mention(block, puzzle.first)
     if puzzle.until:
         block = list(itertools.takewhile(lambda statement: not mentions(statement, puzzle.until), block))
-    if not block:
-        raise LookupError(f"{puzzle.file} has no {puzzle.function} with {puzzle.first} in it")
     return text.splitlines(), slice(block[0].lineno - 1, block[-1].end_lineno)
 
 
