@@ -20,6 +20,7 @@ Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pip
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
 """
 
+import functools
 import itertools
 import math
 import weakref
@@ -84,13 +85,13 @@ class Place:
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
 
 
-def place(param):
+def place_of(param):
     return getattr(param, "place", Place())
 
 
 def is_matrix(param):
     """Whether a parameter has weight decay, and FSDP shards it. Biases and norms have none, and stay whole."""
-    decays = place(param).decays
+    decays = place_of(param).decays
     return param.dim() >= 2 if decays is None else decays
 
 
@@ -115,7 +116,7 @@ class Bucket:
     """
 
     def __init__(self, params, group, reduce_dtype=None):
-        self.place = place(params[0])
+        self.place = place_of(params[0])
         self.group = self.place.replicas or group_or_world(group)
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, params[0].device
@@ -190,7 +191,7 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
     limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
     filling, full = {}, []
     for param in reversed(params):
-        key = param.dtype, param.device, place(param), same(param)
+        key = param.dtype, param.device, place_of(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
         filling.setdefault(key, []).append(param)
@@ -330,7 +331,7 @@ class DDP(nn.Module):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=place(tensor).replicas or self.group, group_src=0)
+            dist.broadcast(tensor.detach(), group=place_of(tensor).replicas or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets(self.params, bucket_mb, self.group)
         self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
@@ -370,8 +371,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
-    stage=2: gradients leave in every backward, so all ranks must use the same parameters in each. stage=0 shards
-    nothing. compute_dtype, reduce_dtype: mixed precision, below.
+    stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: mixed precision, below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
@@ -391,7 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(param_groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
-        # At stage 1 the total stays as long as its Nth: another tensor for that would save nothing at the peak.
+        # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
@@ -422,13 +423,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def reduce_scatter_bucket(bucket, in_place=False):
-    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent."""
+    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
+
+    The Nth gets a tensor of its own, so that the full vector can go. in_place: it is a slice of the full vector, which
+    therefore lives on.
+    """
     message = bucket.message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
     average = message[bucket.own]
     if not in_place:
-        average = torch.empty_like(average)  # so that `message` can go; a view of it would keep all of it alive
+        average = torch.empty_like(average)
     handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
     return handle, message, average
 
@@ -463,9 +468,11 @@ def flatten(bucket, sharded, compute_dtype):
     """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters."""
     values = make_shard(bucket, sharded)
     bucket.dtype = compute_dtype or bucket.dtype
-    bucket.weights = values.to(bucket.dtype)  # of the same dtype: `values` itself, so who steps the shard steps these
-    if bucket.dtype != values.dtype:
-        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, no longer a view of `values`
+    if bucket.dtype == values.dtype:
+        bucket.weights = values  # the shard is a view of it: to step the shard is to change the weights
+    else:
+        bucket.weights = values.to(bucket.dtype)
+        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, so that the other values can go
     for p in bucket.params:
         p.data = bucket.view(bucket.weights, p)
 
@@ -522,14 +529,10 @@ class FlatParameter(Bucket):
         if not self.stays_whole:
             self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
-    def gather(self):
-        self.start()
-        self.wait()
-
     def wait(self):
-        if self.handle:
-            self.handle.wait()
-            self.handle = None
+        handle, self.handle = self.handle, None  # first, so that a gather that failed is not waited for again
+        if handle:
+            handle.wait()
 
     def free(self):
         self.wait()  # a gather under way must not write into freed memory
@@ -545,74 +548,69 @@ def free_and_scatter(flat):
 
 
 class Units:
-    """Keeps the parameters of each unit whole while it computes, and gathers the next unit's meanwhile.
+    """Keeps the parameters of each unit whole while it computes, and gathers the next one meanwhile.
 
-        forward    gather unit | compute it, all-gather of the next one     then free it
-        backward   gather unit | compute it, all-gather of the one before   then `free_and_scatter`
+    Three units a, b, c, of which a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
 
-    Next is what followed in the last forward; the first one fetches nothing. The last unit stays whole, because
-    backward begins with it; so does a tied parameter, from its first use on. A frozen one stays whole from its backward
-    to the end of the step.
+                 forward                              backward
+        compute  a            b            c          c            b                a
+        network  gather b     gather c                gather b     scatter c,       scatter b    scatter a
+                                                                   gather a
+        freed             a            b                       c               b               a
+
+    The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
+    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units; a model
+    that uses them in another order gathers some too early, and some only when they are needed.
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
 
     def __init__(self, flats_of, expect):
-        self.flats_of, self.expect = flats_of, expect
+        self.flats_of = flats_of
+        self.expect = expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         self.flats = [*uses]
         sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
         last = sharded[-1] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
-        self.order, self.last_order = [], []  # units, as this forward and the last one used them
-        self.running = []  # positions in `order` of the units that compute now: a stack, because units may nest
         self.in_backward = False
-        for unit in flats_of:
-            unit.register_forward_pre_hook(self.before_forward)
-            unit.register_forward_hook(self.after_forward)
+        units = [*flats_of]
+        for before, unit, after in zip([None, *units], units, [*units[1:], None]):
+            unit.register_forward_pre_hook(partial(self.before_forward, after))
+            unit.register_forward_hook(partial(self.after_forward, before))
 
-    def begin(self):
-        """Before a forward. The optimizer may have changed the shards, so no unit is whole any more."""
-        self.free()
-        self.last_order, self.order = self.order, []
-        self.running.clear()
-
-    def before_forward(self, unit, inputs):
+    def before_forward(self, following, unit, inputs):
         self.gather(unit)
-        if self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
-            return
-        self.running.append(len(self.order))
-        self.order.append(unit)
-        used = len(self.order)
-        if used < len(self.last_order) and self.last_order[used - 1] is unit:
-            self.fetch(self.last_order[used])
+        if not self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
+            self.fetch(following)
 
-    def after_forward(self, unit, inputs, output):
+    def after_forward(self, following, unit, inputs, output):
+        """following: in backward."""
         if self.in_backward:
             return
         for flat in self.flats_of[unit]:
             if not (flat.stays_whole or flat in self.kept):
                 flat.free()
-        number = self.running.pop()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:  # by the first gradient of any of them
-            register_multi_grad_hook(tensors, lambda grad: self.before_backward(unit, number), mode="any")
+            hook = partial(self.before_backward, unit, following)
+            register_multi_grad_hook(tensors, hook, mode="any")
 
-    def before_backward(self, unit, number):
-        """Called first in the backward of a unit; forward has used `number` units before it."""
+    def before_backward(self, unit, following, grad):
+        """Called first in the backward of a unit."""
         self.in_backward = True
         self.gather(unit)
         for flat in self.flats_of[unit]:
             self.expect(flat)
-        if 0 < number <= len(self.order):
-            self.fetch(self.order[number - 1])
+        self.fetch(following)
 
     def gather(self, unit):
         for flat in self.flats_of[unit]:
-            flat.gather()
+            flat.start()
+            flat.wait()
 
     def fetch(self, unit):
-        for flat in self.flats_of[unit]:
+        for flat in self.flats_of.get(unit, ()):
             flat.start()
 
     def free(self):
@@ -654,7 +652,7 @@ class FSDP(nn.Module):
         self.units = Units(flats_of, self.reducers[0].expect)
 
     def forward(self, *args, **kwargs):
-        self.units.begin()
+        self.units.free()  # the optimizer may have changed the shards, so no unit is whole any more
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
@@ -858,7 +856,7 @@ def local_parameter(param, cut):
     if param is None:
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    before = place(param)
+    before = place_of(param)
     local.place = replace(before, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
     return local
 
@@ -970,7 +968,7 @@ class Trade(torch.autograd.Function):
 #     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2 rank) / v
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 #
-# GPipe and 1F1B stand here, the other two in further/schedules.py.
+# GPipe and 1F1B stand here, the others in further/schedules.py, with four whose stages lie in a V.
 
 class Action(NamedTuple):
     kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
@@ -1020,6 +1018,11 @@ def stages_on(rank, homes):
 def result_of(action):
     """What other actions call the result of this one. B ends with what I ends with, the gradient of the input."""
     return action._replace(kind="I") if action.kind == "B" else action
+
+
+def halves(action):
+    """The halves of a backward that an action is: B is both."""
+    return {"B": "IW", "I": "I", "W": "W"}.get(action.kind, "")
 
 
 def needs(action, homes):
@@ -1139,6 +1142,14 @@ def check(lists):
     run_in_turns(lists, can_run, "deadlock: no rank can go on")
 
 
+@functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
+def checked(schedule, p, m, v):
+    """A schedule's lowered lists, which callers must not change."""
+    lists = lower(schedule(p, m, v))
+    check(lists)
+    return lists
+
+
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(layout):
@@ -1182,10 +1193,8 @@ class Passage:
         if kind == "B":
             return self.gradients(dy)
         if kind == "I":
-            self.weight_gradients.later = self.later
-            dx = self.gradients(dy)
-            self.weight_gradients.later = None
-            return dx
+            with self.weight_gradients.put_off(self.later):
+                return self.gradients(dy)
         for computed_from in self.later:
             self.weight_gradients.compute(*computed_from)
 
@@ -1215,13 +1224,13 @@ class Pipeline:
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
         dloss: the gradient of each loss, from which its backward starts, a tensor of one number. syncs: {stage: what
-        has the no_sync() for all backwards but the last}; None for forwards alone.
+        has the no_sync() for all backwards but the last}; None for forwards alone. After an exception the process group
+        is of no more use, because messages may still be under way.
         """
         self.begin(actions, x, y, dloss, syncs)
         for action in actions:
             self.do(action)
-        for handle, _ in self.sending:
-            handle.wait()
+        self.forget_sent(0)
         return self.losses
 
     def begin(self, actions, x, y, dloss, syncs):
@@ -1229,7 +1238,7 @@ class Pipeline:
         self.dloss = dloss
         self.syncs = syncs
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.last = {(action.kind, action.stage): action.micro_batch for action in actions}
+        self.last = {(half, action.stage): action for action in actions for half in halves(action)}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
         self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
         self.outbox = {}        # send -> tensor: what other ranks' stages will compute with
@@ -1289,8 +1298,8 @@ class Pipeline:
             self.hand_on(Action("SB", s, i), dx)
 
     def is_last_backward(self, action):
-        """Whether the stage's gradients are complete with it: of its kind, no other micro-batch's comes later."""
-        return self.last[action.kind, action.stage] == action.micro_batch
+        """Whether no later action of the stage computes gradients of the same parameters."""
+        return all(self.last[half, action.stage] == action for half in halves(action))
 
     def hand_on(self, send, tensor):
         """To the stage that computes with it: on this rank, or by the send that comes later in the list."""
@@ -1317,12 +1326,13 @@ class Pipeline:
         tensor = self.outbox.pop(action)
         handle = dist.isend(tensor, group=self.group, group_dst=self.other_rank(action))
         self.sending.append((handle, tensor))
-        self.forget_sent()
+        self.forget_sent(2)
 
-    def forget_sent(self):
-        """Free the outputs that have been sent."""
-        while self.sending and self.sending[0][0].is_completed():
-            self.sending.popleft()[0].wait()
+    def forget_sent(self, most):
+        """Free outputs once they are sent, all but the latest few. It cannot hang: `check` lets every send wait."""
+        while len(self.sending) > most:
+            handle, _ = self.sending.popleft()
+            handle.wait()
 
     def other_rank(self, transfer):
         return self.homes[other_end(transfer).stage]
@@ -1362,14 +1372,14 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """
     groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
-    over = {group for p in parameters for group in place(p).cut_over if dist.get_world_size(group) > 1}
+    over = {group for p in parameters for group in place_of(p).cut_over if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
     if scale != 1 and parameters:
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
     for p in parameters:
-        grads[copies(place(p), groups)].append(p.grad)
+        grads[copies(place_of(p), groups)].append(p.grad)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n
@@ -1509,7 +1519,7 @@ def mark_stage(model, stages, groups):
     if stages == 1:
         return
     for name, param in model.named_parameters():
-        before = place(param)
+        before = place_of(param)
         param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
         if model.config.tied and name in ("wte.weight", "lm_head.weight"):
             ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
@@ -1519,7 +1529,7 @@ def mark_stage(model, stages, groups):
 @torch.no_grad()
 def add_up_twins(params):
     """The two ends of a tied embedding, where one rank has both: no message."""
-    twins = [param for param in params if place(param).twins > 1]
+    twins = [param for param in params if place_of(param).twins > 1]
     total = sum(param.grad for param in twins)
     for param in twins:
         param.grad.copy_(total)
@@ -1527,7 +1537,7 @@ def add_up_twins(params):
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in place(param).cuts:
+    for cut in place_of(param).cuts:
         whole = cut.part(whole)
     return whole
 
@@ -1535,9 +1545,9 @@ def cut_like(param, whole):
 def gather_cuts(param, local, shape):
     """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
     whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in place(param).cuts:
+    for cut in place_of(param).cuts:
         whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(place(param).cuts, whole)]):
+    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
         local = cut.gather(local, before.shape)
     return local
 
@@ -1598,8 +1608,7 @@ class ParallelGPT:
         """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
         layout = self.layout
         if training:
-            lists = lower(schedules()[layout.schedule](layout.pp, m, layout.virtual_stages))
-            check(lists)
+            lists = checked(schedules()[layout.schedule], layout.pp, m, layout.virtual_stages)
         else:
             lists = lower([[action for stage in stages_on(rank, self.homes) for action in whole_batch("F", stage, m)]
                            for rank in range(layout.pp)])
@@ -1629,7 +1638,7 @@ class ParallelGPT:
     def add_up_gradients(self):
         """Over each parameter's `add_over`. Last, because shards are small."""
         for param in self.params:
-            for group in place(param).add_over:
+            for group in place_of(param).add_over:
                 dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 import collectives as dist
-from parallel import gpt2_plan, place, tensor_parallel, Trade
+from parallel import gpt2_plan, place_of, tensor_parallel, Trade
 
 
 # ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
@@ -53,7 +53,7 @@ def sequence_parallel(module, group):
     """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
     tensor_parallel(module, group, gpt2_plan(gathered, scattered, module.config.experts > 0))
     for param in module.parameters():
-        before = place(param)
+        before = place_of(param)
         if all(cut.group != group for cut in before.cuts):
             param.place = replace(before, add_over=before.add_over + (group,))
     positions = module.positions  # context parallelism may have cut the sequence before

@@ -124,23 +124,25 @@ def torch_tp(config, s, device, x, y):
     return step, "DTensor"
 
 
+THEIR_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
+                   "zb-h1": "InterleavedZeroBubble", "dualpipe-v": "DualPipeV"}
+
+
 def torch_pipeline(config, s, device, x, y):
     """torch.distributed.pipelining. It does less work than ours: 16-bit weights have no masters, tied weights are not
     kept equal, and each rank clips by its own norm."""
     from torch.distributed.pipelining import PipelineStage, schedules
-    name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
-        s.schedule]
-    rank = dist.get_rank()
+    name = THEIR_SCHEDULES[s.schedule]
     modules = {i: plain_model(config, device, train.DTYPES[s.dtype], pieces)
-               for i, pieces in stages_in(s, config, rank)}
+               for i, pieces in stages_in(s, config, dist.get_rank())}
     stages = [PipelineStage(module, i, len(homes_in(s)), device) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
-        stages if "Interleaved" in name else stages[0], len(x),
+        stages[0] if name in ("GPipe", "1F1B") else stages, len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
     params = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(params, **ADAMW)
-    given = [torch.cat(x)] if rank == 0 else []
-    wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
+    given = [torch.cat(x)] if 0 in modules else []
+    wanted = {"target": torch.cat(y), "losses": []} if len(homes_in(s)) - 1 in modules else {}
 
     def step():
         optimizer.zero_grad()
@@ -152,4 +154,4 @@ def torch_pipeline(config, s, device, x, y):
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
          "hsdp": torch_fsdp, "tp": torch_tp, "dense twin": torch_ddp,
-         **dict.fromkeys(parallel.SCHEDULES, torch_pipeline)}
+         **dict.fromkeys(THEIR_SCHEDULES, torch_pipeline)}

@@ -106,7 +106,7 @@ def predicted_traffic(trainer, routes=()):
         is_experts = s.ep > 1 and bucket.group == net.groups.same_experts
         (of_experts if is_experts else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place(p).add_over)
+    partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place_of(p).add_over)
     where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net.groups, item.axis))

@@ -128,6 +128,7 @@ ZB_H1, GPIPE = {"schedule": "zb-h1"}, {"schedule": "gpipe"}
     ({"dp": 1}, 1, {}), ({"dp": 2}, 1, {}), ({"dp": 2}, 4, {}), ({"dp": 2}, 4, GPIPE),
     ({"dp": 2, "tp": 2}, 1, ZB_H1), ({"pp": 4}, 4, {}), ({"pp": 4}, 4, GPIPE), ({"pp": 4}, 4, ZB_H1),
     ({"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 2}), ({"dp": 2, "pp": 2}, 4, ZB_H1 | {"zero": 1}),
+    ({"pp": 2}, 4, {"schedule": "zb-v"}), ({"dp": 2, "pp": 2}, 4, {"schedule": "dualpipe-v", "zero": 1}),
     ({"tp": 2, "pp": 2}, 4, {"recompute": "block"}), ({"dp": 2}, 4, {"zero": 1}), ({"dp": 1}, 2, {"zero": 3}),
     *(({"dp": 2}, m, {"zero": zero}) for zero in (2, 3) for m in (1, 4)),
     ({"dp": 4}, 2, {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, {"zero": 3, "zero_within": 2}),

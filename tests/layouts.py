@@ -366,6 +366,16 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "pp=2 virtual_stages=2 micro_batches=2", "pp=2 virtual_stages=3 micro_batches=8",
         "pp=3 virtual_stages=2 micro_batches=3 batch=24", "pp=4 virtual_stages=1 micro_batches=4",
         "pp=4 virtual_stages=2 micro_batches=8"]),
+    # Stages in a V: two on each rank, the first and the last on one.
+    ("pipeline", ["n_layer=6"], [
+        "pp=2,4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4", "dp=1 schedule=zb-v micro_batches=2",
+        "pp=2 schedule=dualpipe-v micro_batches=1 tied=0", "pp=3 schedule=zb-v,v-min micro_batches=8 tied=0",
+        "pp=3 schedule=dualpipe-v virtual_stages=2 micro_batches=8",
+        "dp=2 pp=2 schedule=zb-v micro_batches=2 zero=0,1,2,3 optimizer=adamw",
+        "dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=reduce_scatter_bucket,clip_grad_norm_",
+        "dp=2 tp=2 pp=2 schedule=v-half micro_batches=4 sp=1 zero=3",
+        "cp=2 pp=2 schedule=v-min micro_batches=4 tokens=8",
+        "dp=2 pp=2 ep=2 schedule=v-half micro_batches=4 experts=4 tokens=8 zero=2"]),
     ("pipeline", ["n_layer=4 micro_batches=4"], [
         "dp=2 tp=2 pp=2", "dp=2 tp=2 pp=2 schedule=zb-h1 zero=1,3", "dp=2 pp=4 schedule=zb-h1",
         "dp=2 pp=2 schedule=1f1b zero=0,1,3", "dp=2 pp=2 schedule=zb-h1 zero=0,1,2",

@@ -89,7 +89,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
     logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
     over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
-    ZB-H1 keeps more than this: the output gradients that its W actions need.
+    Where W comes after I, more than this is kept: the output gradients that W needs.
     """
     tokens, c, width, tp = tokens_of(config, s), config.n_embd, widths(s)[0], s.tp
     tokens_cut, twice = tp if s.sp else 1, s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
