@@ -199,7 +199,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
     Puzzle(hook, 2, "parallel.py", "Reducer.computed", "discard"),
     Puzzle(zero1, 3, "parallel.py", "Bucket.__init__", "ranks"),
-    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", "number"),
+    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", "tensors"),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", "save_for_backward"),
     Puzzle(order, 3, "parallel.py", "one_f_one_b"),
@@ -213,7 +213,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
 # ---------------------------------------------------------------------------------------------------------------- holes
 
 def mentions(statement, name):
-    return re.search(rf"\b{name}\b", ast.unparse(statement))
+    return name in re.findall(r"\w+", ast.unparse(statement))
 
 
 def from_mention(block, name):
@@ -223,7 +223,7 @@ def from_mention(block, name):
 
 
 def hole(puzzle):
-    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError: no such lines."""
+    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError, ValueError: no such lines."""
     text = (HERE / puzzle.file).read_text()
     node = ast.parse(text)
     for name in puzzle.function.split("."):
@@ -232,7 +232,7 @@ def hole(puzzle):
     if puzzle.first:
         block = from_mention(block, puzzle.first)
     if puzzle.until:
-        block = list(itertools.takewhile(lambda statement: not mentions(statement, puzzle.until), block))
+        block = block[:[mentions(statement, puzzle.until) for statement in block].index(True)]
     return text.splitlines(), slice(block[0].lineno - 1, block[-1].end_lineno)
 
 
