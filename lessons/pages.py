@@ -17,13 +17,11 @@ import pathlib
 import re
 import textwrap
 import tokenize
-from collections import defaultdict
 
 from lessons import puzzles
 from lessons.puzzles import HERE
 
 FILES = [name for name in puzzles.FILES if "__" not in name]  # but for further/__init__.py, which has no code
-STYLE = pathlib.Path(__file__).with_suffix(".css")
 WIDE = 74  # columns: wider pictures stand above their code, not beside it
 
 
@@ -41,14 +39,7 @@ def named(body):
         if isinstance(node, ast.ClassDef):
             yield from ((f"{node.name}.{name}", line) for name, line in named(node.body))
         if isinstance(node, ast.Assign):
-            yield from ((name, node.lineno) for name in sorted(stored(node.targets[0])))
-
-
-def stored(tree):
-    """Names that are bound inside."""
-    every = [*ast.walk(tree)]
-    return ({node.id for node in every if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-            | {node.arg for node in every if isinstance(node, ast.arg)})
+            yield from ((part.id, node.lineno) for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name))
 
 
 @functools.cache
@@ -75,24 +66,18 @@ TARGETS = targets()
 
 
 class Names:
-    """What each name of a file leads to."""
+    """What each name of a file leads to. (In the reference no local name is also a function's.)"""
 
     def __init__(self, file):
-        self.module, self.imported = module_of(file), {}
-        self.local, self.owner = defaultdict(set), {}  # of each line: names of functions around it, the class around it
+        self.module, self.imported, self.owner = module_of(file), {}, {}
         self.ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
         self.address = ""  # of the latest name, with what stands before its dots
         for node in ast.walk(tree_of(file)):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 self.imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
-            elif isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-                is_class, names = isinstance(node, ast.ClassDef), stored(node)
-                for line in range(node.lineno, node.end_lineno + 1):
-                    if is_class:
-                        self.owner[line] = f"{self.module}.{node.name}"
-                    else:
-                        self.local[line] |= names
+            elif isinstance(node, ast.ClassDef):  # of each line in it
+                self.owner |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), f"{self.module}.{node.name}")
 
     def tag(self, name, line, before, after):
         """The tag that a name between two tokens gets, or None."""
@@ -101,7 +86,7 @@ class Names:
         elif name == "self":
             self.address = self.owner.get(line, "")
         else:
-            self.address = "" if name in self.local[line] else self.imported.get(name, f"{self.module}.{name}")
+            self.address = self.imported.get(name, f"{self.module}.{name}")
         if keyword.iskeyword(name):
             return "b"
         if before != "." and (line, name) in self.ids:
@@ -211,7 +196,7 @@ def prose(text, module):
 
 
 def anchor(title):
-    return re.sub(r"\W+", "-", title.lower()).strip("-")
+    return re.sub(r"\W+", "-", title.lower())
 
 
 def beside(row, code, module):
@@ -273,10 +258,10 @@ def pages(out):
     bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
     bodies |= {module_of(file): file_page(file) for file in FILES}
     for name, body in bodies.items():
-        links = [f'<a href="{other}.html" class="{other == name}">{other.replace(".", "/")}</a>' for other in bodies]
+        links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]
         pathlib.Path(out, f"{name}.html").write_text(f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} - ringGPT</title><style>{STYLE.read_text()}</style>
+<title>{name} - ringGPT</title><style>{(HERE / "lessons/pages.css").read_text()}</style>
 <nav>{" ".join(links)}</nav>
 <main class="{"file" if name in TARGETS else "text"}">
 {body}</main></html>

@@ -223,7 +223,8 @@ def from_mention(block, name):
 
 
 def hole(puzzle):
-    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError, ValueError: no such lines."""
+    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError or ValueError if a name is
+    not there."""
     text = (HERE / puzzle.file).read_text()
     node = ast.parse(text)
     for name in puzzle.function.split("."):
