@@ -22,7 +22,7 @@ from lessons import puzzles
 from lessons.puzzles import HERE
 
 FILES = [name for name in puzzles.FILES if "__" not in name]  # but for further/__init__.py, which has no code
-WIDE = 74  # columns: wider pictures stand above their code, not beside it
+WIDE = 52  # columns: wider pictures stand above their code, not beside it
 
 
 # ------------------------------------------------------------------------------------------------- what names lead to
