@@ -69,6 +69,7 @@ TRAFFIC = {
         "--tp 2 --recompute block", "--tp 2 --recompute attention --micro-batches 2",
         "--pp 2 --micro-batches 4 --schedule zb-h1",
         "--pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2",
+        "--pp 2 --micro-batches 4 --schedule zb-v", "--pp 2 --micro-batches 4 --schedule v-min",
         "--dp 2 --experts 4 --ep 2", "--dp 2 --experts 4 --ep 2 --micro-batches 2 --expert-every 2",
         "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute block",
         "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute attention",
