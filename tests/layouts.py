@@ -191,7 +191,14 @@ def with_whole_backwards(ranks, p, m, v=1):
              if r not in ranks or action.kind != "W"] for r, actions in enumerate(zero_bubble_h1(p, m))]
 
 
-MIXED = {"whole-0": functools.partial(with_whole_backwards, {0}),  # schedules
+def in_turns(p, m, v=1):
+    """ZB-H1 where every second micro-batch of each stage has its backward in one piece."""
+    whole = [action for action in sum(zero_bubble_h1(p, m), []) if action.kind == "I" and action.micro_batch % 2]
+    return [[action._replace(kind="B") if action in whole else action for action in actions
+             if action._replace(kind="I") not in whole or action.kind != "W"] for actions in zero_bubble_h1(p, m)]
+
+
+MIXED = {"in-turns": in_turns, "whole-0": functools.partial(with_whole_backwards, {0}),  # schedules
          "whole-2": functools.partial(with_whole_backwards, {2}),
          "whole-0-1": functools.partial(with_whole_backwards, {0, 1})}
 
@@ -364,7 +371,9 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "pp=3 schedule=1f1b,zb-h1 micro_batches=1", "pp=2,3 schedule=1f1b,zb-h1 micro_batches=2 tied=0",
         "pp=4 schedule=1f1b,zb-h1 micro_batches=3 batch=24", "pp=4 schedule=1f1b,zb-h1 micro_batches=8"]),
     ("pipeline", [""], ["pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_",
-                        "pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1"]),
+                        "pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1",
+                        "pp=2 micro_batches=4 schedule=in-turns",
+                        "dp=2 pp=2 micro_batches=4 schedule=in-turns zero=0,1,2,3"]),
     ("pipeline", ["schedule=interleaved n_layer=7"], [
         "pp=2 virtual_stages=3 micro_batches=8", "pp=3 virtual_stages=2 micro_batches=3 batch=24",
         "pp=4 virtual_stages=2 micro_batches=8"]),

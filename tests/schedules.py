@@ -99,7 +99,7 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
     ("v-min", lambda p: 2 * (p - 1) + 1 / 2, lambda p: 2 * p, lambda p: (p + 4) // 3, False),
     ("dualpipe-v", lambda p: (p - 1) / 2, lambda p: p - 1, lambda p: (2 * p + 1) / 2, True)])
 def test_schedules_in_a_v_idle_and_hold_what_their_papers_say(name, idle, published, held, equal):
-    """F = I = W = 1 for all layers of a rank, B = 2, F beside B = 3. A stage is half of a rank's layers, and DualPipeV's
+    """F = I = W = 1 for all layers of a rank, B = 2, F beside B = 3. A stage is half of a rank's layers. DualPipeV's
     table counts such halves: of 2p stages a bubble of (p-1) (F&B + B - 3W), and 2p + 1 activations."""
     for p in range(2, 9):
         for m in (2 * p, 4 * p):
@@ -250,3 +250,7 @@ def test_weight_gradients_wait_for_w():
     assert all(p.grad is None for p in linears)
     passage.backward("W")
     assert all(p.grad is not None for p in linears)
+    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        passage.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
+    assert passage.weight_gradients.later is None  # so that the next B computes its own
