@@ -950,7 +950,7 @@ def tensor_parallel(module, group, plan=None):
 
 
 class Trade(torch.autograd.Function):
-    """Forward is there(x, group), backward is back(gradient, group)."""
+    """A collective and its conjugate: forward is there(x, group), backward is back(gradient, group)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -999,7 +999,8 @@ def whole_batch(kind, stage, m):
 
 
 def take_turns(forwards, ahead, backwards):
-    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward."""
+    """First `ahead` forwards (warm-up). Then in turn one forward, while any is left (steady state; then cool-down), and
+    one backward."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
         actions += forwards[ahead + k:ahead + k + 1] + [backward]
@@ -1498,7 +1499,7 @@ def make_groups(mesh, layout, homes, tied):
 
     replicas          the ranks that average gradients, dp x cp
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
-                      `between` are the ranks with the same shard, or None
+                      `between` are the ranks with the same shard, or None. (HSDP's shard and replicate groups)
     ep, same_experts  of `split_experts`, or None
     ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
