@@ -372,7 +372,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
-    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: mixed precision, below.
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
+    below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
@@ -401,6 +402,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict):
+        """Load what `state_dict` returned on this rank in a run of as many ranks."""
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
     def step(self):
@@ -628,8 +634,9 @@ class FSDP(nn.Module):
         loss.backward(); model.finish_grad_sync(); optimizer.step()
 
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
-    Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
-    are all-reduced once a step. All ranks must use the same parameters in each backward.
+    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D
+    parameters (biases, norms; a thousandth of K) stay whole, and are all-reduced once a step. All ranks must use the
+    same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
     module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
@@ -676,6 +683,9 @@ class FSDP(nn.Module):
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("FSDP's parameters have no memory between steps: call full_state_dict() on all ranks")
 
     @torch.no_grad()
     def full_state_dict(self):
@@ -940,7 +950,7 @@ def tensor_parallel(module, group, plan=None):
 
 
 class Trade(torch.autograd.Function):
-    """Forward is there(x, group), backward is back(gradient, group)."""
+    """A collective and its conjugate: forward is there(x, group), backward is back(gradient, group)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -989,7 +999,8 @@ def whole_batch(kind, stage, m):
 
 
 def take_turns(forwards, ahead, backwards):
-    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward."""
+    """First `ahead` forwards (warm-up). Then in turn one forward, while any is left (steady state; then cool-down), and
+    one backward."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
         actions += forwards[ahead + k:ahead + k + 1] + [backward]
@@ -1046,12 +1057,16 @@ def other_end(transfer):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`.
+
+    Where a rank has several stages, F0/2 is F0 of stage 2.
+    """
 
     def __init__(self, lists, at, why):
         lines = [why]
         for rank, actions in enumerate(lists):
-            cells = [*map(str, actions), "end"]
+            several = len({action.stage for action in actions}) > 1
+            cells = [f"{action}/{action.stage}" if several else str(action) for action in actions] + ["end"]
             if rank in at:
                 cells.insert(at[rank], "->")
             lines.append(f"rank {rank}  " + " ".join(cells))
@@ -1094,9 +1109,16 @@ def in_order(lists):
 
 def lower(lists):
     """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
-    rank's list, the receive to the other's, after all that the other has run so far. Number the transfers as they are
-    appended: each list has them in the order of their numbers. Both ranks of the first one that is not done have
-    finished all before it, so it can run: there is no deadlock."""
+    rank's list, the receive to the other's, after all that the other has run so far. (It only posts a buffer, so it
+    may stand early.) 1F1B for p = 2, m = 2:
+
+        rank 0    F0 SF0 F1 SF1 RB0 B0 RB1 B1
+        rank 1    RF0 RF1 F0 B0 SB0 F1 B1 SB1
+
+    Why there is no deadlock: number the transfers in the order in which they are appended here. Then each rank's list
+    has its transfers in the order of their numbers. Take the lowest number that is not done: both of its ranks have
+    done all their earlier transfers, so both can reach it.
+    """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
@@ -1153,7 +1175,7 @@ def checked(schedule, p, m, v):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(layout):
-    """Where the stages of a layout's schedule live, {stage: rank}. Its lists say it, for any number of micro-batches."""
+    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say."""
     homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
     if layout.virtual_stages not in (1, len(homes) // layout.pp):
         raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
@@ -1341,13 +1363,18 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(place, groups):
-    """On how many ranks of the groups the same gradient of a parameter lies: all ranks, divided by those that hold
-    different parts of the model, times the size of each `add_over` among these, whose ranks have the same sum."""
+    """How often the same gradient of a parameter counts if every rank of the groups adds up its squares.
+
+    8 ranks: dp 2, tp 2, pp 2. A norm's weight is cut over pp alone, into 2 parts: 8 / 2 = 4 ranks hold the same. A
+    tied embedding is cut over all three, 8 parts, but stages 0 and 1 have the same gradient since theirs were added up:
+    8 / 8 x 2 = 2. (Sequence parallelism adds a norm's gradient over tp, whose ranks held the same weight all along, so
+    that changes nothing: only an `add_over` inside of `cut_over` counts.)
+    """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
     equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    return ranks * equal * place.twins // parts  # of the tied embedding below: 8 x 2 / 8
+    return ranks * equal * place.twins // parts
 
 
 def inside(group, groups):
@@ -1422,6 +1449,13 @@ class Layout:
     dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
     reduce_dtype: torch.dtype = None    # of gradients that are sent; None: as they add up, in float32 at least
 
+    @property
+    def shards_in_optimizer(self):
+        """Whether gradients are averaged by a ShardedOptimizer: for ZeRO-1 and 2, and at stage 0 for 16-bit weights, of
+        which it keeps float32 masters. Otherwise by DDP, or at stage 3 by FSDP."""
+        mixed = self.dtype != master_dtype(self.dtype) or self.reduce_dtype is not None
+        return self.zero in (1, 2) or self.zero == 0 and mixed
+
 
 def parallelize(config, layout, device, source=None):
     """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
@@ -1453,8 +1487,8 @@ def parallelize(config, layout, device, source=None):
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. (ZeRO-3 stands in step 4,
-        # ZeRO-1 and ZeRO-2 and float32 masters in `make_optimizer`.)
-        if layout.zero == 0 and layout.dtype == master and not layout.reduce_dtype:
+        # and `make_optimizer` makes what `shards_in_optimizer`.)
+        if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model
     return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
@@ -1465,7 +1499,7 @@ def make_groups(mesh, layout, homes, tied):
 
     replicas          the ranks that average gradients, dp x cp
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
-                      `between` are the ranks with the same shard, or None
+                      `between` are the ranks with the same shard, or None. (HSDP's shard and replicate groups)
     ep, same_experts  of `split_experts`, or None
     ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
@@ -1591,7 +1625,7 @@ class ParallelGPT:
             for matrix, decay in (False, 0.0), (True, weight_decay):
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]
                 groups += [{"params": params, "weight_decay": decay}] if params else []
-        if all(hasattr(model, "finish_grad_sync") for model in self.stages.values()):
+        if not self.layout.shards_in_optimizer:
             # syncs: by stage, what has no_sync and finish_grad_sync
             self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
             self.params = [p for group in groups for p in group["params"]]

@@ -28,6 +28,8 @@ from tests.zero import *  # noqa: E402, F403
 from tests.memory import *  # noqa: E402, F403
 from tests.schedules import *  # noqa: E402, F403
 from tests.demos import *  # noqa: E402, F403
+from tests.puzzles import *  # noqa: E402, F403
+from tests.pages import *  # noqa: E402, F403
 from tests.runs import *  # noqa: E402, F403
 from tests.training import *  # noqa: E402, F403
 from tests.launching import *  # noqa: E402, F403
@@ -37,6 +39,6 @@ from tests.pictures import *  # noqa: E402, F403
 from tests.checkpoints import *  # noqa: E402, F403
 from tests.kernels import *  # noqa: E402, F403
 from tests.attention import *  # noqa: E402, F403
-from tests.grouped import *  # noqa: E402, F403
 from tests.walls import *  # noqa: E402, F403
+from tests.bugs import *  # noqa: E402, F403
 from tests.readme import *  # noqa: E402, F403

@@ -68,58 +68,6 @@ def zero_bubble_h1(p, m, v=1):
     return lists
 
 
-class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
-    stage waits for them: at once, or during an "I" later, in its "W".
-
-    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
-    """
-    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
-
-    def __init__(self, module):
-        linears = Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
-        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
-        for layer in module.modules():
-            if isinstance(layer, linears) and uses[layer.weight] == 1:
-                layer.linear = partial(self.linear, layer.linear)
-
-    def linear(self, product, x, weight, bias=None):
-        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
-        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
-            return product(x, weight, bias)
-        take = partial(self.take, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
-
-    @contextmanager
-    def put_off(self, later):
-        """What an "I" runs in: its weight gradients are not computed, what they need goes into `later`."""
-        self.later = later
-        try:
-            yield
-        finally:
-            self.later = None
-
-    def take(self, *computed_from):
-        if self.later is None:
-            self.compute(*computed_from)
-        else:
-            self.later.append(computed_from)
-
-    @torch.no_grad()
-    def compute(self, weight, bias, dy, x):
-        if weight.requires_grad:
-            self.add(weight, dy.T, x)
-        if bias is not None and bias.requires_grad:
-            self.add(bias, kernels.bias_gradient(dy))
-
-    def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
-        grad = a if b is None else a @ b
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
-
-
 # ------------------------------------------------------------------------------------------------------ stages in a V
 #
 # Rank r has two stages (v is always 2): r and 2p-1-r. So a micro-batch's way through the ranks is a V, down to the last
@@ -231,6 +179,67 @@ def dualpipe_v(p, m, v=2):
                 actions.append(Action(word[0], stages[word[1]], next(following[word])))
         lists.append([action for action in actions if action.micro_batch < m])
     return squeeze(lists, 2 * p)
+
+
+# ------------------------------------------------------------------------------------------ backward in two: I, later W
+
+class WeightGradients:
+    """Computes the weight gradients of a stage's Linears in autograd's place, because no other stage waits for them.
+
+    What runs for a Linear, y = x W^T + b:
+
+        F   model.Linear.forward calls `linear` below: kernels.linear(x, W detached, b detached, take)
+        I   autograd calls kernels.Linear.backward: dx = dy W, and take(dy, x), which puts (W, b, dy, x) into `later`
+        W   Passage.backward calls compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
+        B   as I, but `take` computes at once
+
+    Norms, embeddings, routers, experts, tied weights and biases that are added after g stay with autograd, in I.
+    """
+    later = None  # a list during an I
+
+    def __init__(self, module):
+        linears = Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
+        for layer in module.modules():
+            if isinstance(layer, linears) and uses[layer.weight] == 1:
+                layer.linear = partial(self.linear, layer.linear)
+
+    def linear(self, product, x, weight, bias=None):
+        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
+        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
+            return product(x, weight, bias)
+        take = partial(self.take, weight, bias)
+        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
+
+    @contextmanager
+    def put_off(self, later):
+        """What an "I" runs in: its weight gradients are not computed, what they need goes into `later`."""
+        self.later = later
+        try:
+            yield
+        finally:
+            self.later = None
+
+    def take(self, *computed_from):
+        if self.later is None:
+            self.compute(*computed_from)
+        else:
+            self.later.append(computed_from)
+
+    @torch.no_grad()
+    def compute(self, weight, bias, dy, x):
+        if weight.requires_grad:
+            self.add(weight, dy.T, x)
+        if bias is not None and bias.requires_grad:
+            self.add(bias, kernels.bias_gradient(dy))
+
+    def add(self, param, a, b=None):
+        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks (a
+        private dictionary of PyTorch's)."""
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
 
 
 SCHEDULES.update({"interleaved": interleaved, "zb-h1": zero_bubble_h1, "zb-v": zb_v, "v-half": v_half, "v-min": v_min,

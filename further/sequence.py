@@ -22,7 +22,8 @@ from parallel import gpt2_plan, place_of, tensor_parallel, Trade
 # That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
 # the T tokens that f has gathered, because dA = X^T dY needs them. A parameter that sees T/N tokens alone (of a norm, a
 # bias added after g, positions) has a part of its gradient: the group must add the parts up, which its place says.
-# Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
+# Korthikanti et al., "Reducing Activation Recomputation" (2022), who call this pair g and g with a bar, and gather X
+# again in backward, to keep T/N tokens of it, too. CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
     """(B, T/N, C) of each rank -> (B, T, C)."""

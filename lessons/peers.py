@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import collectives as dist
 import model
-import parallel
 import train
 from lessons.measure import patched, plain_rows
 from model import GPT, materialize, shapes

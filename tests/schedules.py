@@ -1,6 +1,5 @@
 """f and g, cuts, the mesh, pipelines and their schedules."""
 
-import contextlib
 import dataclasses
 import unittest.mock
 
@@ -14,8 +13,8 @@ import collectives as dist
 import model
 import parallel
 import theory.clock
-from tests.layouts import differences, in_layout, MIXED, one_process, SMALL, tokens_of
-from tests.pool import close, on_both, on_ranks
+from tests.layouts import MIXED, SMALL, tokens_of
+from tests.pool import close, on_ranks
 from further.schedules import (
     dualpipe_v, interleaved, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
 from theory.clock import simulate
@@ -124,8 +123,8 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
     ("v-min", lambda p: 2 * (p - 1) + 1 / 2, lambda p: 2 * p, lambda p: (p + 4) // 3, False),
     ("dualpipe-v", lambda p: (p - 1) / 2, lambda p: p - 1, lambda p: (2 * p + 1) / 2, True)])
 def test_schedules_in_a_v_idle_and_hold_what_their_papers_say(name, idle, published, held, equal):
-    """F = I = W = 1 for all layers of a rank, B = 2, F&B = 3. A stage is half of a rank's layers, and DualPipeV's table
-    counts such halves: of 2p stages a bubble of (p-1) (F&B + B - 3W), and 2p + 1 activations."""
+    """F = I = W = 1 for all layers of a rank, B = 2, F beside B = 3. A stage is half of a rank's layers. DualPipeV's
+    table counts such halves: of 2p stages a bubble of (p-1) (F&B + B - 3W), and 2p + 1 activations."""
     for p in range(2, 9):
         for m in (2 * p, 4 * p):
             lists = IN_A_V[name](p, m)
@@ -215,6 +214,17 @@ def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
         assert reduced.call_count == in_backward > 1
 
 
+@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
+@on_ranks(2)
+def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
+    net, kept = parallel.parallelize(SMALL, parallel.Layout(pp=2, schedule="gpipe"), "cpu"), []
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    do, pipeline = net.pipeline.do, net.pipeline
+    with unittest.mock.patch.object(pipeline, "do", lambda action: (do(action), kept.append(len(pipeline.sending)))):
+        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
+    assert max(kept) == 2 and not pipeline.sending
+
+
 @pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
 @on_ranks(3)
 def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
@@ -264,33 +274,7 @@ def test_weight_gradients_wait_for_w():
     assert all(p.grad is None for p in linears)
     passage.backward("W")
     assert all(p.grad is not None for p in linears)
-
-
-def v_schedule(p, m, v):
-    """All forwards, then all backwards, of two stages a rank: rank r has stages r and 2p-1-r."""
-    both = [(r, 2 * p - 1 - r) for r in range(p)]
-    return [parallel.whole_batch("F", early, m) + parallel.whole_batch("F", late, m)
-            + parallel.whole_batch("B", late, m) + parallel.whole_batch("B", early, m) for early, late in both]
-
-
-def in_a_v(layout, change, alone=False, **options):
-    """alone: the ends of a tied embedding are not added up."""
-    with contextlib.ExitStack() as around:
-        around.enter_context(unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule))
-        if alone:
-            around.enter_context(unittest.mock.patch.object(parallel, "add_up_twins", lambda params: None))
-        return in_layout(layout, "sgd", 2, change, schedule="v", **options)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
-@on_both
-def test_stages_may_lie_in_a_v(pool, tied, options):
-    """A schedule's lists say where stages live. A tied embedding has both its ends on one rank: no message adds them."""
-    for got in pool(4).run(in_a_v, {"pp": 2, "dp": 2}, {"tied": tied}, **options):
-        assert not differences(got, one_process("sgd", tied=tied))
-
-
-@on_both
-def test_the_ends_of_a_v_are_added_up(pool):
-    assert differences(pool(2).run(in_a_v, {"pp": 2}, {"tied": True}, alone=True)[0], one_process("sgd"))
+    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        passage.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
+    assert passage.weight_gradients.later is None  # so that the next B computes its own
