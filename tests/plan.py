@@ -11,6 +11,7 @@ import bench
 import further.context
 import lessons.plan
 import model
+import parallel
 import theory.clock
 import theory.speed
 import train
