@@ -20,7 +20,7 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV waits for an overlap.
+WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV needs an overlap.
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1))
 HALVES = "zb-h1", "zb-v", "v-half"  # W must come late, so blocks are not recomputed
 WAYS = ("none", False), ("attention", False), ("block", False), ("none", True), ("block", True)  # (recompute, sp)

@@ -271,8 +271,8 @@ def predict(config, s, machine):
     waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
 
     # Each further rank adds so much idle time on the clock, where I takes a little longer than F and W: the lecture's
-    # bubble, which zero-bubble schedules fill with W. (V-Min's is longer, by what grows with m.) Ranks wait for transfers
-    # where the pipeline fills and drains, once a stage, and at the end for a tied embedding's gradient.
+    # bubble, which zero-bubble schedules fill with W. (V-Min's is longer, by what grows with m.) Ranks wait for
+    # transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's gradient.
     forward, back, v = f + waits, i + waits, len(homes_in(s)) // s.pp
     filled = {"zb-h1": forward + back - w, "zb-v": back - w / 2, "v-half": 3 * back / 2,
               "v-min": 2 * (forward + back + w) / 3, "dualpipe-v": (forward + back - w) / 2}
