@@ -335,20 +335,16 @@ class Trainer:
 
     def show_sample(self):
         """Rank 0 prints what the model goes on with after the prompt."""
-        whole = self.whole_model()
+        whole, prompt = self.whole_model(), self.vocabulary.encode(self.s.prompt or "\n")
         if dist.get_rank() == 0:
-            sampled = itertools.islice(self.stream(whole), self.s.sample)
-            text = self.vocabulary.decode([*self.prompt(), *sampled])
+            sampled = itertools.islice(self.stream(whole, prompt), self.s.sample)
+            text = self.vocabulary.decode(prompt + [token.item() for token in sampled])
             print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
 
-    def prompt(self):
-        return self.vocabulary.encode(self.s.prompt) or self.vocabulary.encode("\n")
-
-    def stream(self, whole):
-        """Yield tokens that go on after the prompt, without end."""
-        prompt = torch.tensor([self.prompt()], device=self.device)
-        for token in whole.stream(prompt, self.s.temperature, self.s.top_k_sample, self.s.seed):
-            yield token.item()
+    def stream(self, whole, prompt):
+        """Yield tokens (1, 1) that go on after the prompt, without end."""
+        start = torch.tensor([prompt], device=self.device)
+        return whole.stream(start, self.s.temperature, self.s.top_k_sample, self.s.seed)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
     # the number of steps stands for the position in the data and the state of every random generator.

@@ -18,7 +18,6 @@ import json
 import math
 import pathlib
 import re
-import sys
 import unicodedata
 
 import numpy as np
@@ -44,26 +43,27 @@ def piece_pattern():
 
     Python's `re` has no \\p{L}. Its \\w is \\p{L}, \\p{N} and "_"; its \\s is Unicode's White_Space and four separators.
     """
-    numbers = ranges(i for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)).startswith("N"))
+    numbers = ranges(i for i in range(0x110000) if unicodedata.category(chr(i)).startswith("N"))
     letter, number, space = rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]"
     other = r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
     return re.compile(rf"'s|'t|'re|'ve|'m|'ll|'d| ?{letter}+| ?{number}+| ?{other}+"
                       rf"|{space}+(?![\S\x1c-\x1f])|{space}+")
 
 
-def letters_of_bytes():
-    """The letter for each byte, as both files spell tokens: a printable byte's own, and for others U+0100 and on, so
-    that no token has a space in it. A space is "Ġ"."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+# The letter for each byte, as both files spell tokens: a printable byte's own, and for others U+0100 and on, so that no
+# token has a space in it. A space is "Ġ".
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+LETTERS = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
 
 
-LETTERS = letters_of_bytes()
+def text_of(raw):
+    """Bytes as a str. Those that are not UTF-8 become surrogates, and `spelled` makes them bytes again."""
+    return raw.decode("utf-8", "surrogateescape")
 
 
 def spelled(piece):
-    """A piece as a list of letters, one a byte. Bytes that are not UTF-8 were read as surrogates."""
+    """A piece as a list of LETTERS, one a byte."""
     return [LETTERS[byte] for byte in piece.encode("utf-8", "surrogateescape")]
 
 
@@ -93,9 +93,9 @@ class Tokenizer:
         self.numbers = json.loads(self.files["vocab.json"])
         lines = [line for line in self.files["merges.txt"].split("\n") if line and not line.startswith("#version")]
         self.ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
-        missing = [token for token in (*LETTERS.values(), END, *map("".join, self.ranks)) if token not in self.numbers]
-        if missing:
-            raise ValueError(f"vocab.json has no {missing[0]!r}, which merges.txt makes or every text may need")
+        for token in (*LETTERS.values(), END, *map("".join, self.ranks)):
+            if token not in self.numbers:
+                raise ValueError(f"vocab.json has no {token!r}, which merges.txt makes or any text may need")
         if sorted(self.numbers.values()) != [*range(len(self))]:
             raise ValueError(f"vocab.json does not number its tokens from 0 to {len(self) - 1}")
         byte_of = {letter: byte for byte, letter in LETTERS.items()}
@@ -107,8 +107,7 @@ class Tokenizer:
 
     def tokens_of(self, texts):
         """The tokens of texts, each its bytes, with END between them: uint16, which is enough for GPT-2's 50,257."""
-        text = END.join(text.decode("utf-8", "surrogateescape") for text in texts)
-        return np.array(self.encode(text), np.uint16)
+        return np.array(self.encode(END.join(map(text_of, texts))), np.uint16)
 
     def encode(self, text):
         numbers = []
@@ -137,7 +136,7 @@ class Tokenizer:
 def learn(texts, size):
     """The merges, in order, of a vocabulary of `size` tokens: 256 bytes, END, and for the rest the pair that is then
     the most frequent. Fewer where no pair comes twice."""
-    times = collections.Counter(piece for text in texts for piece in piece_pattern().findall(text))
+    times = collections.Counter(piece for text in texts for piece in piece_pattern().findall(text_of(text)))
     parts = {piece: spelled(piece) for piece in times}
     counts = collections.Counter()
     where = collections.defaultdict(dict)  # pair -> pieces that have had it, in an order that is always the same
@@ -166,7 +165,7 @@ def learn(texts, size):
 
 def write_learned(files, size, folder):
     """Learn a vocabulary from text files and write it, as a Hugging Face GPT-2 folder has it. Returns what to say."""
-    texts = [file.read_bytes().decode("utf-8", "surrogateescape") for file in files]
+    texts = [file.read_bytes() for file in files]
     if not any(texts):
         raise ValueError(f"{files[0]}: no text to learn from")
     if not 257 <= size <= 1 << 16:
@@ -176,8 +175,7 @@ def write_learned(files, size, folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
-    size = sum(file.stat().st_size for file in files)
-    count = sum(len(Tokenizer(folder).encode(text)) for text in texts)
+    size, count = sum(map(len, texts)), len(Tokenizer(folder).tokens_of(texts))
     return f"{folder}: {len(tokens):,} tokens; the text's {size:,} bytes are {count:,}: {size / count:.2f} bytes a token"
 
 

@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from further.bpe import END, FILES, Tokenizer
+from further.bpe import END, FILES, text_of, Tokenizer
 from safe.files import write_blocks
 from safe.flags import BadInput, reject
 from safe.folder import writable
@@ -173,7 +173,7 @@ def encoded(s, texts, vocabulary):
 
 def encode_parts(texts, vocabulary):
     """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one."""
-    text = END.join(text.decode("utf-8", "surrogateescape") for text in texts)
+    text = END.join(map(text_of, texts))
     parts = [*parts_of(text)]
     if len(parts) < 2:
         yield vocabulary.tokens_of(texts)

@@ -170,14 +170,15 @@ class WatchedTrainer(Trainer):
         """As in Trainer. All ranks agree before each tenth token: if the others only waited for rank 0's last one, they
         could time out."""
         progress("sampling")
-        stream, tokens = self.stream(self.whole_model()), self.prompt()
+        tokens = self.vocabulary.encode(self.s.prompt or "\n")
+        stream = self.stream(self.whole_model(), tokens)
         for i in range(self.s.sample):
             if i % 10 == 0:
                 self.agree()
             if self.stopping:
                 break
             if dist.get_rank() == 0:
-                tokens.append(next(stream))
+                tokens.append(next(stream).item())
         self.say(f"--- sample, {self.s.sample} tokens ---\n{self.vocabulary.decode(tokens)}\n---")
 
     # checkpoints
