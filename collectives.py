@@ -369,6 +369,11 @@ def _blocks(tensor, sizes, n):
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is
 #
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either half, 2(N-1)/N x K for the two in a row.
+# Reduce-scatter of 3 ranks. After step s rank r has the sum of chunk r-2-s over the ranks r-1-s to r:
+#
+#                 rank 0        rank 1        rank 2
+#     step 0      1 of 2, 0     2 of 0, 1     0 of 1, 2
+#     step 1      0 of 1, 2, 0  1 of 2, 0, 1  2 of 0, 1, 2       rank r has chunk r of all
 
 def ring_reduce_scatter(link, chunks, op, sums=None):
     """Combine chunk c of all ranks on rank c, and return it. sums: room for a chunk, which then takes the partial sums;
@@ -629,7 +634,7 @@ def barrier(group=None, async_op=False):
         while distance < link.size:
             link.exchange([(mine, (link.rank + distance) % link.size)], [(theirs, (link.rank - distance) % link.size)])
             distance *= 2
-        if mine.is_cuda:
+        if mine.is_cuda and not async_op:
             torch.cuda.current_stream().synchronize()  # so far only the stream waits, but a barrier holds up the CPU
     return _call("barrier", operation, group, async_op)
 

@@ -20,6 +20,7 @@ Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pip
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
 """
 
+import functools
 import itertools
 import math
 import weakref
@@ -77,19 +78,20 @@ class Place:
     cut_over: tuple = ()    # the groups whose ranks hold other parts of the model: other columns, shards, or layers
     add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
                             # saw T/N tokens each
+    twins: int = 1          # parameters of this rank that are one: the ends of a tied embedding, if both live here
     replicas: object = None  # an expert's: the group that keeps the same expert, and averages its gradient
     losses: int = 1         # an expert's gradient is of the sum of so many ranks' losses, so it is divided by them
     decays: bool = None     # whether it has weight decay; None: as its shape says
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
 
 
-def place(param):
+def place_of(param):
     return getattr(param, "place", Place())
 
 
 def is_matrix(param):
     """Whether a parameter has weight decay, and FSDP shards it. Biases and norms have none, and stay whole."""
-    decays = place(param).decays
+    decays = place_of(param).decays
     return param.dim() >= 2 if decays is None else decays
 
 
@@ -110,14 +112,12 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. between: None, or hybrid sharding's second group. reduce_dtype: of
-    the gradients that are sent; None: as they add up.
+    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: as they add up.
     """
 
-    def __init__(self, params, group, between=None, reduce_dtype=None):
-        self.place = place(params[0])
+    def __init__(self, params, group, reduce_dtype=None):
+        self.place = place_of(params[0])
         self.group = self.place.replicas or group_or_world(group)
-        self.between = None if self.place.replicas else between
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total_dtype = self.dtype  # ZeRO adds 16-bit gradients up in float32
@@ -191,7 +191,7 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
     limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
     filling, full = {}, []
     for param in reversed(params):
-        key = param.dtype, param.device, place(param), same(param)
+        key = param.dtype, param.device, place_of(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
         filling.setdefault(key, []).append(param)
@@ -331,7 +331,7 @@ class DDP(nn.Module):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=place(tensor).replicas or self.group, group_src=0)
+            dist.broadcast(tensor.detach(), group=place_of(tensor).replicas or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets(self.params, bucket_mb, self.group)
         self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
@@ -371,19 +371,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
-    stage=2: gradients leave in every backward, so all ranks must use the same parameters in each. stage=0 shards
-    nothing. compute_dtype, reduce_dtype, between: mixed precision and hybrid sharding, below.
+    stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: mixed precision, below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 reduce_dtype=None, between=None, **kwargs):
+                 reduce_dtype=None, **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        set_frozen([p for p in number if not p.requires_grad], self.group, between, compute_dtype)
+        set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
         self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group, number.get,
-                                    between=between, reduce_dtype=reduce_dtype)
+                                    reduce_dtype=reduce_dtype)
         for bucket in self.buckets:
             flatten(bucket, stage > 0, compute_dtype)
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -392,19 +392,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(param_groups, **kwargs)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
-        # At stage 1 the total stays as long as its Nth: another tensor for that would save nothing at the peak.
+        # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
-        self.no_sync = self.reducer.no_sync
-
-    def finish_grad_sync(self):
-        self.reducer.finish()
-        average_between(self.buckets)
+        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict):
+        """Load what `state_dict` returned on this rank in a run of as many ranks."""
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     @torch.no_grad()
     def step(self):
@@ -427,13 +428,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def reduce_scatter_bucket(bucket, in_place=False):
-    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent."""
+    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
+
+    The Nth gets a tensor of its own, so that the full vector can go. in_place: it is a slice of the full vector, which
+    therefore lives on.
+    """
     message = bucket.message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
     average = message[bucket.own]
     if not in_place:
-        average = torch.empty_like(average)  # so that `message` can go; a view of it would keep all of it alive
+        average = torch.empty_like(average)
     handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
     return handle, message, average
 
@@ -455,7 +460,7 @@ def make_shard(bucket, sharded):
     if not first.is_meta:
         for p in bucket.params:
             bucket.view(values, p).copy_(p.detach())
-        spread(values, bucket.group, bucket.between)
+        dist.broadcast(values, group=bucket.group, group_src=0)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
     bucket.shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)), first.requires_grad)
     bucket.total_dtype = bucket.shard.dtype
@@ -468,49 +473,29 @@ def flatten(bucket, sharded, compute_dtype):
     """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters."""
     values = make_shard(bucket, sharded)
     bucket.dtype = compute_dtype or bucket.dtype
-    bucket.weights = values.to(bucket.dtype)  # of the same dtype: `values` itself, so who steps the shard steps these
-    if bucket.dtype != values.dtype:
-        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, no longer a view of `values`
+    if bucket.dtype == values.dtype:
+        bucket.weights = values  # the shard is a view of it: to step the shard is to change the weights
+    else:
+        bucket.weights = values.to(bucket.dtype)
+        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, so that the other values can go
     for p in bucket.params:
         p.data = bucket.view(bucket.weights, p)
 
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
-# the shards. Gradients add up in float32, too. Hybrid sharding: the n ranks of a node shard among themselves. The table
-# then holds with n for N, and once a step the nodes average each shard's gradient, K/n elements.
+# the shards. Gradients add up in float32, too.
 
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def spread(tensor, group, between):
-    """Give every replica the first one's values."""
-    if between:
-        dist.broadcast(tensor, group=between, group_src=0)
-    dist.broadcast(tensor, group=group, group_src=0)
-
-
-def set_frozen(params, group, between, compute_dtype):
+def set_frozen(params, group, compute_dtype):
     """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
     for p in params:
         if not p.is_meta:
-            spread(p.detach(), group, between)
+            dist.broadcast(p.detach(), group=group, group_src=0)
             p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
-
-
-@torch.no_grad()
-def average_between(buckets):
-    """Average shards' gradients over `bucket.between`, once a step, however many micro-batches it has."""
-    under_way = []
-    for bucket in buckets:
-        if bucket.between and bucket.shard.grad is not None:
-            message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.between, async_op=True)
-            under_way.append((bucket, handle, message))
-    for bucket, handle, message in under_way:
-        handle.wait()
-        bucket.shard.grad.copy_(message)
 
 
 class FlatParameter(Bucket):
@@ -549,14 +534,10 @@ class FlatParameter(Bucket):
         if not self.stays_whole:
             self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
-    def gather(self):
-        self.start()
-        self.wait()
-
     def wait(self):
-        if self.handle:
-            self.handle.wait()
-            self.handle = None
+        handle, self.handle = self.handle, None  # first, so that a gather that failed is not waited for again
+        if handle:
+            handle.wait()
 
     def free(self):
         self.wait()  # a gather under way must not write into freed memory
@@ -572,74 +553,69 @@ def free_and_scatter(flat):
 
 
 class Units:
-    """Keeps the parameters of each unit whole while it computes, and gathers the next unit's meanwhile.
+    """Keeps the parameters of each unit whole while it computes, and gathers the next one meanwhile.
 
-        forward    gather unit | compute it, all-gather of the next one     then free it
-        backward   gather unit | compute it, all-gather of the one before   then `free_and_scatter`
+    Three units a, b, c, of which a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
 
-    Next is what followed in the last forward; the first one fetches nothing. The last unit stays whole, because
-    backward begins with it; so does a tied parameter, from its first use on. A frozen one stays whole from its backward
-    to the end of the step.
+                 forward                              backward
+        compute  a            b            c          c            b                a
+        network  gather b     gather c                gather b     scatter c,       scatter b    scatter a
+                                                                   gather a
+        freed             a            b                       c               b               a
+
+    The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
+    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units; a model
+    that uses them in another order gathers some too early, and some only when they are needed.
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
 
     def __init__(self, flats_of, expect):
-        self.flats_of, self.expect = flats_of, expect
+        self.flats_of = flats_of
+        self.expect = expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         self.flats = [*uses]
         sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
         last = sharded[-1] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
-        self.order, self.last_order = [], []  # units, as this forward and the last one used them
-        self.running = []  # positions in `order` of the units that compute now: a stack, because units may nest
         self.in_backward = False
-        for unit in flats_of:
-            unit.register_forward_pre_hook(self.before_forward)
-            unit.register_forward_hook(self.after_forward)
+        units = [*flats_of]
+        for before, unit, after in zip([None, *units], units, [*units[1:], None]):
+            unit.register_forward_pre_hook(partial(self.before_forward, after))
+            unit.register_forward_hook(partial(self.after_forward, before))
 
-    def begin(self):
-        """Before a forward. The optimizer may have changed the shards, so no unit is whole any more."""
-        self.free()
-        self.last_order, self.order = self.order, []
-        self.running.clear()
-
-    def before_forward(self, unit, inputs):
+    def before_forward(self, following, unit, inputs):
         self.gather(unit)
-        if self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
-            return
-        self.running.append(len(self.order))
-        self.order.append(unit)
-        used = len(self.order)
-        if used < len(self.last_order) and self.last_order[used - 1] is unit:
-            self.fetch(self.last_order[used])
+        if not self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
+            self.fetch(following)
 
-    def after_forward(self, unit, inputs, output):
+    def after_forward(self, following, unit, inputs, output):
+        """following: in backward."""
         if self.in_backward:
             return
         for flat in self.flats_of[unit]:
             if not (flat.stays_whole or flat in self.kept):
                 flat.free()
-        number = self.running.pop()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:  # by the first gradient of any of them
-            register_multi_grad_hook(tensors, lambda grad: self.before_backward(unit, number), mode="any")
+            hook = partial(self.before_backward, unit, following)
+            register_multi_grad_hook(tensors, hook, mode="any")
 
-    def before_backward(self, unit, number):
-        """Called first in the backward of a unit; forward has used `number` units before it."""
+    def before_backward(self, unit, following, grad):
+        """Called first in the backward of a unit."""
         self.in_backward = True
         self.gather(unit)
         for flat in self.flats_of[unit]:
             self.expect(flat)
-        if 0 < number <= len(self.order):
-            self.fetch(self.order[number - 1])
+        self.fetch(following)
 
     def gather(self, unit):
         for flat in self.flats_of[unit]:
-            flat.gather()
+            flat.start()
+            flat.wait()
 
     def fetch(self, unit):
-        for flat in self.flats_of[unit]:
+        for flat in self.flats_of.get(unit, ()):
             flat.start()
 
     def free(self):
@@ -657,21 +633,21 @@ class FSDP(nn.Module):
         loss.backward(); model.finish_grad_sync(); optimizer.step()
 
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
-    Matrices are sharded, one flat parameter a unit. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
+    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
     are all-reduced once a step. All ranks must use the same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
-    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype,
-    between: as for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
+    for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
-    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None, between=None):
+    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
         for buffer in module.buffers():
             if not buffer.is_meta:
-                spread(buffer, self.group, between)
-        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device, between)
+                dist.broadcast(buffer, group=self.group, group_src=0)
+        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device)
         self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
         trained = [flat for flat in self.buckets if flat.shard.requires_grad]
         matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
@@ -681,7 +657,7 @@ class FSDP(nn.Module):
         self.units = Units(flats_of, self.reducers[0].expect)
 
     def forward(self, *args, **kwargs):
-        self.units.begin()
+        self.units.free()  # the optimizer may have changed the shards, so no unit is whole any more
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
@@ -700,12 +676,14 @@ class FSDP(nn.Module):
         """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
-        average_between(self.buckets)
         self.units.free()
 
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("FSDP's parameters have no memory between steps: call full_state_dict() on all ranks")
 
     @torch.no_grad()
     def full_state_dict(self):
@@ -723,7 +701,7 @@ class FSDP(nn.Module):
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
-def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
+def flatten_units(module, group, compute_dtype, reduce_dtype, device):
     """Put views of FlatParameters in place of a module's parameters. Returns ({unit: those it computes with}, all)."""
     units = fsdp_units(module)
     unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
@@ -731,7 +709,7 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device, between):
     def same(p):  # a bucket has a unit's matrices, of any size, or the vectors of all units
         return p.requires_grad, unit_of[p] if is_matrix(p) else "vectors"
 
-    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, between=between,
+    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter,
                          reduce_dtype=reduce_dtype)
     new, flat_of = {}, {}
     for flat in flats:
@@ -886,7 +864,7 @@ def local_parameter(param, cut):
     if param is None:
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    before = place(param)
+    before = place_of(param)
     local.place = replace(before, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
     return local
 
@@ -998,7 +976,7 @@ class Trade(torch.autograd.Function):
 #     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2 rank) / v
 #     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 #
-# GPipe and 1F1B stand here, the other two in further/schedules.py.
+# GPipe and 1F1B stand here, the others in further/schedules.py, with four whose stages lie in a V.
 
 class Action(NamedTuple):
     kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
@@ -1035,14 +1013,10 @@ def one_f_one_b(p, m, v=1):
     return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
 
-def place_stages(p, v):
-    """Where a model's stages live, {stage: rank}: rank r has stages r, r + p, ..."""
-    return {stage: stage % p for stage in range(p * v)}
-
-
 def homes_of(lists):
     """Where a schedule's stages live, {stage: rank}."""
-    return {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    homes = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    return dict(sorted(homes.items()))
 
 
 def stages_on(rank, homes):
@@ -1052,6 +1026,11 @@ def stages_on(rank, homes):
 def result_of(action):
     """What other actions call the result of this one. B ends with what I ends with, the gradient of the input."""
     return action._replace(kind="I") if action.kind == "B" else action
+
+
+def halves(action):
+    """The halves of a backward that an action is: B is both."""
+    return {"B": "IW", "I": "I", "W": "W"}.get(action.kind, "")
 
 
 def needs(action, homes):
@@ -1075,12 +1054,14 @@ def other_end(transfer):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`. Where
+    a rank has several stages, F0/2 is F0 of stage 2."""
 
     def __init__(self, lists, at, why):
         lines = [why]
         for rank, actions in enumerate(lists):
-            cells = [*map(str, actions), "end"]
+            several = len({action.stage for action in actions}) > 1
+            cells = [f"{action}/{action.stage}" if several else str(action) for action in actions] + ["end"]
             if rank in at:
                 cells.insert(at[rank], "->")
             lines.append(f"rank {rank}  " + " ".join(cells))
@@ -1123,9 +1104,16 @@ def in_order(lists):
 
 def lower(lists):
     """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
-    rank's list, the receive to the other's, after all that the other has run so far. Number the transfers as they are
-    appended: each list has them in the order of their numbers. Both ranks of the first one that is not done have
-    finished all before it, so it can run: there is no deadlock."""
+    rank's list, the receive to the other's, after all that the other has run so far. (It only posts a buffer, so it
+    may stand early.) 1F1B for p = 2, m = 2:
+
+        rank 0    F0 SF0 F1 SF1 RB0 B0 RB1 B1
+        rank 1    RF0 RF1 F0 B0 SB0 F1 B1 SB1
+
+    Why there is no deadlock: number the transfers in the order in which they are appended here. Then each rank's list
+    has its transfers in the order of their numbers. Take the lowest number that is not done: both of its ranks have
+    done all their earlier transfers, so both can reach it.
+    """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
@@ -1171,55 +1159,29 @@ def check(lists):
     run_in_turns(lists, can_run, "deadlock: no rank can go on")
 
 
+@functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
+def checked(schedule, p, m, v):
+    """A schedule's lowered lists, which callers must not change."""
+    lists = lower(schedule(p, m, v))
+    check(lists)
+    return lists
+
+
 # --------------------------------------------------------------------------------------------- pipeline: running a list
+
+def place_stages(layout):
+    """Where the stages of a layout's schedule live, {stage: rank}. Its lists say it, for any number of micro-batches."""
+    homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
+    if layout.virtual_stages not in (1, len(homes) // layout.pp):
+        raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
+                         f"not {layout.virtual_stages}: give virtual_stages 1")
+    return homes
+
 
 def even_pieces(config, stages):
     """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
     starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
-
-
-class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place, dW = dy^T x and db, because no other
-    stage waits for them: at once, or during an "I" later, in its "W".
-
-    Norms, embeddings, tied weights and biases that are added after g stay with autograd, in "I".
-    """
-    later = None  # during an "I" the list that gets what its "W" computes gradients from: (weight, bias, dy, x)
-
-    def __init__(self, module):
-        linears = Linear, ColumnParallelLinear, RowParallelLinear
-        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
-        for layer in module.modules():
-            if isinstance(layer, linears) and uses[layer.weight] == 1:
-                layer.linear = partial(self.linear, layer.linear)
-
-    def linear(self, product, x, weight, bias=None):
-        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
-        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
-            return product(x, weight, bias)
-        take = partial(self.take, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
-
-    def take(self, *computed_from):
-        if self.later is None:
-            self.compute(*computed_from)
-        else:
-            self.later.append(computed_from)
-
-    @torch.no_grad()
-    def compute(self, weight, bias, dy, x):
-        if weight.requires_grad:
-            self.add(weight, dy.T, x)
-        if bias is not None and bias.requires_grad:
-            self.add(bias, kernels.bias_gradient(dy))
-
-    def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks."""
-        grad = a if b is None else a @ b
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
 
 
 class Passage:
@@ -1248,10 +1210,8 @@ class Passage:
         if kind == "B":
             return self.gradients(dy)
         if kind == "I":
-            self.weight_gradients.later = self.later
-            dx = self.gradients(dy)
-            self.weight_gradients.later = None
-            return dx
+            with self.weight_gradients.put_off(self.later):
+                return self.gradients(dy)
         for computed_from in self.later:
             self.weight_gradients.compute(*computed_from)
 
@@ -1281,13 +1241,13 @@ class Pipeline:
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
         dloss: the gradient of each loss, from which its backward starts, a tensor of one number. syncs: {stage: what
-        has the no_sync() for all backwards but the last}; None for forwards alone.
+        has the no_sync() for all backwards but the last}; None for forwards alone. After an exception the process group
+        is of no more use, because messages may still be under way.
         """
         self.begin(actions, x, y, dloss, syncs)
         for action in actions:
             self.do(action)
-        for handle, _ in self.sending:
-            handle.wait()
+        self.forget_sent(0)
         return self.losses
 
     def begin(self, actions, x, y, dloss, syncs):
@@ -1295,7 +1255,7 @@ class Pipeline:
         self.dloss = dloss
         self.syncs = syncs
         self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.last = {(action.kind, action.stage): action.micro_batch for action in actions}
+        self.last = {(half, action.stage): action for action in actions for half in halves(action)}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
         self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
         self.outbox = {}        # send -> tensor: what other ranks' stages will compute with
@@ -1307,6 +1267,7 @@ class Pipeline:
     def separate_weight_gradients(self):
         """From now on, W can run apart from I."""
         if not self.weight_gradients:
+            from further.schedules import WeightGradients
             for stage, module in self.stages.items():
                 self.weight_gradients[stage] = WeightGradients(module)
 
@@ -1354,8 +1315,8 @@ class Pipeline:
             self.hand_on(Action("SB", s, i), dx)
 
     def is_last_backward(self, action):
-        """Whether the stage's gradients are complete with it: of its kind, no other micro-batch's comes later."""
-        return self.last[action.kind, action.stage] == action.micro_batch
+        """Whether no later action of the stage computes gradients of the same parameters."""
+        return all(self.last[half, action.stage] == action for half in halves(action))
 
     def hand_on(self, send, tensor):
         """To the stage that computes with it: on this rank, or by the send that comes later in the list."""
@@ -1382,12 +1343,13 @@ class Pipeline:
         tensor = self.outbox.pop(action)
         handle = dist.isend(tensor, group=self.group, group_dst=self.other_rank(action))
         self.sending.append((handle, tensor))
-        self.forget_sent()
+        self.forget_sent(2)
 
-    def forget_sent(self):
-        """Free the outputs that have been sent."""
-        while self.sending and self.sending[0][0].is_completed():
-            self.sending.popleft()[0].wait()
+    def forget_sent(self, most):
+        """Free outputs once they are sent, all but the latest few. It cannot hang: `check` lets every send wait."""
+        while len(self.sending) > most:
+            handle, _ = self.sending.popleft()
+            handle.wait()
 
     def other_rank(self, transfer):
         return self.homes[other_end(transfer).stage]
@@ -1396,13 +1358,18 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(place, groups):
-    """On how many ranks of the groups the same gradient of a parameter lies: all ranks, divided by those that hold
-    different parts of the model, times the size of each `add_over` among these, whose ranks have the same sum."""
+    """How often the same gradient of a parameter counts if every rank of the groups adds up its squares.
+
+    8 ranks: dp 2, tp 2, pp 2. A norm's weight is cut over pp alone, into 2 parts: 8 / 2 = 4 ranks hold the same. A
+    tied embedding is cut over all three, 8 parts, but stages 0 and 1 have the same gradient since theirs were added up:
+    8 / 8 x 2 = 2. (Sequence parallelism adds a norm's gradient over tp, whose ranks held the same weight all along, so
+    that changes nothing: only an `add_over` inside of `cut_over` counts.)
+    """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
     equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    return ranks * equal // parts  # of the tied embedding below: 8 x 2 / 8
+    return ranks * equal * place.twins // parts
 
 
 def inside(group, groups):
@@ -1427,14 +1394,14 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """
     groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
-    over = {group for p in parameters for group in place(p).cut_over if dist.get_world_size(group) > 1}
+    over = {group for p in parameters for group in place_of(p).cut_over if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
     if scale != 1 and parameters:
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
     for p in parameters:
-        grads[copies(place(p), groups)].append(p.grad)
+        grads[copies(place_of(p), groups)].append(p.grad)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n
@@ -1469,12 +1436,20 @@ class Layout:
     cp_kind: str = "ring"           # or "ulysses"
     ep: int = 1                     # ranks of dp that share out the experts
     pp: int = 1                     # ranks that the layers are spread over
-    virtual_stages: int = 1         # stages that each of them has
+    schedule: str = "1f1b"          # the pipeline's; its lists say which stages live on which rank
+    virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
     zero: int = 0                   # the stage of ZeRO, over dp x cp
     zero_within: int = None         # or over each so many neighbours of dp x cp
     recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
     dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
     reduce_dtype: torch.dtype = None    # of gradients that are sent; None: as they add up, in float32 at least
+
+    @property
+    def shards_in_optimizer(self):
+        """Whether gradients are averaged by a ShardedOptimizer: for ZeRO-1 and 2, and at stage 0 for 16-bit weights, of
+        which it keeps float32 masters. Otherwise by DDP, or at stage 3 by FSDP."""
+        mixed = self.dtype != master_dtype(self.dtype) or self.reduce_dtype is not None
+        return self.zero in (1, 2) or self.zero == 0 and mixed
 
 
 def parallelize(config, layout, device, source=None):
@@ -1483,10 +1458,8 @@ def parallelize(config, layout, device, source=None):
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. The order of the five
     steps matters.
     """
-    if layout.virtual_stages > 1 and layout.pp == 1:
-        raise ValueError(f"virtual_stages {layout.virtual_stages} needs a pipeline of at least 2 ranks: give 1")
     mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    homes = place_stages(layout.pp, layout.virtual_stages)
+    homes = place_stages(layout)
     groups = make_groups(mesh, layout, homes, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, master_dtype(layout.dtype)
@@ -1496,6 +1469,7 @@ def parallelize(config, layout, device, source=None):
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters.
         cut_layers(model, layout, groups)
+        mark_stage(model, len(homes), groups)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
         for block in model.h.values() if layout.recompute != "none" else ():
             layer = block if layout.recompute == "block" else block.attn
@@ -1503,13 +1477,13 @@ def parallelize(config, layout, device, source=None):
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
-            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device, groups.between)
+            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
         # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. (ZeRO-3 stands in step 4,
-        # ZeRO-1 and ZeRO-2 and float32 masters in `make_optimizer`.)
-        if layout.zero == 0 and layout.dtype == master and not layout.reduce_dtype:
+        # and `make_optimizer` makes what `shards_in_optimizer`.)
+        if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model
     return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
@@ -1522,7 +1496,7 @@ def make_groups(mesh, layout, homes, tied):
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
                       `between` are the ranks with the same shard, or None
     ep, same_experts  of `split_experts`, or None
-    ends              the ranks of the first and the last stage, if both keep a `tied` embedding, else None
+    ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
@@ -1537,11 +1511,9 @@ def make_groups(mesh, layout, homes, tied):
     if layout.ep > 1:
         from further.experts import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    if tied and layout.pp > 1:
-        first, last = homes[0], homes[len(homes) - 1]
-        if first == last:
-            raise ValueError("a tied embedding must be on two ranks, or on one stage: give GPTConfig(tied=False)")
-        groups.ends, _ = make(mesh.mesh[[first, last]].flatten(1).T.tolist())
+    ends = [homes[0], homes[len(homes) - 1]]
+    if tied and ends[0] != ends[1]:
+        groups.ends, _ = make(mesh.mesh[ends].flatten(1).T.tolist())
     return groups
 
 
@@ -1556,7 +1528,7 @@ def groups_of(grids):
 
 
 def cut_layers(model, layout, groups):
-    """Over cp, ep and tp, in place; and mark what the pipeline has cut."""
+    """Over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
         context_parallel(model, groups.cp, layout.cp_kind)
@@ -1568,18 +1540,33 @@ def cut_layers(model, layout, groups):
         sequence_parallel(model, groups.tp)
     elif layout.tp > 1:
         tensor_parallel(model, groups.tp)
-    if layout.pp > 1:
-        for name, param in model.named_parameters():
-            before = place(param)
-            param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
-            # The first and the last stage have a tied weight. Both start alike and step alike: their gradients add up.
-            if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-                param.place = replace(param.place, add_over=before.add_over + (groups.ends,))
+
+
+def mark_stage(model, stages, groups):
+    """Mark what the pipeline has cut. A tied weight is in the first and in the last stage. Both start alike and step
+    alike, because their gradients are added up: over two ranks, or on one."""
+    if stages == 1:
+        return
+    for name, param in model.named_parameters():
+        before = place_of(param)
+        param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
+        if model.config.tied and name in ("wte.weight", "lm_head.weight"):
+            ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
+            param.place = replace(param.place, **ends)
+
+
+@torch.no_grad()
+def add_up_twins(params):
+    """The two ends of a tied embedding, where one rank has both: no message."""
+    twins = [param for param in params if place_of(param).twins > 1]
+    total = sum(param.grad for param in twins)
+    for param in twins:
+        param.grad.copy_(total)
 
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in place(param).cuts:
+    for cut in place_of(param).cuts:
         whole = cut.part(whole)
     return whole
 
@@ -1587,9 +1574,9 @@ def cut_like(param, whole):
 def gather_cuts(param, local, shape):
     """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
     whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in place(param).cuts:
+    for cut in place_of(param).cuts:
         whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(place(param).cuts, whole)]):
+    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
         local = cut.gather(local, before.shape)
     return local
 
@@ -1600,7 +1587,7 @@ class ParallelGPT:
         net = parallelize(config, Layout(dp=2, tp=2), device)
         optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
         optimizer.zero_grad()
-        loss = net.forward_backward(x, y, "1f1b")          x, y: this rank's micro-batches
+        loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
@@ -1633,7 +1620,7 @@ class ParallelGPT:
             for matrix, decay in (False, 0.0), (True, weight_decay):
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]
                 groups += [{"params": params, "weight_decay": decay}] if params else []
-        if all(hasattr(model, "finish_grad_sync") for model in self.stages.values()):
+        if not self.layout.shards_in_optimizer:
             # syncs: by stage, what has no_sync and finish_grad_sync
             self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
             self.params = [p for group in groups for p in group["params"]]
@@ -1641,73 +1628,61 @@ class ParallelGPT:
         else:
             layout = self.layout
             self.optimizer = ShardedOptimizer(groups, optimizer_class, self.groups.within, layout.zero, None,
-                                              layout.dtype, layout.reduce_dtype, self.groups.between, **kwargs)
+                                              layout.dtype, layout.reduce_dtype, **kwargs)
             self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
 
-    def actions(self, schedule, m):
-        """This rank's lowered list, of a schedule that is checked first; "forward" runs no backward."""
-        if schedule == "forward":
-            lists = lower([[Action("F", s, i) for s in stages_on(r, self.homes) for i in range(m)]
-                           for r in range(self.layout.pp)])
+    def actions(self, m, training=True):
+        """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
+        layout = self.layout
+        if training:
+            lists = checked(schedules()[layout.schedule], layout.pp, m, layout.virtual_stages)
         else:
-            lists = lower(schedules()[schedule](self.layout.pp, m, self.layout.virtual_stages))
-            check(lists)
-        if homes_of(lists) != self.homes:
-            raise ValueError(f"schedule {schedule} runs other stages than this model's: give virtual_stages 1")
+            lists = lower([[action for stage in stages_on(rank, self.homes) for action in whole_batch("F", stage, m)]
+                           for rank in range(layout.pp)])
         return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
         """Of a micro-batch, summed over the targets that count."""
         return cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
-    def forward_backward(self, x, y, schedule="1f1b", scale=1.0):
+    def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
         Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, schedule, scale, self.syncs)
+        loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)
         for sync in dict.fromkeys(self.syncs.values()):
             sync.finish_grad_sync()
+        if self.groups.between:
+            from further.nodes import average_between
+            average_between(self.reducers, self.groups.between)
         self.add_up_gradients()
+        add_up_twins(self.params)
         return loss
 
     @torch.no_grad()
     def add_up_gradients(self):
         """Over each parameter's `add_over`. Last, because shards are small."""
         for param in self.params:
-            for group in place(param).add_over:
+            for group in place_of(param).add_over:
                 dist.all_reduce(param.grad, group=group)
-
-    @torch.no_grad()
-    def balance(self, rate):
-        """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns
-        how often all ranks chose each expert, int64 (L, E), 0 in blocks without experts."""
-        loads = torch.zeros(self.config.n_layer, self.config.experts, dtype=torch.int64, device=self.device)
-        for i, router in self.routers.items():
-            loads[i] = router.load
-        routed_differently = [self.groups.replicas, self.groups.pp] + [self.groups.tp] * self.layout.sp
-        for group in routed_differently:
-            dist.all_reduce(loads, group=group)
-        for i, router in self.routers.items():
-            router.balance(loads[i], rate)
-        return loads
 
     @torch.no_grad()
     def forward(self, x, y):
         """What forward_backward returns, with no gradients."""
-        return self.run(x, y, "forward", 1.0, None)
+        return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
-    def run(self, x, y, schedule, scale, syncs):
+    def run(self, x, y, actions, scale, syncs):
         if self.layout.cp > 1:
             from further.context import own_tokens
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         dloss = scale * self.weight_of_a_target(y)
-        losses = self.pipeline.run(self.actions(schedule, len(x)), x, y, dloss, syncs)
+        losses = self.pipeline.run(actions, x, y, dloss, syncs)
         total = torch.zeros_like(dloss)
         for loss in losses:
             total += loss * dloss / scale  # dloss / scale: the weight of a target

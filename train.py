@@ -211,7 +211,7 @@ def how_even(loads):
 class LossScale:
     """fp16's smallest number is 6e-8. So that gradients stay above it, the loss is multiplied by `scale`, and
     `clip_grad_norm_` divides them by it. A step whose gradients are not finite is skipped, and halves the scale. 200
-    good steps double it. Micikevicius et al., "Mixed Precision Training" (2018)."""
+    good steps double it. Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the numbers are ours."""
 
     def __init__(self, start=2.0**16, interval=200):
         self.scale, self.interval, self.good = start, interval, 0
@@ -258,18 +258,19 @@ class Trainer:
             self.show_sample()
 
     def step(self, step):
-        """One optimizer step. Returns (this replica's part of the mean loss, gradient norm before clipping)."""
+        """One optimizer step. Returns (a loss whose mean over replicas is the batch's, gradient norm before clipping)."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.optimizer.zero_grad()
-        loss = self.net.forward_backward(x, y, s.schedule, scale)  # averages gradients over replicas, too
+        loss = self.net.forward_backward(x, y, scale=scale)  # averages gradients over replicas, too
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
         if self.all_finite(loss, norm):
             self.optimizer.step()
             if self.config.experts:
-                self.loads = self.net.balance(s.balance_rate)
+                from further.experts import balance
+                self.loads = balance(self.net, s.balance_rate)
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):

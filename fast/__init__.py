@@ -36,7 +36,6 @@ SWAPS = [  # (module, name there, what takes its place)
     (model, "Block", blocks.FusedBlock),
     (parallel, "make_buckets", overlap.large_buckets),
     (parallel, "Reducer", overlap.FastReducer),
-    (parallel, "average_between", overlap.average_what_came),
     (parallel, "ShardedOptimizer", zero.GuardedOptimizer),
     (parallel, "FSDP", zero.GuardedFSDP),
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),

@@ -12,17 +12,13 @@ from fast.overlap import stepped
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage, place
+from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage, place_of
 from theory.clock import most_held
 
 
 class LeanGPT(ParallelGPT):
-    """A ParallelGPT that makes each list of actions once, and adds gradients up in few messages. With fast.adamw's
-    AdamW, clipping only computes a factor, because the kernel scales the gradients as it reads them."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.lists = {}  # (schedule, micro-batches) -> this rank's actions
+    """A ParallelGPT that adds gradients up in few messages. With fast.adamw's AdamW, clipping only computes a factor,
+    because the kernel scales the gradients as it reads them."""
 
     def make_optimizer(self, *args, **kwargs):
         optimizer = super().make_optimizer(*args, **kwargs)
@@ -30,17 +26,12 @@ class LeanGPT(ParallelGPT):
             optimizer.wait_in(*self.stages.values())
         return optimizer
 
-    def actions(self, schedule, m):
-        if (schedule, m) not in self.lists:
-            self.lists[schedule, m] = super().actions(schedule, m)
-        return self.lists[schedule, m]
-
     @torch.no_grad()
     def add_up_gradients(self):
         """As in ParallelGPT, with one message for all gradients of a group and dtype. The cost: copies in and out."""
         over = defaultdict(list)
         for param in self.params:
-            for group in place(param).add_over:
+            for group in place_of(param).add_over:
                 over[group, param.grad.dtype].append(param.grad)
         for (group, _), grads in over.items():
             flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from parallel import average_between, make_buckets, Reducer
+from parallel import make_buckets, Reducer
 
 
 def large_buckets(params, megabytes, *args, **kwargs):
@@ -97,7 +97,6 @@ class FastReducer(Reducer):
     def receive(self):
         bucket, handle, _, average = self.under_way.popleft()
         handle.wait()
-        bucket.received = True
         self.keeps_promise(bucket)
         if bucket.shard is None or average is not bucket.shard.grad:
             self.store(bucket, average)
@@ -113,11 +112,6 @@ class FastReducer(Reducer):
     @property
     def finished(self):
         return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
-
-
-def average_what_came(buckets):
-    """As parallel.average_between, of what a Reducer has received. A CUDA graph has averaged what it received."""
-    average_between([bucket for bucket in buckets if vars(bucket).pop("received", False)])
 
 
 def stepped(bucket):

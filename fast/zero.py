@@ -97,8 +97,7 @@ class GuardedOptimizer(ShardedOptimizer):
         """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
         masters. Call it on all ranks."""
         self.wait_for_weights(self.buckets)
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
         masters = state_dict.get("masters") or [b.weights[b.own] for b in self.with_masters]
         for bucket, master in zip(self.with_masters, masters, strict=True):
             bucket.shard.copy_(master)

@@ -23,23 +23,30 @@ from parallel import Trade
 #
 #     L_new = log(exp L + exp L_s)        O_new = O exp(L - L_new) + O_s exp(L_s - L_new)
 #
-# Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again. Their dK and dV follow
-# them, and each rank adds its part, until they are home. A rank sends (N-1)/N x 2BTC elements forward, as many
-# backward, and as many again of dK and dV, in float32. (With tensor parallelism, C/tp stands for C.)
+# Backward needs P = exp(S - L), S the scores and L that of all keys. So K and V go round again, and their dK and dV go
+# with them: a rank adds its part to those of the keys that it has, and sends the sum to the right, to where these keys
+# go next. N = 3, what rank 0 does with the keys of rank 0, 2, 1:
+#
+#     step 0   own keys: keep the own part
+#     step 1   keys of 2: its part is the first one, send it to rank 1, where these keys go
+#     step 2   keys of 1: add its part to rank 2's, which has come from there; send the sum to rank 1, which owns them
+#     end      from rank 2 came the others' parts for its own keys: add the own part
+#
+# A rank sends (N-1)/N x 2BTC elements forward, as many backward, and as many again of dK and dV, in float32. (With
+# tensor parallelism, C/tp stands for C.)
 #
 # A causal query sees earlier tokens only. If each rank held T/N neighbours, rank 0 would have nothing to do after step
-# 0, and the last rank would work in every step. So rank r holds chunks r and 2N-1-r of 2N ("zigzag"), and all ranks
-# have equal work in each step:
+# 0, and the last rank would work in every step. So rank r holds chunks r and 2N-1-r of 2N: of 4 ranks, rank 0 holds 0
+# and 7, rank 1 holds 1 and 6, rank 2 holds 2 and 5, rank 3 holds 3 and 4 ("zigzag"). Then all ranks have equal work:
 #
-#     rank 0    chunks 0 and 7   step 0, own keys:          causal attention within the two chunks
-#     rank 1           1     6   keys of an earlier rank:   all queries see the first chunk of keys, none the second
-#     rank 2           2     5   keys of a later rank:      the second chunk of queries sees all keys, the first none
-#     rank 3           3     4
+#     own keys, step 0          causal attention within the two chunks
+#     keys of a lower rank      all queries see the first chunk of keys, none sees the second
+#     keys of a higher rank     the second chunk of queries sees all keys, the first sees none
 #
 # Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
 # ordinary attention for its heads, and a second all-to-all trades back. q, k, v and o make it
 # (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
-# Liu et al., "Ring Attention" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023).
+# Liu et al., "Ring Attention" (2023), without the zigzag, which came later; Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 def own_tokens(tokens, rank, n, kind, device="cpu"):
     """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). n must divide tokens, 2n for a ring."""
@@ -49,10 +56,11 @@ def own_tokens(tokens, rank, n, kind, device="cpu"):
 
 def shift(tensor, group):
     """Send a tensor to the right rank, and return the left rank's."""
-    rank, n, incoming = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
-    for handle in dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-            dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    incoming = torch.empty_like(tensor)
+    right = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n)
+    left = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)
+    for handle in dist.batch_isend_irecv([right, left]):
         handle.wait()
     return incoming
 
@@ -70,7 +78,9 @@ def seen(rank, other, half):
     """Which queries of a rank see keys of `other`: (slice of queries, slice of keys, causal). half: tokens a chunk."""
     if other == rank:
         return slice(None), slice(None), True
-    return (slice(None), slice(half), False) if other < rank else (slice(half, None), slice(None), False)
+    if other < rank:
+        return slice(None), slice(half), False
+    return slice(half, None), slice(None), False
 
 
 class RingAttention(torch.autograd.Function):
@@ -79,8 +89,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, group):
         q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
-        ctx.group, wide = group, torch.float64 if q.dtype == torch.float64 else torch.float32
-        o, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)  # lse (B, H, T/N)
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        o = q.new_zeros(q.shape, dtype=wide)
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)                                  # (B, H, T/N)
         for other, (k, v) in going_round(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = kernels.attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
@@ -89,6 +100,7 @@ class RingAttention(torch.autograd.Function):
             o[:, :, rows] = o[:, :, rows] * old + o_s * new
             lse[:, :, rows] = total
         o = o.to(q.dtype)
+        ctx.group = group
         ctx.save_for_backward(qkv, o, lse)
         return o.transpose(1, 2)
 
@@ -96,8 +108,11 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
-        (q, *kv), do, rank = qkv.permute(2, 0, 3, 1, 4), do.transpose(1, 2).contiguous(), dist.get_rank(ctx.group)
-        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), 0  # dkv: as received, the sum of other ranks' parts
+        q, *kv = qkv.permute(2, 0, 3, 1, 4)
+        do = do.transpose(1, 2).contiguous()
+        rank = dist.get_rank(ctx.group)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        arrived = 0  # dK and dV from the left: the parts of ranks that had these keys before
         for other, (k, v) in going_round(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.attend_backward(
@@ -106,10 +121,11 @@ class RingAttention(torch.autograd.Function):
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
             if other == rank:
-                own = mine  # the others' parts of this rank's dK and dV are received last
+                own = mine
             else:
-                dkv = shift(mine + dkv, ctx.group)
-        return torch.stack([dq, *(own + dkv)]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None     # as qkv
+                arrived = shift(arrived + mine, ctx.group)
+        dk, dv = own + arrived
+        return torch.stack([dq, dk, dv]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None           # as qkv
 
 
 def heads_for_tokens(x, group):

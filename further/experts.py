@@ -77,6 +77,21 @@ def count_of_each(chosen, experts):
     return (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
 
 
+@torch.no_grad()
+def balance(net, rate):
+    """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns how
+    often all ranks chose each expert, int64 (L, E), 0 in blocks without experts. net: a ParallelGPT."""
+    loads = torch.zeros(net.config.n_layer, net.config.experts, dtype=torch.int64, device=net.device)
+    for i, router in net.routers.items():
+        loads[i] = router.load
+    routed_differently = [net.groups.replicas, net.groups.pp] + [net.groups.tp] * net.layout.sp
+    for group in routed_differently:
+        dist.all_reduce(loads, group=group)
+    for i, router in net.routers.items():
+        router.balance(loads[i], rate)
+    return loads
+
+
 class StackedLinear(nn.Module):
     """A Linear of each expert, weight (E, out, in), bias (E, out): rows (n, in) -> (n, out).
 

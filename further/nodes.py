@@ -5,6 +5,7 @@ collectives.py makes a `TwoLevels` for a group that `two_levels` has split, so n
     torchrun --nnodes 2 ... train.py --plain --dp 8        on each of two nodes with four processes
 """
 
+import itertools
 from collections import defaultdict
 
 import torch
@@ -14,6 +15,29 @@ from torch.distributed import ReduceOp
 import collectives as dist
 from collectives import _average, Link, link_of, node_of, rows_and_columns
 
+
+# Hybrid sharding: the n ranks of a node shard among themselves (`Layout.zero_within`), so ZeRO's gathers and
+# reduce-scatters stay inside the node. Its table holds with n for N. Once a step, however many micro-batches it has,
+# the nodes average the gradient of each shard: an all-reduce of K/n elements.
+
+@torch.no_grad()
+def average_between(reducers, group):
+    """Average the gradients of shards over the ranks that have the same shard. Call it after finish_grad_sync.
+
+    (The ranks that keep an expert average its gradient all at once, so it is left out.)
+    """
+    under_way = []
+    for bucket in itertools.chain(*(reducer.buckets for reducer in reducers)):
+        if bucket.shard.grad is not None and not bucket.place.replicas:
+            message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
+            handle = dist.all_reduce(message, dist.ReduceOp.AVG, group, async_op=True)
+            under_way.append((bucket, handle, message))
+    for bucket, handle, message in under_way:
+        handle.wait()
+        bucket.shard.grad.copy_(message)
+
+
+# Two levels, for groups that are not sharded by node:
 
 class TwoLevels(Link):
     """A group on M nodes with L ranks on each; rank r is number r mod L of node r // L.

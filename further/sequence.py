@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 import collectives as dist
-from parallel import gpt2_plan, place, tensor_parallel, Trade
+from parallel import gpt2_plan, place_of, tensor_parallel, Trade
 
 
 # ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
@@ -22,7 +22,8 @@ from parallel import gpt2_plan, place, tensor_parallel, Trade
 # That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
 # the T tokens that f has gathered, because dA = X^T dY needs them. A parameter that sees T/N tokens alone (of a norm, a
 # bias added after g, positions) has a part of its gradient: the group must add the parts up, which its place says.
-# Korthikanti et al., "Reducing Activation Recomputation" (2022). CS336 lecture 7, sequence parallelism.
+# Korthikanti et al., "Reducing Activation Recomputation" (2022), who call this pair g and g with a bar, and gather X
+# again in backward, to keep T/N tokens of it, too. CS336 lecture 7, sequence parallelism.
 
 def gather_tokens(x, group):
     """(B, T/N, C) of each rank -> (B, T, C)."""
@@ -53,7 +54,7 @@ def sequence_parallel(module, group):
     """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
     tensor_parallel(module, group, gpt2_plan(gathered, scattered, module.config.experts > 0))
     for param in module.parameters():
-        before = place(param)
+        before = place_of(param)
         if all(cut.group != group for cut in before.cuts):
             param.place = replace(before, add_over=before.add_over + (group,))
     positions = module.positions  # context parallelism may have cut the sequence before

@@ -147,7 +147,8 @@ def demo_pipeline(stages, micro_batches, virtual_stages):
     p, m, v = stages, micro_batches, virtual_stages
     # at m >= p ranks are idle so long, in units of F = I = W; on each rank, and stages a rank
     schedules = {"gpipe": (3 * (p - 1), 1), "1f1b": (3 * (p - 1), 1), "interleaved": (3 * (p - 1) / v, v),
-                 "zb-h1": (p - 1, 1)}
+                 "zb-h1": (p - 1, 1), "zb-v": ((p - 1) / 2, 2), "v-half": ((3 * (p - 1) - p % 2) / 2, 2),
+                 "v-min": (2 * (p - 1) + (0.5 if p % 3 == 0 else -0.5), 2), "dualpipe-v": ((p - 1) / 2, 2)}
     for name, (formula, chunks) in schedules.items():
         try:
             lists = parallel.SCHEDULES[name](p, m, chunks)
@@ -157,7 +158,7 @@ def demo_pipeline(stages, micro_batches, virtual_stages):
         check(lower(lists))
         timeline = simulate(lists)
         idle = max(timeline.idle)
-        print(f"\n{name}: idle {formula:g} by the formula | {idle:g} simulated, bubble "
+        print(f"\n{name}: idle {max(formula, 0):g} by the formula | {idle:g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         print(draw(timeline, 1 / chunks))

@@ -8,6 +8,7 @@ import torch
 
 import kernels
 from kernels import triton
+from lessons.eight_bits import sixteen_and_eight_bits
 from lessons.kernels import tiles_read
 
 
@@ -67,4 +68,6 @@ LESSONS = {
                          columns_and_rows),
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py make_shard", float32_and_bf16),
+    "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",
+                         sixteen_and_eight_bits, True),
 }

@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import collectives as dist
 import model
-import parallel
 import train
 from lessons.measure import patched, plain_rows
 from model import GPT, materialize, shapes
-from theory.clock import split_pieces
+from theory.clock import homes_in, stages_in
 
 
 def random_source(config, device):
@@ -124,23 +123,25 @@ def torch_tp(config, s, device, x, y):
     return step, "DTensor"
 
 
+THEIR_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
+                   "zb-h1": "InterleavedZeroBubble", "dualpipe-v": "DualPipeV"}
+
+
 def torch_pipeline(config, s, device, x, y):
     """torch.distributed.pipelining. It does less work than ours: 16-bit weights have no masters, tied weights are not
     kept equal, and each rank clips by its own norm."""
     from torch.distributed.pipelining import PipelineStage, schedules
-    name = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble"}[
-        s.schedule]
-    rank, cuts = dist.get_rank(), split_pieces(config, s.pp * s.virtual_stages)
-    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], cuts[i])
-               for i in parallel.stages_on(rank, parallel.place_stages(s.pp, s.virtual_stages))}
-    stages = [PipelineStage(module, i, len(cuts), device) for i, module in modules.items()]
+    name = THEIR_SCHEDULES[s.schedule]
+    modules = {i: plain_model(config, device, train.DTYPES[s.dtype], pieces)
+               for i, pieces in stages_in(s, config, dist.get_rank())}
+    stages = [PipelineStage(module, i, len(homes_in(s)), device) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
-        stages if "Interleaved" in name else stages[0], len(x),
+        stages[0] if name in ("GPipe", "1F1B") else stages, len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
     params = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(params, **ADAMW)
-    given = [torch.cat(x)] if rank == 0 else []
-    wanted = {"target": torch.cat(y), "losses": []} if rank == s.pp - 1 else {}
+    given = [torch.cat(x)] if 0 in modules else []
+    wanted = {"target": torch.cat(y), "losses": []} if len(homes_in(s)) - 1 in modules else {}
 
     def step():
         optimizer.zero_grad()
@@ -152,4 +153,4 @@ def torch_pipeline(config, s, device, x, y):
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
          "hsdp": torch_fsdp, "tp": torch_tp, "dense twin": torch_ddp,
-         **dict.fromkeys(parallel.SCHEDULES, torch_pipeline)}
+         **dict.fromkeys(THEIR_SCHEDULES, torch_pipeline)}

@@ -95,7 +95,7 @@ def lanes(spans, unit, y):
 
 
 def draw_schedules():
-    """The four schedules on one time axis, for 4 ranks and 8 micro-batches. F, I and W take equally long."""
+    """The schedules on one time axis, for 4 ranks and 8 micro-batches. F, I and W take equally long."""
     runs = {name: simulate(lists(4, 8, 1 + (name == "interleaved"))) for name, lists in parallel.SCHEDULES.items()}
     unit = 880 / max(run.length for run in runs.values())
     out = [*legend(6, 230, KINDS)]

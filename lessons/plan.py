@@ -11,6 +11,7 @@ import parallel
 import train
 from lessons.measure import say, Table, write_json
 from safe.flags import BadInput, check_parts, dashed, Settings
+from theory.clock import homes_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
 
@@ -19,7 +20,9 @@ def divisors(n):
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-WORTH = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)  # (schedule, stages a rank); GPipe keeps more
+WORTH = (  # (schedule, --virtual-stages); GPipe keeps more, DualPipeV serves an overlap that there is not here
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1), ("v-min", 1))
+HALVES = "zb-h1", "zb-v", "v-half", "v-min"  # W must come late, so blocks are not recomputed
 WAYS = ("none", False), ("attention", False), ("block", False), ("none", True), ("block", True)  # (recompute, sp)
 
 
@@ -40,7 +43,7 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
             check_parts(s, config, gpus, min(gpus, machine.node), gpus)
         except BadInput:
             return False
-        return s.pp * s.virtual_stages <= config.n_layer + 2
+        return len(homes_in(s)) <= config.n_layer + 2
 
     for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, ("ring", "ulysses")):
         dp, own = gpus // (tp * cp * pp), config.seq_len // cp
@@ -55,10 +58,9 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                   for within in [None] + [local] * (zero > 0 and 1 < local < dp * cp)]
         sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
         for size, (schedule, v), (zero, within), (recompute, sp), ep in itertools.product(
-                sizes, WORTH[:4 if pp > 1 else 1], shards, WAYS[:5 if tp > 1 else 3], divisors(max(1, config.experts))):
+                sizes, WORTH if pp > 1 else WORTH[:1], shards, WAYS[:5 if tp > 1 else 3], divisors(max(1, config.experts))):
             m = each // size
-            # of ZB-H1 W must come late, so blocks are not recomputed
-            if not can_run(schedule, pp, m, v) or schedule == "zb-h1" and (m < pp or recompute != "none"):
+            if not can_run(schedule, pp, m, v) or schedule in HALVES and (m < pp or recompute != "none"):
                 continue
             s = dataclasses.replace(layout, zero=zero, zero_within=within, schedule=schedule, virtual_stages=v,
                                     micro_batches=m, recompute=recompute, sp=sp, ep=ep)

@@ -34,7 +34,7 @@ from lessons.plan import describe_parameters
 from safe.reports import predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
-from theory.clock import split_pieces
+from theory.clock import stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages
 
@@ -98,8 +98,7 @@ def routes_of_rows():
 def predicted_traffic(trainer, routes=()):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
-    cuts = split_pieces(trainer.config, len(net.homes))
-    stages = [(stage, cuts[stage]) for stage in parallel.stages_on(pp_rank, net.homes)]
+    stages = stages_in(s, trainer.config, pp_rank)
     kept = [flat for model in net.stages.values() if isinstance(model, parallel.FSDP) for flat in model.units.kept]
     total, buckets, of_experts = Counter(), [], []
     for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
@@ -107,7 +106,7 @@ def predicted_traffic(trainer, routes=()):
         is_experts = s.ep > 1 and bucket.group == net.groups.same_experts
         (of_experts if is_experts else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place(p).add_over)
+    partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place_of(p).add_over)
     where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net.groups, item.axis))

@@ -171,16 +171,16 @@ def check_parts(s, c, world, local_world, processes):
 
 def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
-    stages, most = s.pp * s.virtual_stages, config.n_layer + 2
-    reject(stages > most, f"--pp {s.pp} x --virtual-stages {s.virtual_stages} is more stages than the model's "
-           f"{config.n_layer} layers with embedding and head: give --pp {most} or fewer in all")
     try:
-        made = len(parallel.homes_of(schedule_of(s)))
+        stages = len(parallel.homes_of(schedule_of(s)))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         instead = f"give --micro-batches {multiple(s.micro_batches, s.pp)}"
         raise BadInput(f"--schedule {s.schedule}: {problem}; {instead}") from None
-    reject(s.virtual_stages > 1 and (s.pp == 1 or made < stages), f"--virtual-stages {s.virtual_stages} needs "
-           "--schedule interleaved and --pp 2 or more")
+    most, a_rank = config.n_layer + 2, stages // s.pp
+    reject(stages > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} layers with "
+           f"embedding and head: give --pp {most // a_rank} or fewer")
+    reject(s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), f"--virtual-stages "
+           f"{s.virtual_stages} needs --schedule interleaved and --pp 2 or more")
 
 
 def check_device(s, config, world, local_world, processes):

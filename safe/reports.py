@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
-import parallel
 from further.bpe import Tokenizer
 from safe.data import bytes_a_token
 from safe.flags import gpus_here, schedule_of
-from theory.clock import most_held
+from theory.clock import most_held, stages_in
 from theory.memory import kept_tensors, memory_bytes, tensors_in
 from train import Bytes
 
@@ -146,11 +145,9 @@ def about_vocabulary(trainer):
 def predicted_bytes(trainer, load=1.0):
     """`theory.memory.memory_bytes` of this rank. load: as there."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
-    lists = schedule_of(s)
-    held = math.ceil(most_held(lists[rank]) / s.virtual_stages)
+    mine = [pieces for _, pieces in stages_in(s, trainer.config, rank)]
+    held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    cuts = parallel.even_pieces(trainer.config, s.pp * s.virtual_stages)
-    mine = [cuts[stage] for stage in parallel.stages_on(rank, parallel.homes_of(lists))]
     return memory_bytes(trainer.config, s, mine, held, fused, load)
 
 

@@ -42,6 +42,7 @@ def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, trito
 COMPILE_FOR_HOPPER = """
 import triton
 from fast import attention, exchange
+from lessons.eight_bits import _few_rows
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 layout = attention.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -68,13 +69,24 @@ for even, send, gather in (True, True, True), (False, True, False), (True, False
         {(kernel.arg_names.index(name),): aligned for name in whole})
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
     print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire"))
+for dtype in "i8", "bf16":
+    sizes = {"R": 16, "BN": 32, "BK": 256}
+    types = {"x": "*bf16", "w": f"*{dtype}", "scale": "*fp32", "y": "*bf16"} | dict.fromkeys(sizes, "constexpr")
+    names = _few_rows.arg_names
+    source = triton.compiler.ASTSource(
+        _few_rows, {name: types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in sizes.items()},
+        {(names.index(name),): aligned for name in ("x", "w", "scale", "y", "width", "out")})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 4})
+    print("bits", compiled.metadata.shared, *map(compiled.asm["ptx"].count, ("cp.async.cg", "mma.sync")))
 """
 
 
 def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
     two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN. The
-    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums."""
+    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums. Weights in 8 bits are 8 bits
+    in shared memory, too: each of the 3 or 4 tiles under way has 32 x 256 bytes less."""
     if not fast.attention.HAVE_GLUON:
         pytest.skip("no Gluon in this Triton, or no Triton")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -82,11 +94,13 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
                           text=True, timeout=300)
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert len(rows) == 5, done.stderr
-    for _, even, vectors, singles, waits in rows[2:]:
+    assert len(rows) == 7, done.stderr
+    for _, even, vectors, singles, waits in rows[2:5]:
         assert (int(vectors) > 0, int(singles) > 0, int(waits)) == (even == "True", even == "False", 4)
     for D, shared, products in (map(int, row) for row in rows[:2]):
         assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + fast.attention.SPECIALIZED[D][1] // 16)
+    few, many = ([int(number) for number in row[1:]] for row in rows[5:])
+    assert many[0] - few[0] in (3 * 32 * 256, 4 * 32 * 256) and min(few[1:] + many[1:]) > 0
 
 
 def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):

@@ -193,8 +193,13 @@ def test_arguments_are_the_librarys(name):
     assert ours == library
 
 
-def uneven_blocks(way):
+@pytest.mark.parametrize("size,way", [(1, "ring"), *itertools.product((2, 4, 5), ("plain", "ring", "messages")), (4, 2),
+                                      *itertools.product((2, 3, 4), ("windows", "kernel"))])
+@on_ranks()
+def test_blocks_may_be_uneven(way):
     """Blocks of any sizes, some of them empty, in lists and as rows of one tensor."""
+    if way == "kernel":
+        needs_kernels()
     rank, size = dist.get_rank(), dist.get_world_size()
     dtypes = torch.int64, torch.bfloat16, torch.uint8, torch.float64
     slots = {"WINDOW_BYTES": 1 << 10} if way in ("windows", "kernel") else {}  # some blocks take several turns
@@ -228,14 +233,6 @@ def uneven_blocks(way):
             assert all(map(torch.equal, got, firsts))
             call("reduce_scatter", total := torch.zeros_like(mine[rank]), [t + rank for t in mine])
             assert total.equal(size * mine[rank] + sum(range(size)))
-
-
-@pytest.mark.parametrize("size,way", [(1, "ring"), *itertools.product((2, 4, 5), ("plain", "ring", "messages")), (4, 2),
-                                      *itertools.product((2, 3, 4), ("windows", "kernel"))])
-def test_blocks_may_be_uneven(pool, size, way):
-    if way == "kernel":
-        needs_kernels(pool)
-    pool(size).run(uneven_blocks, way)
 
 
 def pass_on(comm, how, group, tensor):
@@ -328,6 +325,8 @@ def traffic_of(names, elements):
 def traffic_by_way(ways, elements):
     """[{collective: (messages, bytes)} of each way], without recursive doubling, whose sizes are a matter of speed."""
     counts = []
+    if "kernel" in ways:
+        needs_kernels()
     for way in ways or [way for way in ways_of("all_reduce") if way != "torch"]:
         with carried(way, DOUBLING_BYTES=NO_DOUBLING):
             logs = traffic_of(COLLECTIVES, elements)
@@ -338,8 +337,6 @@ def traffic_by_way(ways, elements):
 @pytest.mark.parametrize("size,ways,elements", [*((size, (), 400) for size in (1, 2, 3, 4, 5, 8)),
                                                 (2, ("kernel",), 40), (3, ("kernel",), 40)])
 def test_bytes_sent_are_the_formulas(pool, size, ways, elements):
-    if ways:
-        needs_kernels(pool)
     k, rounds = 4 * elements * size, (size - 1).bit_length()
     for counts in zip(*pool(size).run(traffic_by_way, ways, elements * size)):
         for rank, count in enumerate(counts):

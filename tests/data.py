@@ -20,8 +20,7 @@ import kernels
 import parallel
 import train
 from tests.collectives import ring_only
-from tests.kernels import KERNEL_DEVICE
-from tests.pool import close, is_plain, on_both, on_ranks
+from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks
 from tests.runs import log_of, trained
 
 
@@ -65,7 +64,7 @@ def module_and_inputs(kind, seed):
     return net.double().to(torch.get_default_device()), inputs
 
 
-def laid_out(net, way, optimizer=torch.optim.SGD, group=None, between=None, reduce_dtype=None, **options):
+def laid_out(net, way, optimizer=torch.optim.SGD, group=None, reduce_dtype=None, **options):
     """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, "ddp" or "naive"."""
     if way == "naive":
         finish = functools.partial(parallel.average_gradients, net)
@@ -73,10 +72,10 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, between=None, redu
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
         wrapped = (parallel.DDP(net, group, bucket_mb=1e-4) if way == "ddp" else  # a hundred bytes: many buckets
-                   parallel.FSDP(net, group, reduce_dtype=reduce_dtype, between=between))
+                   parallel.FSDP(net, group, reduce_dtype=reduce_dtype))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009, reduce_dtype=reduce_dtype,
-                                        between=between, **options)
+                                        **options)
     return net, sharded, sharded
 
 
@@ -87,7 +86,7 @@ def stepped_by(optimizer):
 @on_both
 @pytest.mark.parametrize("kind, way", [*itertools.product(["odd", "mlp", "encoder"], ["naive", "ddp", 0, 1, 2, 3]),
                                        ("branches", "naive"), ("branches", "ddp")])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
 def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
     """Three steps of SGD with momentum over two micro-batches, clipped, against one process, with a forward between
@@ -189,9 +188,11 @@ def layers_and_optimizer(optimizer, stage, **options):
     return net, fast.zero.GuardedOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1, **options)
 
 
-def updates_and_gathers(stage):
-    """(buckets, what a step with AdamW's kernel did, in order). Weights are then equal on all ranks, and near those of
-    PyTorch's AdamW."""
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_weights_are_gathered_beside_the_updates_after_them(stage):
+    """With AdamW's kernel. Weights are then equal on all ranks, and near those of PyTorch's AdamW."""
+    needs_kernels()
     kernels.use("triton")
     events, after, gather = [], [], dist.all_gather_into_tensor
     for adamw in torch.optim.AdamW, fast.adamw.AdamW:
@@ -212,19 +213,11 @@ def updates_and_gathers(stage):
     dist.broadcast(first := after[1].clone(), 0)
     assert after[1].equal(first)
     buckets, alone = len(opt.buckets), weakref.ref(opt)
+    assert buckets > 2 and events == (["update", "gather"] if stage else ["update"]) * buckets
     gc.disable()
     del opt
     assert alone() is None
     gc.enable()
-    return buckets, events
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_weights_are_gathered_beside_the_updates_after_them(pool, stage):
-    if not kernels.HAVE_TRITON or pool.device_type != KERNEL_DEVICE:
-        pytest.skip("no kernels here: no package triton, or it is for the machine's GPUs")
-    for buckets, events in pool(2).run(updates_and_gathers, stage):
-        assert buckets > 2 and events == (["update", "gather"] if stage else ["update"]) * buckets
 
 
 @pytest.mark.parametrize("stage", [1, 2])

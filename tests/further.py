@@ -19,7 +19,7 @@ import model
 from tests.collectives import DirectGlooLink, served_by
 from tests.kernels import plain_attention, plain_gelu, random
 from tests.layouts import SMALL, case_of, differences_in
-from tests.pool import close, needs_kernels
+from tests.pool import close, needs_kernels, on_ranks
 
 
 def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
@@ -81,8 +81,12 @@ def test_experts_are_mlps_of_their_own(k):
     assert torch.equal(net.get_parameter("h.0.mlp.experts.c_fc.weight")[1], one.double())
 
 
-def ring_on_kernels(dtype, error):
-    """Ring attention by the kernels: how far O, dQ, dK and dV are from those of one rank, and what is sent."""
+@pytest.mark.parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
+@on_ranks()
+def test_ring_attention_on_kernels(dtype, error):
+    """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
+    in float32, once."""
+    needs_kernels()
     rank, n = dist.get_rank(), dist.get_world_size()
     B, T, H, D = 4 // n, 256 * n, 1, 16
     torch.manual_seed(0)
@@ -102,14 +106,6 @@ def ring_on_kernels(dtype, error):
         assert (ours.double() - theirs).norm() < error * theirs.norm()
     sent = sum(t.bytes for t in dist.traffic().values())
     assert sent == (n - 1) * B * 256 * H * D * 2 * (2 * dtype.itemsize + 4)
-
-
-@pytest.mark.parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
-def test_ring_attention_on_kernels(pool, size, dtype, error):
-    """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
-    in float32, once."""
-    needs_kernels(pool)
-    pool(size).run(ring_on_kernels, dtype, error)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMo
 import collectives as dist
 import fast.recorded
 import parallel
-from tests.layouts import SMALL, differences, in_layout, one_process, tokens_of
+from tests.layouts import case_of, differences_in, expanded, in_layout, SMALL, tokens_of
 from tests.pool import close, on_cpus, on_ranks
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
@@ -121,23 +121,17 @@ def in_layout_on_tape(*args, without=None, **options):
         return in_layout(*args, cuda_graphs=True, **options)
 
 
-ZB_H1, GPIPE = {"schedule": "zb-h1"}, {"schedule": "gpipe"}
-
-
-@pytest.mark.parametrize("layout, m, options", [
-    ({"dp": 1}, 1, {}), ({"dp": 2}, 1, {}), ({"dp": 2}, 4, {}), ({"dp": 2}, 4, GPIPE),
-    ({"dp": 2, "tp": 2}, 1, ZB_H1), ({"pp": 4}, 4, {}), ({"pp": 4}, 4, GPIPE), ({"pp": 4}, 4, ZB_H1),
-    ({"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 2}), ({"dp": 2, "pp": 2}, 4, ZB_H1 | {"zero": 1}),
-    ({"tp": 2, "pp": 2}, 4, {"recompute": "block"}), ({"dp": 2}, 4, {"zero": 1}), ({"dp": 1}, 2, {"zero": 3}),
-    *(({"dp": 2}, m, {"zero": zero}) for zero in (2, 3) for m in (1, 4)),
-    ({"dp": 4}, 2, {"zero": 2, "zero_within": 2}), ({"dp": 4}, 1, {"zero": 3, "zero_within": 2}),
-    ({"dp": 2, "tp": 2}, 2, {"zero": 3, "recompute": "block", "sp": True})], ids=str)
-def test_replayed_graphs_equal_one_process(pool, layout, m, options):
+@pytest.mark.parametrize("row", [row for some in (
+    "dp=1,2", "dp=2 micro_batches=4 zero=0,1", "dp=2 micro_batches=4 schedule=gpipe", "dp=2 tp=2 schedule=zb-h1",
+    "pp=4 micro_batches=4 schedule=gpipe,1f1b,zb-h1", "pp=2 micro_batches=4 schedule=interleaved virtual_stages=2",
+    "dp=2 pp=2 micro_batches=4 schedule=zb-h1,dualpipe-v zero=1", "pp=2 micro_batches=4 schedule=zb-v",
+    "tp=2 pp=2 micro_batches=4 recompute=block", "dp=1 micro_batches=2 zero=3",
+    "dp=2 micro_batches=1,4 zero=2,3", "dp=4 micro_batches=2 zero=2 zero_within=2", "dp=4 zero=3 zero_within=2",
+    "dp=2 tp=2 micro_batches=2 zero=3 recompute=block sp=1") for row in expanded(some)])
+def test_replayed_graphs_equal_one_process(pool, row):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
-    want = one_process("sgd")
-    for got in pool(math.prod(layout.values())).run(in_layout_on_tape, layout, "sgd", m, {}, **options):
-        assert not differences(got, want)
+    assert not any(differences_in(pool, case_of(row), run=in_layout_on_tape))
 
 
 def recorded_net(**options):
@@ -168,21 +162,21 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error
-@pytest.mark.parametrize("without, m, zero", [("begin", 4, 2), ("begin", 4, 3), ("settle", 4, 2)])
-def test_replayed_graphs_of_zero_are_wrong_without(pool, without, m, zero):
+@pytest.mark.parametrize("row", ["zero=2 without=begin", "zero=3 without=begin", "zero=2 without=settle"])
+def test_replayed_graphs_of_zero_are_wrong_without(pool, row):
     """The place where micro-batches add up; the wait for what one has sent."""
-    want = one_process("sgd")
-    for got in pool(2).run(in_layout_on_tape, {"dp": 2}, "sgd", m, {}, zero=zero, without=without):
-        assert differences(got, want)
+    assert all(differences_in(pool, case_of("dp=2 micro_batches=4 " + row), run=in_layout_on_tape))
 
 
-def replayed_steps(zero, micro_batches):
-    """Of three steps, the first eager, the second recorded, the third replayed alone: [(bytes sent by collective, bytes
-    of units that were whole when a block began, in forward or backward)]; and whether each step has left nothing."""
+@pytest.mark.parametrize("zero, micro_batches", [(0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+@on_ranks(2)
+def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
+    """Of three steps, the first eager, the second recorded, the third replayed alone: bytes sent by collective, bytes
+    of units that were whole when a block began, in forward or backward; and whether each step has left nothing."""
     found, whole = [], []
     with graphs_on_tape():
         net, optimizer, batch = recorded_net(zero=zero)
-        buckets = net.reducers[0].buckets
+        buckets = net.reducers[0].buckets if zero > 1 else []
 
         def look(*_):
             whole.append(sum(b.weights.untyped_storage().size() for b in buckets))
@@ -200,19 +194,14 @@ def replayed_steps(zero, micro_batches):
             whole.clear(), dist.reset_traffic(), optimizer.zero_grad()
             assert close(net.forward_backward(*batch), want)
             optimizer.step()
-            if zero == 2:
+            if zero in (1, 2):
                 optimizer.wait_for_weights(optimizer.buckets)  # a CPU counts bytes as it sends them
             found.append(({name: t.bytes for name, t in dist.traffic().items()}, max(whole, default=0)))
-            assert all(reducer.finished for reducer in net.reducers)
-            assert zero == 2 or not any(b.handle or b.weights.untyped_storage().size() for b in buckets)
-    return found
-
-
-@pytest.mark.parametrize("zero, micro_batches", [(2, 1), (2, 2), (3, 1), (3, 2)])
-def test_replayed_graphs_send_and_keep_what_eager_steps_do(pool, zero, micro_batches):
-    for (eager, most), (recorded, same), (replayed, none) in pool(2).run(replayed_steps, zero, micro_batches):
-        assert eager == recorded == replayed and sum(eager.values()) > 0
-        assert most == same > 0 == none  # in a replay no Python runs
+            assert zero == 0 or all(reducer.finished for reducer in net.reducers)
+            assert zero < 3 or not any(b.handle or b.weights.untyped_storage().size() for b in buckets)
+    (eager, most), (recorded, same), (replayed, none) = found
+    assert eager == recorded == replayed and sum(eager.values()) > 0
+    assert most == same and none == 0 and (most > 0) == (zero > 1)  # in a replay no Python runs
 
 
 @on_ranks(3)

@@ -17,7 +17,9 @@ import model
 from tests.pool import GPUS, close
 from fast.adamw import AdamW
 from fast.exchange import sum_rows
+from fast.experts import FusedExperts
 from fast.norm import add_layer_norm
+from further.experts import MixtureOfExperts
 from lessons.kernels import main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
 
@@ -113,12 +115,6 @@ def test_hand_derived_backwards_equal_autograd():
         pairs += (o, plain_attention(q, k, v, is_causal)), *zip(
             kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal),
             torch.autograd.grad(o, (q, k, v), do))
-    targets = torch.tensor([0, 6, -1, 3, 1])
-    loss = F.cross_entropy(x, targets, ignore_index=-1, reduction="sum")
-    top, total, picked = kernels.softmax_sums(x.detach(), targets)
-    pairs += (kernels.summed_loss(top, total, picked, targets), loss), (
-        kernels.softmax_minus_onehot(x.detach(), targets, top, total, x.new_tensor(3)),
-        *torch.autograd.grad(3 * loss, x))
     for i, (ours, exact) in enumerate(pairs):
         assert close(ours.detach(), exact.detach(), 1e-14), i
 
@@ -378,3 +374,43 @@ def test_python_kernels_py(monkeypatch, capsys):
         for name, row in rows.items():  # errors by the reference, by fast/, PyTorch's
             *ours, theirs = ([float(word) for word in column.split()] for column in row)
             assert len(ours) == 2 and all(a <= 2 * max(b, 1e-6) for way in ours for a, b in zip(way, theirs)), name
+
+
+# ----------------------------------------------------------------------------------------------------- experts' kernels
+
+@pytest.mark.parametrize("dtype", WITH_PRODUCTS, ids=str)
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_sorting_follows_pytorch(k, dtype, triton_kernels):
+    """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
+    few choose gets none."""
+    mixture = MixtureOfExperts(model.GPTConfig(n_embd=40, n_head=2, inner=24, experts=5, top_k=k))
+    for t in [*mixture.parameters(), *mixture.buffers()]:
+        torch.nn.init.normal_(t, std=0.3)
+    mixture = mixture.to(KERNEL_DEVICE, dtype)
+    mixture.router.bias[3] = -2
+    x, dy, results = random(2, 35, 40, dtype=dtype).requires_grad_(), random(2, 35, 40, dtype=dtype), []
+    for choice in ("torch", "triton"):
+        kernels.use(choice)
+        mixture.router.load = 0
+        y = mixture(x)
+        results.append([*torch.autograd.grad(y, [x, *mixture.parameters()], dy), y, mixture.router.load])
+    (*want, load), (*got, its) = results
+    assert isinstance(mixture.experts, FusedExperts) and torch.equal(load, its) and (load[3] == 0) == (k < 5)
+    tolerance = 1e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    assert all(close(a.detach(), b.detach(), tolerance) for a, b in zip(got, want, strict=True))
+
+
+def test_groups_do_not_touch_each_other(either_way):
+    """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
+    x, w, b, dy = (random(*shape, dtype=HALF) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72)))
+    results = []
+    for poison in (0.5, math.nan):
+        for t in x[5:75], dy[5:75], w[1:3], b[1:3]:
+            t.fill_(poison)
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        y = grouped_linear([5, 70, 0, 67], *leaves)
+        dx, dw, db = torch.autograd.grad(y, leaves, dy)
+        assert y[5:75].isnan().all() == dw[1].isnan().all() == math.isnan(poison)
+        assert not dw[2].any() and not db[2].any()
+        results.append([y[:5], y[75:], dx[:5], dx[75:], dw[[0, 2, 3]], db[[0, 2, 3]]])
+    assert all(clean.equal(beside) for clean, beside in zip(*results))

@@ -54,12 +54,13 @@ def make_trainer(flags):
         return fast.run.FastTrainer(s, config, source, load_data(s, train.Bytes()), device)
 
 
-def memory_of(text, choice, flags):
+def memory_of(text, flags):
     """(bytes of activations alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, what
     share of the tokens this rank's experts got)."""
-    trainer = make_trainer(["--data", text, "--n-layer", "1" if choice == "triton" else "2", "--seq-len", "64",
-                            "--n-head", "2", "--n-embd", "32", "--batch-size", "2", "--kernels", choice,
-                            *flags.split()])
+    if "triton" in flags:
+        needs_kernels()
+    trainer = make_trainer(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
+                            "--batch-size", "2", "--kernels", "torch", *flags.split()])
     with torch.device("cpu"):
         trainer.step(0)
         measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
@@ -69,36 +70,33 @@ def memory_of(text, choice, flags):
 
 
 WIDE, EXPERTS = "--n-embd 256 --n-head 4", "--experts 4 --n-embd 64 --batch-size 4"
-MEMORY = [  # kernels, processes, flags, by how many bytes or what part measured activations may miss the predicted
-    *[("torch", 1, f"--dtype {dtype} --recompute {recompute}", 8 if dtype == "fp32" else 0.02)
-      for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))],
-    *[("torch", 2, f"--tp 2 --dtype {dtype} --recompute {recompute} {sp}", 8 if dtype == "fp32" else 0.02)
-      for dtype, recompute in (("fp32", "none"), ("bf16", "attention"), ("bf16", "block"))
-      for sp in ("", "--sp --n-embd 128")],
-    ("triton", 1, "--dtype bf16 --recompute attention", 8), ("triton", 1, "--dtype bf16 --recompute block", 8),
+LATE, ONE = "--micro-batches 4 --batch-size 8", "--kernels triton --n-layer 1"
+BF16 = [f"--dtype bf16 --recompute {recompute}" for recompute in ("attention", "block")]
+MEMORY = [  # by how many bytes or what part measured activations may miss the predicted, processes, flags
+    (8, 1, ["--dtype fp32", *(f"{ONE} {flags}" for flags in BF16)]), (0.02, 1, BF16),
+    *((bound, 2, [f"--tp 2 {sp} {flags}" for flags in some for sp in ("", "--sp --n-embd 128")])
+      for bound, some in ((8, ["--dtype fp32"]), (0.02, BF16))),
     # Each rank picks its tokens of a shared sequence, which is on no list.
-    *[("torch", 4 if "--tp" in more else 2, f"--cp 2 --cp-kind {kind} {WIDE} {more}", 0.01)
-      for kind in ("ring", "ulysses") for more in ("", "--recompute block", "--tp 2 --sp")],
+    *((0.01, size, [f"--cp 2 --cp-kind {kind} {WIDE} {more}" for kind in ("ring", "ulysses")])
+      for size, more in ((2, ""), (2, "--recompute block"), (4, "--tp 2 --sp"))),
     # Gradients on their way are no activations.
-    *[("torch", 2, f"--zero {stage} --micro-batches 4 --batch-size 8", 0.01) for stage in (1, 2, 3)],
-    ("torch", 2, "--pp 2 --micro-batches 2", 0.1),  # what is sent and received, too
+    (0.01, 2, [f"--zero {stage} {LATE}" for stage in (1, 2, 3)]),
+    (0.1, 2, ["--pp 2 --micro-batches 2"]),  # what is sent and received, too
+    (0.1, 4, [f"--dp 2 --pp 2 --zero {stage} {LATE} --schedule interleaved --virtual-stages 2" for stage in (1, 2)]),
     # What experts take follows from the tokens that they got. A router's counts are on no list.
-    ("torch", 1, EXPERTS, 0.02), ("torch", 1, f"{EXPERTS} --dtype bf16 --top-k 1", 0.02),
-    ("torch", 2, f"{EXPERTS} --dp 2 --ep 2", 0.02),
-    ("torch", 2, f"{EXPERTS} --dp 2 --ep 2 --recompute attention", 0.02), ("torch", 2, f"{EXPERTS} --tp 2", 0.02),
-    ("torch", 4, f"{EXPERTS} --dp 2 --tp 2 --sp --ep 2 --expert-every 2", 0.02),
-    ("triton", 2, f"{EXPERTS} --dp 2 --ep 2 --seq-len 16 --n-embd 32", 0.02)]
+    (0.02, 1, [EXPERTS, f"{EXPERTS} --dtype bf16 --top-k 1"]),
+    (0.02, 2, [f"{EXPERTS} {more}" for more in ("--dp 2 --ep 2", "--dp 2 --ep 2 --recompute attention", "--tp 2",
+                                                f"--dp 2 --ep 2 --seq-len 16 --n-embd 32 {ONE}")]),
+    (0.02, 4, [f"{EXPERTS} --dp 2 --tp 2 --sp --ep 2 --expert-every 2"])]
 
 
-@pytest.mark.parametrize("choice,size,flags,bound", MEMORY)
-def test_memory_is_what_is_predicted(pool, text, choice, size, flags, bound):
+@pytest.mark.parametrize("bound, size, flags", [(bound, size, flags) for bound, size, some in MEMORY for flags in some])
+def test_memory_is_what_is_predicted(pool, text, bound, size, flags):
     """On the CPU PyTorch keeps statistics of a bf16 layer norm in bf16. Else one loss is on no list, 8 bytes."""
-    if choice == "triton":
-        needs_kernels(pool)
     if bound == 8 and pool.device_type == "cuda":
         bound = 0.02
     shares = set()
-    for kept, predicted, kinds, share in pool(size).run(memory_of, text, choice, flags):
+    for kept, predicted, kinds, share in pool(size).run(memory_of, text, flags):
         assert abs(kept - predicted) <= (bound if bound == 8 else bound * predicted), (kept, predicted)
         assert all(abs(here - there) <= 200 + 0.02 * there for here, there in kinds), kinds  # padding
         shares.add(share)
@@ -123,13 +121,13 @@ def test_gradients_travel_in_the_reduce_dtype():
 
 def half_gradients(schedule, zero):
     parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
-    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero,
+    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule,
                              virtual_stages=1 + (schedule == "interleaved"))
     net = parallel.parallelize(SMALL, layout, "cpu")
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
         net.optimizer.zero_grad()
-        net.forward_backward(*(t.split(1) for t in tokens_of(0)), schedule)
+        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
     grads, buckets = {}, net.reducers[0].bucket_of
     for stage in net.stages.values():
         for name, param in stage.named_parameters():

@@ -114,8 +114,22 @@ def test_a_peer_lost_as_a_message_starts_is_named():
             call()
 
 
-def messages_of_many_sizes(slot_bytes):
-    """Messages of many sizes, all at once, both ways and in order. Returns what has carried them."""
+def needs_mailboxes():
+    """In a process of a pool: the test is skipped where processes cannot share memory so."""
+    if torch.get_default_device().type == "cuda" or sys.platform != "linux":
+        pytest.skip("processes share memory through Linux's /proc, for tensors of the CPU")
+    try:
+        os.listdir(f"/proc/{os.getppid()}/fd")
+    except PermissionError:
+        pytest.skip("processes of this machine may not look at each other")
+
+
+@pytest.mark.parametrize("slot_bytes", [16, 1024])
+@pytest.mark.parametrize("size", [2, 3, 5])
+@on_ranks()
+def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes):
+    """All at once, both ways and in order."""
+    needs_mailboxes()
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = [1, slot_bytes - 1, slot_bytes, slot_bytes + 1, 3, 9 * slot_bytes + 5, 0, 2]
     pairs = [(n, r, i) for i, n in enumerate(sizes) for r in range(size) if r != rank]
@@ -133,23 +147,7 @@ def messages_of_many_sizes(slot_bytes):
             for handles in (went, got) if times % 2 else (got[::-1], went):
                 link.wait(handles)
             assert all(t.equal(message(n, r, rank, i)) for (t, _), (n, r, i) in zip(into, pairs))
-        return type(link.mailboxes).__name__
-
-
-def needs_mailboxes(pool):
-    if pool.device_type == "cuda" or sys.platform != "linux":
-        pytest.skip("processes share memory through Linux's /proc, for tensors of the CPU")
-    try:
-        os.listdir(f"/proc/{pool(2).processes[0].pid}/fd")
-    except PermissionError:
-        pytest.skip("processes of this machine may not look at each other")
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_ranks_of_a_machine_hand_on_messages_of_any_size(pool, size):
-    needs_mailboxes(pool)
-    for slot_bytes in (16, 1024):
-        assert pool(size).run(messages_of_many_sizes, slot_bytes) == ["Mailboxes"] * size
+        assert type(link.mailboxes) is Mailboxes
 
 
 def fails(*args):
@@ -171,23 +169,22 @@ OBSTACLES = {  # why a rank cannot take part in mailboxes: what is otherwise the
     "another's memory": (Mailboxes, "__init__", offers_another_secret)}
 
 
-def without_mailboxes(cause):
-    """What an all-reduce gives where rank 1 cannot take part in mailboxes, and whether there are any."""
+@pytest.mark.parametrize("cause", OBSTACLES)
+@on_ranks(3)
+def test_ranks_that_share_no_memory_send_over_gloo(cause):
+    """Rank 1 cannot take part in mailboxes."""
+    needs_mailboxes()
     obstacle = unittest.mock.patch.object(*OBSTACLES[cause])
     with obstacle if dist.get_rank() == 1 else contextlib.nullcontext(), served_by(GlooLink) as link:
         t = torch.ones(3) * (1 + dist.get_rank())
         dist.all_reduce(t)
-        return link.mailboxes, t.tolist()
+        assert link.mailboxes is False and t.eq(6).all()
 
 
-@pytest.mark.parametrize("cause", OBSTACLES)
-def test_ranks_that_share_no_memory_send_over_gloo(pool, cause):
-    needs_mailboxes(pool)
-    assert pool(3).run(without_mailboxes, cause) == [(False, [6.0] * 3)] * 3
-
-
-def first_call_is_wrong():
-    """What rank 0 hears at once though rank 1 never calls."""
+@on_ranks(2)
+def test_a_wrong_first_call_waits_for_nobody():
+    """Rank 0 hears of it at once though rank 1 never calls."""
+    needs_mailboxes()
     with served_by(GlooLink):
         if dist.get_rank() == 0:
             with pytest.raises(ValueError, match="all_reduce: a gloo group takes CPU tensors, but tensor is on meta"):
@@ -195,8 +192,10 @@ def first_call_is_wrong():
             assert progress()[1] == "all_reduce"
 
 
-def memory_of_a_closed_link():
-    """Nobody keeps it, and no garbage collection is needed."""
+@on_ranks(2)
+def test_a_closed_link_keeps_no_memory():
+    """No garbage collection is needed."""
+    needs_mailboxes()
     with served_by(GlooLink) as link:
         dist.barrier()
         kept = weakref.ref(link.mailboxes)
@@ -207,43 +206,16 @@ def memory_of_a_closed_link():
     assert gone
 
 
-@pytest.mark.parametrize("proof", [first_call_is_wrong, memory_of_a_closed_link])
-def test_a_wrong_first_call_waits_for_nobody_and_a_closed_link_keeps_no_memory(pool, proof):
-    needs_mailboxes(pool)
-    pool(2).run(proof)
-
-
-def message_of_a_lost_peer(silent):
-    """What rank 0 hears where rank 1 has closed its end, or is silent."""
+@pytest.mark.parametrize("silent,says", [(0, "Connection closed by rank 1 of the group"),
+                                         (0.5, "nothing arrived for 0.2 s")])
+@on_ranks(2)
+def test_message_of_a_lost_or_silent_peer_is_named(silent, says):
+    needs_mailboxes()
     with served_by(GlooLink):
         dist.barrier()
         if dist.get_rank() == 0:
-            with unittest.mock.patch.dict(safe.launch.waits, timeout=0.2), pytest.raises(PeerError) as error:
+            with (unittest.mock.patch.dict(safe.launch.waits, timeout=0.2),
+                  pytest.raises(PeerError, match=f"^all_reduce in a group of 2: {says}$")):
                 dist.all_reduce(torch.ones(3))
-            return str(error.value)
-        time.sleep(silent)
-
-
-@pytest.mark.parametrize("silent,says", [(0, "Connection closed by rank 1 of the group"),
-                                         (0.5, "nothing arrived for 0.2 s")])
-def test_message_of_a_lost_or_silent_peer_is_named(pool, silent, says):
-    needs_mailboxes(pool)
-    assert pool(2).run(message_of_a_lost_peer, silent)[0] == f"all_reduce in a group of 2: {says}"
-
-
-def call_that_returns_before_it_ends():
-    """Whether the operation was over when the call returned; the sum; then of a call that must wait its turn."""
-    x, word = torch.ones(5), torch.ones(1)
-    if dist.get_rank():
-        dist.recv(word, 0)  # which rank 0 sends once its own call has returned
-    handle = dist.all_reduce(x, async_op=True)
-    over = handle.is_completed() and not dist.get_rank()
-    if not dist.get_rank():
-        dist.send(word, 1)
-    dist.all_reduce(x)  # behind it
-    handle.wait()
-    return over, x.tolist()
-
-
-def test_async_op_returns_before_the_ring_has_run(plain_pool):
-    assert plain_pool(2).run(call_that_returns_before_it_ends) == [(False, [4.0] * 5)] * 2
+        else:
+            time.sleep(silent)

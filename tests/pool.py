@@ -12,7 +12,6 @@ import pickle
 import signal
 import time
 import traceback
-import warnings
 
 import pytest
 import torch
@@ -32,93 +31,84 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Beside:
-    """The second process. In the first one, the plugin that reports what the second has run.
-
-    Whoever makes a test's folder runs the test. The second process writes there which hooks pytest has called."""
+    """Two processes that run the tests: the first takes them from the front, the second, forked, from the back."""
 
     def __init__(self, session):
         self.session, self.items, self.config = session, session.items, session.config
-        self.second, self.calls = False, []
+        self.taken = multiprocessing.Array("i", 2)  # how many each has taken
         self.folder = self.config._tmp_path_factory.mktemp("beside")  # so both have one folder for all that they write
-        self.places = {item: self.folder / str(number) for number, item in enumerate(self.items)}
-        self.config.pluginmanager.register(self)
-        self.process = multiprocessing.get_context("fork").Process(target=self.run)
+        self.process = multiprocessing.get_context("fork").Process(target=self.run_second)
         self.process.start()
 
-    def takes(self, item):
-        with contextlib.suppress(FileExistsError):
-            self.places[item].mkdir()
-            return True
+    def take(self, side):
+        """The number of the process's next test; None if all are taken."""
+        with self.taken.get_lock():
+            if sum(self.taken) == len(self.items):
+                return None
+            self.taken[side] += 1
+            return len(self.items) - self.taken[1] if side else self.taken[0] - 1
 
-    def run(self):
-        """All tests that the first process has not taken, the last one first."""
-        try:
-            self.run_tests()
-            self.session._setupstate.teardown_exact(None)  # the session's fixtures
-        finally:  # Python would wait for processes that are left, and they may not end on SIGTERM
-            for process in multiprocessing.active_children():
-                process.kill()
+    def run(self, side):
+        order = [*self.items, None]  # whoever comes last here, the session's fixtures go when it ends
+        while (number := self.take(side)) is not None:
+            following = order[number - 1 if side else number + 1]
+            self.config.hook.pytest_runtest_protocol(item=order[number], nextitem=following)
+            if self.session.shouldfail or self.session.shouldstop:
+                raise self.session.Failed(self.session.shouldfail or self.session.shouldstop)
 
-    def run_tests(self):
-        self.second, capture = True, self.config.pluginmanager.getplugin("capturemanager")
+    def run_second(self):
+        capture = self.config.pluginmanager.getplugin("capturemanager")
         capture.stop_global_capturing()  # into files that are the first process's too
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
         capture.start_global_capturing()
         capture.suspend_global_capture()
-        for item, following in zip(self.items[::-1], [*self.items[-2::-1], None]):
-            if self.takes(item):
-                self.calls, unfinished = [], self.places[item] / "unfinished"
-                self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                unfinished.write_bytes(pickle.dumps(self.calls))
-                unfinished.rename(self.places[item] / "calls")
+        self.config.pluginmanager.register(self)
+        try:
+            self.run(1)
+            self.session._setupstate.teardown_exact(None)  # the session's fixtures
+        finally:  # Python would wait for processes that are left, and they may not end on SIGTERM
+            for process in multiprocessing.active_children():
+                process.kill()
 
     def pytest_runtest_logreport(self, report):
-        self.calls += [("pytest_runtest_logreport", {"report": report})] * self.second
+        """Of the second process: the first one shows its reports."""
+        with open(self.folder / "reports", "ab") as file:
+            pickle.dump(report, file)
 
-    def pytest_warning_recorded(self, warning_message, when, nodeid, location):
-        w = warning_message
-        message = warnings.WarningMessage(w.message, w.category, w.filename, w.lineno)  # its source may be anything
-        self.calls += [("pytest_warning_recorded", {"warning_message": message, "when": when, "nodeid": nodeid,
-                                                    "location": location})] * self.second
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item):
-        if self.second or self.takes(item):
-            return None  # pytest runs it here
-        while self.process.is_alive() and not (self.places[item] / "calls").exists():
-            time.sleep(0.01)
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        try:
-            calls = pickle.loads((self.places[item] / "calls").read_bytes())
-        except FileNotFoundError:
-            lost = f"the second process ended in this test, with exit code {self.process.exitcode}"
-            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call")
-            calls = [("pytest_runtest_logreport", {"report": report})]
-        for name, arguments in calls:
-            hook = getattr(item.ihook, name)
-            hook.call_historic(kwargs=arguments) if hook.is_historic() else hook(**arguments)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
+    def show_second(self):
+        """What the second process has reported, when it has ended; a test of which it has not is lost."""
+        self.process.join()
+        show = self.config.hook.pytest_runtest_logreport
+        left = {item.nodeid: item for item in self.items[len(self.items) - self.taken[1]:]}
+        with contextlib.suppress(EOFError), open(self.folder / "reports", "rb") as file:
+            while True:
+                report = pickle.load(file)
+                show(report=report)
+                if report.when == "teardown":
+                    del left[report.nodeid]
+        lost = f"the second process ended before this test did, with exit code {self.process.exitcode}"
+        for item in left.values():
+            show(report=pytest.TestReport(item.nodeid, item.location, {}, "failed", lost, "call"))
 
 
-@pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session):
+    """None: pytest's own loop follows."""
     fast.on()  # in this process; workers of a pool call it themselves, or do not
     option = session.config.option
-    alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1
+    alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1 or session.testsfailed
     if alone or len(session.items) < 50 or not safe.launch.may_fork():  # a few tests are not worth pools of their own
-        return (yield)
+        return None
     torch.set_num_threads(1)
     beside = Beside(session)
     try:
-        return (yield)
-    except BaseException:  # such as Ctrl-C, or a failure under -x
-        if beside.process.is_alive():
-            os.kill(beside.process.pid, signal.SIGINT)
-        raise
+        beside.run(0)
+        beside.show_second()
     finally:
+        if beside.process.is_alive():  # after Ctrl-C, or a failure under -x
+            os.kill(beside.process.pid, signal.SIGINT)
         beside.process.join()
+    return True
 
 
 def pytest_runtest_setup(item):
@@ -150,6 +140,8 @@ def _worker(rank, size, device_type, port, pipe, plain):
         function, args, options = job
         try:
             result = True, function(*args, **options)
+        except pytest.skip.Exception as reason:
+            result = None, str(reason)
         except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
         # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group: some
@@ -207,33 +199,20 @@ class Pool:
                 self.stop()
                 pytest.fail(f"rank {rank} was silent for {timeout} s")
             ok, value = pipe.recv()
-            if not ok:
+            if ok is False:
                 self.stop()
                 if again and "Gloo connectFullMesh failed" in value:
                     return self.run(function, *args, timeout=timeout, again=False, **options)
                 pytest.fail(f"rank {rank}:\n{value}")
             results.append(value)
+        if ok is None:  # all ranks skip alike
+            pytest.skip(value)
         return results
 
     def stop(self):
         for process in self.processes:
             process.kill()
         self.processes = []
-
-
-def test_a_pool_starts_anew_once_where_gloo_could_not_connect(tmp_path):
-    with pools("cpu") as get:
-        assert get(2).run(connects_the_second_time, tmp_path / "tried", once=True) == [0, 1]
-        with pytest.raises(pytest.fail.Exception, match="connectFullMesh"):
-            get(2).run(connects_the_second_time, tmp_path / "again", once=False)
-
-
-def connects_the_second_time(path, once):
-    rank = torch_dist.get_rank()
-    if rank == 1 and not (once and path.exists()):
-        path.touch()
-        raise RuntimeError("Gloo connectFullMesh failed")
-    return rank
 
 
 DEVICES = ["cpu"] + (["cuda"] if GPUS > 1 else [])
@@ -309,8 +288,9 @@ def is_plain():
     return dist.make_link is not fast.links.fast_link
 
 
-def needs_kernels(pool):
-    if not (kernels.HAVE_TRITON and (kernels.INTERPRETED or pool.device_type == "cuda")):
+def needs_kernels():
+    """In a process of a pool: the test is skipped where no kernel runs."""
+    if not (kernels.HAVE_TRITON and (kernels.INTERPRETED or torch.get_default_device().type == "cuda")):
         pytest.skip("no Triton for this device")
 
 

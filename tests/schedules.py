@@ -13,9 +13,10 @@ import collectives as dist
 import model
 import parallel
 import theory.clock
-from tests.layouts import differences, in_layout, MIXED, one_process, SMALL, tokens_of
-from tests.pool import close, on_both, on_ranks
-from further.schedules import interleaved, zero_bubble_h1
+from tests.layouts import MIXED, SMALL, tokens_of
+from tests.pool import close, on_ranks
+from further.schedules import (
+    dualpipe_v, interleaved, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
 from theory.clock import simulate
 
 
@@ -73,10 +74,15 @@ def test_mesh_puts_tensor_peers_side_by_side():
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules
 
+IN_A_V = {"zb-v": zb_v, "v-half": v_half, "v-min": v_min, "dualpipe-v": dualpipe_v}
+
+
 def all_schedules(p, m, most_stages=4):
     yield "gpipe", parallel.gpipe(p, m)
     yield "1f1b", parallel.one_f_one_b(p, m)
     yield "zb-h1", zero_bubble_h1(p, m)
+    for name, schedule in IN_A_V.items():
+        yield name, schedule(p, m)
     for v in range(1, most_stages + 1):
         if m % p == 0:
             yield f"interleaved {v}", interleaved(p, m, v)
@@ -96,7 +102,8 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
         timeline = simulate(lists)
         idle[name], peak[name] = {round(t, 9) for t in timeline.idle}, timeline.peak
     assert idle == {"gpipe": {9}, "1f1b": {9}, "zb-h1": {3}, "interleaved 1": {9}, "interleaved 2": {4.5},
-                    "interleaved 3": {3}, "interleaved 4": {2.25}}
+                    "interleaved 3": {3}, "interleaved 4": {2.25},
+                    "zb-v": {1.5}, "v-half": {4.5}, "v-min": {5.5}, "dualpipe-v": {1.5}}
     assert peak["gpipe"] == [8] * 4 and peak["1f1b"] == [4, 3, 2, 1] and peak["zb-h1"] == [4] * 4
     for p in range(1, 9):
         for m in (p, 2 * p, 4 * p):
@@ -107,6 +114,52 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
             assert max(simulate(parallel.one_f_one_b(p, m), 2, 3, 1).idle) == 6 * (p - 1)  # uneven costs
     with pytest.raises(ValueError, match="multiples of 4, not 6"):
         interleaved(4, 6, 2)
+
+
+@pytest.mark.parametrize("name, idle, published, held, equal", [
+    # idle of p ranks, at most; the bubble of the papers' tables; activations at most; whether all ranks hold as many
+    ("zb-v", lambda p: (p - 1) / 2, lambda p: p / 2, lambda p: p, True),
+    ("v-half", lambda p: 3 * (p - 1) / 2, lambda p: 3 * p / 2, lambda p: (p + 2) // 2, True),
+    ("v-min", lambda p: 2 * (p - 1) + 1 / 2, lambda p: 2 * p, lambda p: (p + 4) // 3, False),
+    ("dualpipe-v", lambda p: (p - 1) / 2, lambda p: p - 1, lambda p: (2 * p + 1) / 2, True)])
+def test_schedules_in_a_v_idle_and_hold_what_their_papers_say(name, idle, published, held, equal):
+    """F = I = W = 1 for all layers of a rank, B = 2, F beside B = 3. A stage is half of a rank's layers, and DualPipeV's
+    table counts such halves: of 2p stages a bubble of (p-1) (F&B + B - 3W), and 2p + 1 activations."""
+    for p in range(2, 9):
+        for m in (2 * p, 4 * p):
+            lists = IN_A_V[name](p, m)
+            assert parallel.homes_of(lists) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
+            timeline = simulate(lists)
+            assert max(timeline.idle) <= idle(p) <= published(p) and max(timeline.peak) == held(p)
+            assert not equal or min(timeline.peak) == held(p)
+            assert max(timeline.idle) >= idle(p) - (1 / 2 if name == "v-half" else 1 if name == "v-min" else 0)
+
+
+@pytest.mark.parametrize("schedule", IN_A_V.values())
+def test_of_schedules_in_a_v_one_bubble_grows_with_m_where_i_is_longer_than_f(schedule):
+    few, many = (max(simulate(schedule(4, m), 1, 1.5, 1).idle) for m in (8, 16))
+    assert close(many, few + (8 if schedule == v_min else 0))
+
+
+def test_a_dualpipe_runs_each_f_beside_a_backward():
+    """In the middle of a step: F of one stage, then I and W of the other, of an earlier micro-batch."""
+    rank_1 = dualpipe_v(4, 16)[1]
+    start = rank_1.index(parallel.Action("F", 1, 8))
+    kinds = [(action.kind, action.stage) for action in rank_1[start:start + 12]]
+    assert kinds == 2 * [("F", 1), ("I", 6), ("W", 6), ("F", 6), ("I", 1), ("W", 1)]
+
+
+@pytest.mark.parametrize("schedule", IN_A_V.values())
+def test_broken_schedules_in_a_v_are_rejected(schedule):
+    first = parallel.Action("I", 1, 2)
+    for remove, exchange, says in [(first._replace(kind="W"), (first, first), "must each be there"),
+                                   (None, (first, first._replace(kind="W")), "deadlock"),
+                                   (None, (first._replace(kind="F"), parallel.Action("F", 4, 2)), "deadlock")]:
+        lists = parallel.lower(schedule(3, 6))
+        other = dict(zip(exchange, reversed(exchange)))
+        lists[1] = [other.get(action, action) for action in lists[1] if action != remove]
+        with pytest.raises(parallel.ScheduleError, match=says):
+            parallel.check(lists)
 
 
 def test_transfers_take_time_in_the_simulation():
@@ -145,20 +198,31 @@ def test_stages_may_run_b_or_its_halves(name):
     assert slower == 0 if name == "whole-0" else slower > 0
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"])
 @on_ranks(4)
 def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
     """So `finish_grad_sync` has nothing to send."""
     device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2), device)
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2, schedule=schedule), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
     x, y = (t.to(device).split(2) for t in tokens_of(0))
     with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-        net.run(x, y, schedule, 1.0, net.syncs)
+        net.run(x, y, net.actions(len(x)), 1.0, net.syncs)
         in_backward = reduced.call_count
         for stage in net.stages.values():
             stage.finish_grad_sync()
         assert reduced.call_count == in_backward > 1
+
+
+@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
+@on_ranks(2)
+def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
+    net, kept = parallel.parallelize(SMALL, parallel.Layout(pp=2, schedule="gpipe"), "cpu"), []
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    do, pipeline = net.pipeline.do, net.pipeline
+    with unittest.mock.patch.object(pipeline, "do", lambda action: (do(action), kept.append(len(pipeline.sending)))):
+        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
+    assert max(kept) == 2 and not pipeline.sending
 
 
 @pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
@@ -168,7 +232,7 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     device, made = torch.get_default_device(), []
     with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=6, tied=tied),
-                                   parallel.Layout(pp=3, virtual_stages=virtual_stages), device)
+                                   parallel.Layout(pp=3, schedule="interleaved", virtual_stages=virtual_stages), device)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
     assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
@@ -191,7 +255,7 @@ def test_layers_behind_frozen_ones_have_their_gradients():
     net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
     for name, param in net.named_parameters():
         param.requires_grad = "attn" in name or "mlp" in name
-    for prepare in (lambda net: None), parallel.WeightGradients:
+    for prepare in (lambda net: None), WeightGradients:
         prepare(net)
         net.zero_grad()
         F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
@@ -202,7 +266,7 @@ def test_layers_behind_frozen_ones_have_their_gradients():
 def test_weight_gradients_wait_for_w():
     """I computes the input's gradient, and a norm's, but no Linear's."""
     block = model.GPT(SMALL, pieces=range(1, 2)).double()
-    passage = parallel.Passage(block, None, parallel.WeightGradients(block))
+    passage = parallel.Passage(block, None, WeightGradients(block))
     y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
     linears = [p for name, p in block.named_parameters() if "ln_" not in name]
     dx = passage.backward("I", torch.ones_like(y))
@@ -210,27 +274,7 @@ def test_weight_gradients_wait_for_w():
     assert all(p.grad is None for p in linears)
     passage.backward("W")
     assert all(p.grad is not None for p in linears)
-
-
-def v_schedule(p, m, v):
-    """All forwards, then all backwards, of two stages a rank: rank r has stages r and 2p-1-r."""
-    both = [(r, 2 * p - 1 - r) for r in range(p)]
-    return [parallel.whole_batch("F", early, m) + parallel.whole_batch("F", late, m)
-            + parallel.whole_batch("B", late, m) + parallel.whole_batch("B", early, m) for early, late in both]
-
-
-def in_a_v(tied):
-    homes = {stage: min(stage, 3 - stage) for stage in range(4)}
-    with (unittest.mock.patch.object(parallel, "place_stages", lambda p, v: homes),
-          unittest.mock.patch.dict(parallel.SCHEDULES, v=v_schedule)):
-        return in_layout({"pp": 2}, "sgd", 2, {"tied": tied}, schedule="v", virtual_stages=2)
-
-
-@on_both
-def test_stages_may_lie_in_a_v(pool):
-    """A schedule's lists, and `place_stages`, say where stages live. (A tied embedding would have both its ends on one
-    rank, which is refused.)"""
-    for got in pool(2).run(in_a_v, False):
-        assert not differences(got, one_process("sgd", tied=False))
-    with pytest.raises(pytest.fail.Exception, match="a tied embedding must be on two ranks"):
-        pool(2).run(in_a_v, True)
+    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        passage.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
+    assert passage.weight_gradients.later is None  # so that the next B computes its own

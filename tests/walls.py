@@ -27,7 +27,7 @@ from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point_equals_library)
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import HERE, in_new_process, needs_kernels, on_cpus, on_ranks
+from tests.pool import HERE, in_new_process, on_cpus, on_ranks
 from tests.runs import log_of, ran, run_training, TRAIN
 
 ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
@@ -47,21 +47,20 @@ SOURCES = {str(path.relative_to(HERE)): path.read_text() for room in ROOMS for p
 # ------------------------------------------------------------------------------------------------------ the reference
 
 @pytest.mark.parametrize("test, arguments", [
-    *((test_bytes_sent_are_the_formulas, (size, (), 400)) for size in (3, 4)),
-    (test_between_nodes_every_rank_sends_its_share, (4, 2)), (test_point_to_point_equals_library, (4,)),
-    (test_blocks_may_be_uneven, (4, "plain")),
-    *((test_collective_equals_library, (name, 3)) for name in COLLECTIVES)],
+    *((test_bytes_sent_are_the_formulas, {"size": size, "ways": (), "elements": 400}) for size in (3, 4)),
+    (test_between_nodes_every_rank_sends_its_share, {"size": 4, "node": 2}),
+    (test_point_to_point_equals_library, {"size": 4}), (test_blocks_may_be_uneven, {"size": 4, "way": "plain"}),
+    *((test_collective_equals_library, {"size": 3, "name": name}) for name in COLLECTIVES)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
-    test(plain_pool, *arguments)
+    test(plain_pool, **arguments)
 
 
 PROGRAMS = [  # processes, flags
     (1, ""), (4, "--dp 2 --tp 2"), (2, "--tp 2 --sp"), (4, "--cp 2 --dp 2 --zero 2"), (2, "--cp 2 --cp-kind ulysses"),
-    (2, "--dp 2 --ep 2 --experts 4"), (2, "--pp 2 --schedule 1f1b"), (2, "--pp 2 --schedule zb-h1"),
-    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--zero 1"), (2, "--zero 2"), (2, "--zero 3"),
-    (4, "--dp 2 --pp 2 --zero 1"), (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"),
-    (2, "--dtype fp16 --zero 3")]
+    (2, "--dp 2 --ep 2 --experts 4"), (2, "--pp 2 --schedule zb-h1"),
+    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--zero 3"), (4, "--dp 2 --pp 2 --zero 1"),
+    (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]
 OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
 
 
@@ -122,34 +121,18 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
-def names_bound(body):
-    """Names that the statements of a module or class bind, and attributes of others that they replace."""
-    for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            yield statement.name
-        elif isinstance(statement, ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in statement.names)
-        elif isinstance(statement, ast.Try):  # one way or the other
-            yield from {*names_bound(statement.body), *names_bound(sum((way.body for way in statement.handlers), []))}
-        elif not isinstance(statement, (ast.Import, ast.If)):
-            yield from {ast.unparse(node) for node in ast.walk(statement) if isinstance(node, (ast.Name, ast.Attribute))
-                        and isinstance(node.ctx, ast.Store)}
-
-
 def test_each_name_is_bound_once():
     """No function is replaced by a later one, no method from outside its class; no test is lost where two modules share
     its name."""
     bound, others = Counter(), []
     for file, source in SOURCES.items():
-        body = ast.parse(source).body
-        if file.startswith("test"):
-            bound.update(node.name for node in body
-                         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
-            continue
-        classes, names = {node.name: node.body for node in body if isinstance(node, ast.ClassDef)}, [*names_bound(body)]
-        others += [(file, name) for name in names if "." in name and name.split(".")[0] not in classes]
-        names += [f"{owner}.{name}" for owner, parts in classes.items() for name in names_bound(parts)]
-        bound.update((file, name) for name in names)
+        tree = ast.parse(source)
+        others += [(file, ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)
+                   and isinstance(node.targets[0], ast.Attribute)]
+        for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
+            names = [node.name for node in owner.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            bound.update(name if name.startswith("test_") else (file, getattr(owner, "name", ""), name)
+                         for name in names)
     assert others + [name for name, times in bound.items() if times > 1] == []
 
 
@@ -265,7 +248,7 @@ def kernels_alone():
 ENTERED = {  # a layout, and the rows that it enters
     "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
                       "parallel.Pipeline parallel.ParallelGPT parallel.make_buckets parallel.Reducer",
-    "dp=2 micro_batches=2 zero=1": "parallel.average_between parallel.ShardedOptimizer",
+    "dp=2 micro_batches=2 zero=1": "parallel.ShardedOptimizer",
     "dp=2 micro_batches=2 zero=3": "parallel.FSDP",
     "tp=2": "parallel.ColumnParallelLinear",
     "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
@@ -281,8 +264,6 @@ ENTERED = {  # a layout, and the rows that it enters
 
 @pytest.mark.parametrize("layout", ENTERED)
 def test_rows_are_entered(pool, layout):
-    if "triton" in layout:
-        needs_kernels(pool)
     place, options = arguments_of(case_of(layout))
     for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, *place, **options):
         assert set(ENTERED[layout].split()) <= entered

@@ -86,8 +86,13 @@ def test_copies_wait_for_who_reads_his_window(elements):
     assert sum(log.bytes for log in dist.traffic().values()) == 4 * (elements + 2 * 4)
 
 
-def sums_by_kernels(name):
+@on_cpus
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"])
+@on_ranks()
+def test_kernels_sum_and_gather(name):
     """One element, several rounds, rows of 64 bytes: each by one call of the kernel."""
+    needs_kernels()
     size, ops, cases = dist.get_world_size(), dist.ReduceOp, []
     for n, dtype, op in [(1, torch.float32, ops.SUM), (150, torch.bfloat16, ops.SUM), (150, torch.float16, ops.MAX),
                          (150, torch.float32, ops.AVG), (150, torch.float64, ops.AVG), (150, torch.int64, ops.SUM)]:
@@ -100,14 +105,6 @@ def sums_by_kernels(name):
     with counted(fast.exchange.AllReduce, kernel) as calls:
         compare_with_library(name, cases, "kernel")
     assert calls[kernel].call_count == len(cases)
-
-
-@on_cpus
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"])
-def test_kernels_sum_and_gather(pool, name, size):
-    needs_kernels(pool)
-    pool(size).run(sums_by_kernels, name)
 
 
 def test_kernel_refuses_a_block_of_two_sizes(triton_kernels):

@@ -4,6 +4,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
+import parallel
 from parallel import homes_of, in_order, needs, result_of
 
 
@@ -31,6 +32,22 @@ def split_pieces(config, stages):
 
     starts = best(n, stages)[1][::-1]
     return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
+
+
+@functools.cache
+def homes(schedule, p, v):
+    """Where stages live, {stage: rank}."""
+    return parallel.place_stages(parallel.Layout(pp=p, schedule=schedule, virtual_stages=v))
+
+
+def homes_in(s):
+    return homes(s.schedule, s.pp, s.virtual_stages)
+
+
+def stages_in(s, config, rank):
+    """[(stage, its pieces)] of a pipeline rank in layout s."""
+    cuts = split_pieces(config, len(homes_in(s)))
+    return [(stage, cuts[stage]) for stage in parallel.stages_on(rank, homes_in(s))]
 
 
 # ------------------------------------------------------------------------------------------------- schedules on a clock
@@ -65,6 +82,12 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
         spans[r].append((action, start, clock[r]))
     idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
     return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
+
+
+@functools.cache
+def longest_idle(schedule, p, m, v, *costs):
+    """The most time that a rank computes nothing, with `simulate`'s costs."""
+    return max(simulate(parallel.schedules()[schedule](p, m, v), *costs).idle)
 
 
 def draw(timeline, unit=1.0):

@@ -14,7 +14,7 @@ import parallel
 from model import GPT
 from parallel import (
     CopyToGroup, gpt2_plan, is_matrix, master_dtype, planned, ReduceFromGroup, RowParallelLinear)
-from theory.clock import most_held, split_pieces
+from theory.clock import most_held, stages_in
 from theory.traffic import tokens_of, widths
 
 
@@ -89,7 +89,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
     logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
     over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
-    ZB-H1 keeps more than this: the output gradients that its W actions need.
+    Where W comes after I, more than this is kept: the output gradients that W needs.
     """
     tokens, c, width, tp = tokens_of(config, s), config.n_embd, widths(s)[0], s.tp
     tokens_cut, twice = tp if s.sp else 1, s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
@@ -152,16 +152,17 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 @functools.cache
 def held(schedule, p, m, v):
     """Micro-batches whose activations each pipeline rank holds at once."""
-    return [most_held(actions) / v for actions in parallel.SCHEDULES[schedule](p, m, v)]
+    lists = parallel.SCHEDULES[schedule](p, m, v)
+    stages = len(parallel.homes_of(lists)) // p
+    return [most_held(actions) / stages for actions in lists]
 
 
 def needed_bytes(config, s):
     """Bytes that the fullest pipeline rank needs on a GPU, with what a block recomputes."""
-    cuts, i = split_pieces(config, s.pp * s.virtual_stages), min(config.expert_every, config.n_layer)
+    i = min(config.expert_every, config.n_layer)
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    homes = parallel.place_stages(s.pp, s.virtual_stages)
-    return again - kept + max(
-        sum(memory_bytes(config, s, [cuts[i] for i in parallel.stages_on(rank, homes)], math.ceil(peak[rank])).values())
-        for rank in range(s.pp))
+    of_ranks = [[pieces for _, pieces in stages_in(s, config, rank)] for rank in range(s.pp)]
+    return again - kept + max(sum(memory_bytes(config, s, pieces, math.ceil(held_here)).values())
+                              for pieces, held_here in zip(of_ranks, peak))

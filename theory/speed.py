@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import parallel
-from theory.clock import split_pieces
+from theory.clock import longest_idle, stages_in
 from theory.memory import local_elements
 from theory.traffic import HALVES, contents, in_two_levels, messages, sent, tokens_of, widths
 
@@ -255,9 +255,8 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
-    m, cuts = s.micro_batches, list(enumerate(split_pieces(config, s.pp * s.virtual_stages)))
-    homes = parallel.place_stages(s.pp, s.virtual_stages)
-    stages = max(([cuts[stage] for stage in parallel.stages_on(rank, homes)] for rank in range(s.pp)),
+    m = s.micro_batches
+    stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, routed, _, _ = contents(config, stages)
@@ -271,9 +270,9 @@ def predict(config, s, machine):
     cp = context_seconds(config, s, machine, blocks, spent)
     waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
 
-    # The lecture's bubble: ZB-H1 fills it with W. Ranks wait for transfers where the pipeline fills and drains, once a
-    # stage, and at the end for a tied embedding's gradient.
-    bubble = (s.pp - 1) * (f + i + 2 * waits + (-w if s.schedule == "zb-h1" else w)) / s.virtual_stages
+    # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's
+    # gradient.
+    bubble = longest_idle(s.schedule, s.pp, m, s.virtual_stages, f + waits, i + waits, w)
     transfers = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import parallel
 import train
+from theory.clock import homes_in
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
@@ -135,7 +136,7 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
-    count, m, (narrow, wide), tokens = s.pp * s.virtual_stages, s.micro_batches, widths(s), tokens_of(config, s)
+    m, (narrow, wide), tokens = s.micro_batches, widths(s), tokens_of(config, s)
     c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
@@ -171,11 +172,13 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
             yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
     if s.pp > 1:
-        neighbours = sum((i + 1 < count) + (i > 0) for i, _ in stages)  # F sends right, B left
+        homes = homes_in(s)
+        rank = homes[stages[0][0]]
+        neighbours = sum(homes.get(i + side, rank) != rank for i, _ in stages for side in (1, -1))  # F sends right, B left
         passed = activation[0] // (s.tp if s.sp else 1)
         yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
-        if config.tied and (first or last) and count > 1:
+        if config.tied and (first or last) and homes[0] != homes[len(homes) - 1]:
             vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
             kept = -(-vocabulary * c // (shards if s.zero else 1))
             yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)

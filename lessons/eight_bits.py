@@ -1,0 +1,58 @@
+"""Eight bits: a product of few rows takes as long as its weights take to be read, so halve their bytes.
+
+Sampling multiplies a row a sequence, x (R, in), with a whole matrix W (out, in). That is 2 R FLOPs a weight, and an
+H200 has time for 400 while it reads a weight of 2 bytes: it waits for memory. In int8 each row of W is whole numbers q
+up to 127 and a scale s, its largest weight / 127. y = s (x q^T): s comes last, and q is exact in 16 bits, bf16's, too.
+A weight is off by at most s / 2, an element of y by at most s / 2 times the sum of |x|, and by its own rounding.
+
+    python bench.py lessons --only eight-bits    times (nobody has measured them yet on a GPU), bytes, errors
+
+CS336 lecture 5: low precision.
+"""
+
+import torch
+
+from kernels import tl, triton
+from lessons.measure import say
+
+
+@triton.jit
+def _few_rows(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """BN columns of y = scale x w^T, all rows: w is read once, and in registers it gets x's dtype."""
+    row, column, k = tl.arange(0, R)[:, None], tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    x += row * width + k                                                                      # (R, BK)
+    w += column[:, None].to(tl.int64) * width + k                                             # (BN, BK)
+    total = tl.zeros((R, BN), tl.float32)
+    for start in range(0, width, BK):
+        some = tl.load(x + start, (row < rows) & (k < width - start), 0)
+        tile = tl.load(w + start, (column[:, None] < out) & (k < width - start), 0)
+        total = tl.dot(some, tl.trans(tile.to(some.dtype)), total)
+    total *= tl.load(scale + column, column < out, 0)
+    tl.store(y + row * out + column, total, (row < rows) & (column < out))
+
+
+def few_rows(x, w, scale):
+    """scale x w^T, (R, out), for x (R, in) in 16 bits, R up to 16; w (out, in), int8 or as x; scale (out), float32."""
+    (rows, width), out = x.shape, len(w)
+    y = x.new_empty(rows, out)
+    _few_rows[(triton.cdiv(out, 32),)](x, w, scale, y, rows, width, out, 16, 32, 256, num_warps=4, num_stages=4)
+    return y
+
+
+def in_int8(w):
+    """(q, s) of w (out, in): int8 (out, in), float32 (out)."""
+    scale = w.float().abs().amax(1).clamp(min=1e-30) / 127
+    return (w / scale[:, None]).round().to(torch.int8), scale
+
+
+def sixteen_and_eight_bits(device, n, side):
+    """8 rows times a matrix of side x side. In fp16 on a CPU, because Triton's interpreter has no product in bf16."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))
+    q, scale = in_int8(w)
+    ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones_like(scale)]),
+            "8 bits": (few_rows, [x, q, scale])}
+    exact = x.double() @ w.double().T
+    errors = {way: float((f(*given).double() - exact).norm() / exact.norm()) for way, (f, given) in ways.items()}
+    say("eight-bits, relative errors: " + ", ".join(f"{way} {error:.2%}" for way, error in errors.items()))
+    return {way: (f, given, sum(t.nbytes for t in given) + 2 * exact.numel()) for way, (f, given) in ways.items()}
