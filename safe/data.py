@@ -57,9 +57,10 @@ def open_vocabulary(s, checkpoint):
 def check_vocabulary(s, config, vocabulary):
     """Reject numbers that the model would take for other tokens than they are."""
     mine = config.vocab_size
-    reject(isinstance(vocabulary, Tokenizer) and len(vocabulary) != mine, f"--tokenizer {s.tokenizer}: has "
-           f"{len(vocabulary):,} tokens, the model {mine:,}: give the vocab.json and merges.txt that came with its "
-           "weights, or leave --vocab-size out of a new model")
+    if isinstance(vocabulary, Tokenizer):
+        reject(len(vocabulary) != mine, f"--tokenizer {vocabulary.folder}: has {len(vocabulary):,} tokens, the model "
+               f"{mine:,}: give the vocab.json and merges.txt that came with its weights, or leave --vocab-size out of "
+               "a new model")
     reject(s.init_from and isinstance(vocabulary, Bytes) and mine > len(vocabulary) and not learned_bytes(s.init_from),
            f"--init-from {s.init_from}: its {mine:,} tokens are not bytes: give --tokenizer FOLDER, with the vocab.json "
            "and merges.txt that came with the weights")

@@ -245,6 +245,14 @@ def test_bytes_of_a_large_vocabulary_are_said_to_be_few(text, tmp_path):
     ran([*TRAIN, "--data", text, "--init-from", path, "--steps", "1", "--seq-len", "16"], 1, tmp_path / "log")
 
 
+def test_numbers_without_a_tokenizer_show_as_numbers(text, vocab, tmp_path):
+    """With one as text."""
+    (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
+    flags = [*TRAIN, "--steps", "1", "--sample", "3", "--data", str(tmp_path / "x.bin")]
+    assert re.search(r"---\n0( \d+){3}\n---", ran([*flags, "--vocab-size", "300"], 1, tmp_path / "log"))
+    assert "---\nlow" in ran([*flags, "--tokenizer", str(vocab), "--prompt", "low"], 1, tmp_path / "log")
+
+
 REFUSALS = [  # flags, what the one line must say; words in capitals are folders
     ("--tokenizer /no/such", "--tokenizer /no/such: vocab.json: No such file"),
     ("--tokenizer HALF", "merges.txt: No such file"), ("--tokenizer NO_JSON", "--tokenizer "),
