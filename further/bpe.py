@@ -4,7 +4,8 @@ A text is cut into pieces: words, numbers, punctuation, spaces. A piece begins a
 that stands first in merges.txt becomes one token, again and again, until no neighbours stand there. vocab.json has
 each token's number. The merges were learned from a text: in each round its most frequent pair became a token. So
 frequent words are one token, and any bytes are some tokens. Sennrich et al., "Neural Machine Translation of Rare Words
-with Subword Units" (2016); Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); CS336 lecture 1.
+with Subword Units" (2016); Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); CS336's
+lecture 1.
 
     python -m further.bpe my.txt --vocab-size 4096 --out vocab    learns a vocabulary
     python train.py --plain --data my.txt --tokenizer vocab       trains a model on its tokens
@@ -41,7 +42,7 @@ def ranges(points):
 def piece_pattern():
     """GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-    Python's `re` has no \\p{L}. Its \\w is \\p{L}, \\p{N} and "_"; its \\s is Unicode's White_Space and four separators.
+    Python's `re` has no \\p{L}. Its \\w is \\p{L}, \\p{N} and "_"; its \\s is Unicode's White_Space and four more.
     """
     numbers = ranges(i for i in range(0x110000) if unicodedata.category(chr(i)).startswith("N"))
     letter, number, space = rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]"
@@ -176,7 +177,7 @@ def write_learned(files, size, folder):
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
     size, count = sum(map(len, texts)), len(Tokenizer(folder).tokens_of(texts))
-    return f"{folder}: {len(tokens):,} tokens; the text's {size:,} bytes are {count:,}: {size / count:.2f} bytes a token"
+    return f"{folder}: {len(tokens):,} tokens; the {size:,} bytes are {count:,}, {size / count:.2f} bytes a token"
 
 
 def main():

@@ -122,8 +122,7 @@ class Checkpoint:
 
 
 def open_plain(path):
-    """A file step-00000200.pt, as the reference writes it. Its manifest says nothing of the data but whether it is bytes.
-    """
+    """A file step-00000200.pt, as the reference writes it. Its manifest says of the data only whether it is bytes."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         s = types.SimpleNamespace(**{"on_nan": "stop", "init_from": "", "tokenizer": "", **saved["flags"]})

@@ -62,8 +62,8 @@ def check_vocabulary(s, config, vocabulary):
                f"{mine:,}: give the vocab.json and merges.txt that came with its weights, or leave --vocab-size out of "
                "a new model")
     reject(s.init_from and isinstance(vocabulary, Bytes) and mine > len(vocabulary) and not learned_bytes(s.init_from),
-           f"--init-from {s.init_from}: its {mine:,} tokens are not bytes: give --tokenizer FOLDER, with the vocab.json "
-           "and merges.txt that came with the weights")
+           f"--init-from {s.init_from}: its {mine:,} tokens are not bytes: give --tokenizer FOLDER, with the "
+           "vocab.json and merges.txt that came with the weights")
 
 
 def check_prompt(s, config, vocabulary):
@@ -165,11 +165,13 @@ def encoded(s, texts, vocabulary):
     path = os.path.join(s.out, f"text-{key}.bin")
     with open(os.path.join(tempfile.gettempdir(), f"ringgpt-{os.getuid()}-{key}.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
-        if key not in _encoded and not (s.out and os.path.exists(path)):
+        if s.out and os.path.exists(path):
+            return np.memmap(path, np.uint16, "r")
+        if key not in _encoded:
             _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
-            if s.out:
-                keep(path, _encoded[key])
-    return np.memmap(path, np.uint16, "r") if s.out else _encoded[key]
+        if s.out and len(_encoded[key]):
+            keep(path, _encoded[key])
+    return _encoded[key]
 
 
 def encode_parts(texts, vocabulary):
@@ -184,8 +186,8 @@ def encode_parts(texts, vocabulary):
         for part, tokens in zip(parts, threads.map(functools.partial(encode_part, folder=vocabulary.folder), parts)):
             done += len(part)
             speed = done / 1e6 / (time.perf_counter() - started)
-            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, {speed:.1f} a second on "
-                  f"{cores} cores", flush=True)
+            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, {speed:.1f} a second "
+                  f"on {cores} cores", flush=True)
             yield tokens
 
 

@@ -64,7 +64,7 @@ def test_a_text_is_cut_as_by_gpt2_s_pattern(text, pieces):
     assert piece_pattern().findall(text) == ([*pieces.split("|")] if text else [])
 
 
-# ---------------------------------------------------------------------------------------------------------- vocabularies
+# -------------------------------------------------------------------------------------------------------- vocabularies
 
 def write_vocabulary(folder, merges, tokens=None):
     tokens = [*LETTERS.values(), *map("".join, merges), END] if tokens is None else tokens
@@ -90,7 +90,8 @@ def test_tokens_are_those_made_by_hand(tmp_path, text, spelled):
 
 
 def learned(folder, files, size):
-    with unittest.mock.patch.object(sys, "argv", ["bpe", *map(str, files), "--vocab-size", str(size), "--out", str(folder)]):
+    words = ["bpe", *map(str, files), "--vocab-size", str(size), "--out", str(folder)]
+    with unittest.mock.patch.object(sys, "argv", words):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             further.bpe.main()
     return out.getvalue()
@@ -152,7 +153,7 @@ def test_the_most_frequent_pair_is_learned_each_time():
     assert learn([b"ab ab"], 300) == [("a", "b")]  # no other pair comes twice
 
 
-# ----------------------------------------------------------------------------------------------------- text on all cores
+# --------------------------------------------------------------------------------------------------- text on all cores
 
 def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab):
     words, draw = Tokenizer(vocab), random.Random(2)
@@ -263,8 +264,9 @@ REFUSALS = [  # flags, what the one line must say; words in capitals are folders
     ("--init-from LARGE --tokenizer HAND", "has 265 tokens, the model 300: give the vocab.json"),
     ("--init-from LARGE_HALF", "merges.txt: No such file"),
     ("--tokenizer HAND --data NOTHING", "it is empty; give text"),
+    ("--tokenizer HAND --data NOTHING --out NEW", "it is empty; give text"),
     ("--tokenizer HAND --seq-len 3 --prompt zzzz", "--prompt has 4 tokens, the model's context is of 3"),
-    ("--seq-len 3 --prompt four", "--prompt has 4 tokens, the model's context is of 3: give a shorter one, or --sample 0"),
+    ("--seq-len 3 --prompt four", "tokens, the model's context is of 3: give a shorter one, or --sample 0"),
     ("--temperature -1", "--temperature -1"), ("--temperature nan", "--temperature nan"),
     ("--top-k-sample -1", "--top-k-sample -1"), ("--top-k-sample x", "--top-k-sample"),
     ("--tokenizer HAND --out FOREIGN", "name a new folder")]
@@ -313,7 +315,10 @@ def test_learning_a_vocabulary_refuses_in_one_line(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------------------- samples
 
-@pytest.mark.parametrize("change", [{}, {"tied": False, "activation": "elu"}, {"experts": 3, "expert_every": 2}], ids=str)
+CHANGES = {}, {"tied": False, "activation": "elu"}, {"experts": 3, "expert_every": 2}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_cached_logits_are_those_without(change):
     """Up to the full context, and when it slides; and sampling leaves the model as it was."""
     net = small(**change).double()
