@@ -102,8 +102,8 @@ PRESETS = {
 # ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
-    """x W^T + b, by `self.linear`, in whose place a zero-bubble pipeline puts one that computes W's gradient later: skip
-    `take` until then."""
+    """x W^T + b, by `self.linear`, in whose place a zero-bubble pipeline puts one that computes W's gradient later:
+    skip `take` until then."""
 
     @staticmethod
     def linear(x, weight, bias=None, take=None):

@@ -372,7 +372,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
-    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: mixed precision, below.
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
+    below.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
@@ -633,8 +634,9 @@ class FSDP(nn.Module):
         loss.backward(); model.finish_grad_sync(); optimizer.step()
 
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
-    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D parameters (biases, norms; a thousandth of K) stay whole, and
-    are all-reduced once a step. All ranks must use the same parameters in each backward.
+    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D
+    parameters (biases, norms; a thousandth of K) stay whole, and are all-reduced once a step. All ranks must use the
+    same parameters in each backward.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
     module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
@@ -948,7 +950,7 @@ def tensor_parallel(module, group, plan=None):
 
 
 class Trade(torch.autograd.Function):
-    """Forward is there(x, group), backward is back(gradient, group)."""
+    """A collective and its conjugate: forward is there(x, group), backward is back(gradient, group)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -997,7 +999,8 @@ def whole_batch(kind, stage, m):
 
 
 def take_turns(forwards, ahead, backwards):
-    """First `ahead` forwards. Then in turn one forward, while any is left, and one backward."""
+    """First `ahead` forwards (warm-up). Then in turn one forward, while any is left (steady state; then cool-down), and
+    one backward."""
     actions = forwards[:ahead]
     for k, backward in enumerate(backwards):
         actions += forwards[ahead + k:ahead + k + 1] + [backward]
@@ -1054,8 +1057,10 @@ def other_end(transfer):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`. Where
-    a rank has several stages, F0/2 is F0 of stage 2."""
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`.
+
+    Where a rank has several stages, F0/2 is F0 of stage 2.
+    """
 
     def __init__(self, lists, at, why):
         lines = [why]
@@ -1170,7 +1175,7 @@ def checked(schedule, p, m, v):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(layout):
-    """Where the stages of a layout's schedule live, {stage: rank}. Its lists say it, for any number of micro-batches."""
+    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say."""
     homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
     if layout.virtual_stages not in (1, len(homes) // layout.pp):
         raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
@@ -1494,7 +1499,7 @@ def make_groups(mesh, layout, homes, tied):
 
     replicas          the ranks that average gradients, dp x cp
     within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
-                      `between` are the ranks with the same shard, or None
+                      `between` are the ranks with the same shard, or None. (HSDP's shard and replicate groups)
     ep, same_experts  of `split_experts`, or None
     ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """

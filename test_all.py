@@ -28,6 +28,8 @@ from tests.zero import *  # noqa: E402, F403
 from tests.memory import *  # noqa: E402, F403
 from tests.schedules import *  # noqa: E402, F403
 from tests.demos import *  # noqa: E402, F403
+from tests.puzzles import *  # noqa: E402, F403
+from tests.pages import *  # noqa: E402, F403
 from tests.runs import *  # noqa: E402, F403
 from tests.training import *  # noqa: E402, F403
 from tests.launching import *  # noqa: E402, F403

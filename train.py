@@ -258,7 +258,7 @@ class Trainer:
             self.show_sample()
 
     def step(self, step):
-        """One optimizer step. Returns (a loss whose mean over replicas is the batch's, gradient norm before clipping)."""
+        """One optimizer step. Returns (loss, of which the mean over replicas is the batch's; norm before clipping)."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.optimizer.zero_grad()

@@ -11,7 +11,7 @@ import parallel
 from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
-from lessons import kernels as errors
+from lessons import kernels as errors, pages, puzzles
 from lessons.measure import say
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
@@ -347,19 +347,22 @@ CHOICES = {"model": list(PRESETS), "dtype": ["fp32", "bf16"]}
 
 def main():
     parser = Parser(prog="python -m lessons", description="Lessons of the reading path. They run the reference.")
-    lessons = parser.add_subparsers(dest="name", required=True, metavar="LESSON")
+    lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
         lesson = lessons.add_parser(name, help=demo.__doc__)
+        lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             kind = str if flag in CHOICES else positive
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag))
+    puzzles.add_to(lessons)
+    pages.add_to(lessons)
     try:
         flags = vars(parser.parse_args())
+        demo = flags.pop("demo")
+        if demo not in ON_RANKS:
+            return demo(**flags)
     except BadInput as problem:
         refuse(parser.prog, problem, 0)
-    demo = DEMOS[flags.pop("name")][0]
-    if demo not in ON_RANKS:
-        return demo(**flags)
     if "RANK" not in os.environ:
         launch.start_again(flags["ranks"])
     safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal

@@ -58,7 +58,8 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                   for within in [None] + [local] * (zero > 0 and 1 < local < dp * cp)]
         sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
         for size, (schedule, v), (zero, within), (recompute, sp), ep in itertools.product(
-                sizes, WORTH if pp > 1 else WORTH[:1], shards, WAYS[:5 if tp > 1 else 3], divisors(max(1, config.experts))):
+                sizes, WORTH if pp > 1 else WORTH[:1], shards, WAYS[:5 if tp > 1 else 3],
+                divisors(max(1, config.experts))):
             m = each // size
             if not can_run(schedule, pp, m, v) or schedule in HALVES and (m < pp or recompute != "none"):
                 continue

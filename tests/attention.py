@@ -85,8 +85,8 @@ for dtype in "i8", "bf16":
 def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
     two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN. The
-    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums. Weights in 8 bits are 8 bits
-    in shared memory, too: each of the 3 or 4 tiles under way has 32 x 256 bytes less."""
+    all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums. Weights in 8 bits have
+    8 bits in shared memory, too: each of the 3 or 4 tiles under way has 32 x 256 bytes less."""
     if not fast.attention.HAVE_GLUON:
         pytest.skip("no Gluon in this Triton, or no Triton")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -78,7 +78,8 @@ TRAFFIC = {
         "--pp 3 --micro-batches 4 --schedule gpipe"],
     4: ["--dp 4 --zero 2 --zero-within 2 --micro-batches 2", "--dp 4 --zero 3 --zero-within 2",
         "--dp 2 --tp 2 --zero 3 --micro-batches 2",
-        *(f"--dp 2 --pp 2 --zero {zero} --micro-batches 4 --schedule interleaved --virtual-stages 2" for zero in (1, 2)),
+        *(f"--dp 2 --pp 2 --zero {zero} --micro-batches 4 --schedule interleaved --virtual-stages 2"
+          for zero in (1, 2)),
         "--tp 2 --pp 2 --sp --micro-batches 2", "--dp 2 --tp 2 --sp --zero 1",
         "--cp 4 --zero 3 --micro-batches 2", "--cp 2 --tp 2 --sp --zero 1",
         "--dp 2 --tp 2 --sp --zero 3 --dtype bf16", "--tp 2 --pp 2 --micro-batches 2",

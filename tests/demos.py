@@ -18,7 +18,8 @@ def test_pipeline_demo_draws_all_schedules(capsys):
     for line in ("gpipe: idle 9 by the formula | 9 simulated", "1f1b: idle 9 by the formula | 9 simulated",
                  "interleaved: idle 4.5 by the formula | 4.5 simulated", "zb-h1: idle 3 by the formula | 3 simulated",
                  "zb-v: idle 1.5 by the formula | 1.5 simulated", "v-half: idle 4.5 by the formula | 4.5 simulated",
-                 "v-min: idle 5.5 by the formula | 5.5 simulated", "dualpipe-v: idle 1.5 by the formula | 1.5 simulated",
+                 "v-min: idle 5.5 by the formula | 5.5 simulated",
+                 "dualpipe-v: idle 1.5 by the formula | 1.5 simulated",
                  "peak activations 4 3 2 1", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0"):
         assert line in printed
 

@@ -193,8 +193,9 @@ def with_whole_backwards(ranks, p, m, v=1):
 
 def in_turns(p, m, v=1):
     """ZB-H1 where every second micro-batch of each stage has its backward in one piece."""
-    return [[action._replace(kind="B") if action.kind == "I" and action.micro_batch % 2 else action for action in actions
-             if action.kind != "W" or action.micro_batch % 2 == 0] for actions in zero_bubble_h1(p, m)]
+    whole = [action for action in sum(zero_bubble_h1(p, m), []) if action.kind == "I" and action.micro_batch % 2]
+    return [[action._replace(kind="B") if action in whole else action for action in actions
+             if action._replace(kind="I") not in whole or action.kind != "W"] for actions in zero_bubble_h1(p, m)]
 
 
 MIXED = {"in-turns": in_turns, "whole-0": functools.partial(with_whole_backwards, {0}),  # schedules
@@ -370,7 +371,8 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "pp=3 schedule=1f1b,zb-h1 micro_batches=1", "pp=2,3 schedule=1f1b,zb-h1 micro_batches=2 tied=0",
         "pp=4 schedule=1f1b,zb-h1 micro_batches=3 batch=24", "pp=4 schedule=1f1b,zb-h1 micro_batches=8"]),
     ("pipeline", [""], ["pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_",
-                        "pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1", "pp=2 micro_batches=4 schedule=in-turns",
+                        "pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1",
+                        "pp=2 micro_batches=4 schedule=in-turns",
                         "dp=2 pp=2 micro_batches=4 schedule=in-turns zero=0,1,2,3"]),
     ("pipeline", ["schedule=interleaved n_layer=7"], [
         "pp=2 virtual_stages=3 micro_batches=8", "pp=3 virtual_stages=2 micro_batches=3 batch=24",

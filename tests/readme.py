@@ -1,4 +1,4 @@
-"""The README names what is there, and its commands run."""
+"""The README and docs/ name what is there, and their commands run."""
 
 import concurrent.futures
 import contextlib
@@ -6,14 +6,15 @@ import dataclasses
 import importlib.util
 import inspect
 import io
+import operator
 import os
+import pathlib
 import re
 import runpy
 import shlex
 import sys
 import types
 import unittest.mock
-from collections import Counter
 
 import pytest
 import torch
@@ -32,109 +33,191 @@ from further.experts import split_experts
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import SMALL, tokens_of
 from tests.pool import HERE, in_new_process
-from tests.runs import (
-    FILES, files_in, FURTHER, LECTURE, module_of, named, ran, README, readme_commands, readme_levels, TRAIN, WHOLE)
+from tests.runs import command, FILES, files_in, FURTHER, LECTURE, module_of, named, ran, slow, TRAIN, WHOLE
 
 
-def test_readme_names_what_is_there():
-    """Every file, class, function, flag and link. In the reading path's "read" columns, names after a file are defined
-    there, and a level reads its own rooms. In the call path a name is defined in the file that its line stands for."""
+TOP = pathlib.Path(HERE)
+NAME = operator.attrgetter("name")
+PAGES = {page: page.read_text() for page in [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))]}
+README = PAGES[TOP / "README.md"]
+PLAIN = re.search(r"(?m)^plain\(\) { (.*); }$", README)[1]
+
+
+def section(title, page="README.md"):
+    return PAGES[TOP / page].split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def inline_code(text):
+    """What stands in single backticks, outside of fenced blocks; lines that were wrapped are one again."""
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", outside)]
+
+
+def commands(text):
+    """Every command of a page: lines of its fenced blocks, and what stands in backticks and starts like one. `plain` is
+    what the README's function of that name runs."""
+    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if not language]
+    lines = re.sub(r"\\\n *", " ", "".join(blocks)).splitlines() + inline_code(text)
+    lines = [part.split("   ")[0].strip() for line in lines for part in re.split(" &&? ", line)]
+    lines = [re.sub(r"^plain (\d) (.*)", lambda m: PLAIN.replace("$1", m[1]).replace("${@:2}", m[2]), line)
+             for line in lines]
+    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 ", line)]
+
+
+def levels():
+    """The reading path's levels, the last one in docs/reading.md: of each its rows, as lists of cells."""
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", section("Reading path") + section("The whole program", "docs/reading.md"))
+    return [[[cell.strip() for cell in line.strip("| \n").split("|")] for line in table.splitlines()[2:]]
+            for table in tables]
+
+
+def slug(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAME)
+def test_links_and_pictures_are_there(page):
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), link
+        assert not anchor or anchor in map(slug, re.findall(r"(?m)^#+ (.*)", PAGES[there])), link
+
+
+def test_reading_path_names_what_is_there():
+    """A row's names are defined in the file before them, and a level reads its own rooms."""
     sources = {file: inspect.getsource(module_of(file)) for file in FILES}
     rooms = [files_in(LECTURE), files_in([*LECTURE, *FURTHER]), files_in(WHOLE)]
-    flags = ({safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
-             | {name for _, name, _ in bench.FLAGS})
-    wrong, text = [], "".join(sources.values())
-    for level, read in [(level, read) for level, rows in enumerate(readme_levels()) for read, _, _ in rows]:
-        where = None
-        for name, section in re.findall(r'`([^`]+)`|"([^"]+)"', read):
-            if name.endswith(".py"):
-                where = name[:-3]
-                wrong += [(level, name)] * (where not in rooms[level])
-                continue
-            begins = rf"(def |class |){name.split('.')[0]}" if name else f"# -+ {section}"
-            if not re.search(rf"(?m)^{begins}\b", sources.get(where, "")) or name and not named(name, where):
-                wrong.append((where, name or section))
-        wrong += [read] * (where is None and read != "the same")
-    for token in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL)):
-        if re.fullmatch(r"[\w/]+\.py", token):
-            wrong += [token] * (token[:-3] not in FILES)
-        # Others are the environment's.
-        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):
-            wrong += [token] * (not named(token) and not re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text))
-        elif token.startswith("--"):
-            wrong += set(re.findall(r"--[a-z][a-z-]*", token)) - flags
-    wrong += [link for link in re.findall(r"\]\(([^)]+)\)", README) if not os.path.exists(os.path.join(HERE, link))]
-    listed = re.findall(r"(?m)^    (\w+)(\.py|/) ", README.split("\n## How a step runs\n")[1].split("```text\n")[0])
+    for room, rows in zip(rooms, levels(), strict=True):
+        for row in rows:
+            where = None
+            for file, name, part in re.findall(r"\]\((?:\.\./)?([\w/]+)\.py\)|`([^`]+)`|\"([^\"]+)\"", row[1]):
+                where = file or where
+                begins = rf"(def |class |){name.split('.')[0]}" if name else f"# -+ {part}"
+                assert where in room, row
+                assert file or re.search(rf"(?m)^{begins}\b", sources[where]), row
+                assert not name or named(name, where), row
+            assert where, row
+    lecture, further, whole = map(len, levels())
+    assert lecture == 12 and further > 15 and whole > 20
+
+
+def test_call_path_and_map_name_what_is_there():
+    listed = re.findall(r"(?m)^    (\w+)(\.py|/) ", section("How a step runs").split("```")[0])
     assert {name for name, _ in listed} == {file.split("/")[0] for file in FILES} - {"tests"}
-    path, where, called = README.split("\n## How a step runs\n")[1].split("```text\n")[1].split("```")[0], None, []
-    for line in path.splitlines():
+    where, called = None, []
+    for line in section("How a step runs").split("```")[1].splitlines()[1:]:
         where = line.split(".py")[0] if re.match(r"\w+\.py", line) else where
         called += [(where, name) for name in re.findall(r"[A-Z]\w+\.\w+", line)]
-    wrong += [(where, name) for where, name in called
-              if not named(name, where) or not re.search(rf"(?m)^class {name.split('.')[0]}\b", sources[where])]
-    lecture, further, whole = map(len, readme_levels())
-    assert not wrong and lecture == 12 and further > 15 and whole > 20 and len(called) > 20
+    assert len(called) > 20 and all(named(name, where) for where, name in called)
 
 
-def test_readme_commands_are_understood(monkeypatch, capsys):
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ("bugs", "tried")], ids=NAME)
+def test_names_and_flags_of_a_page_are_there(page):
+    flags = {safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
+    flags |= {name for _, name, _ in bench.FLAGS}
+    text = "".join(inspect.getsource(module_of(file)) for file in FILES)
+    for token in inline_code(PAGES[page]):
+        if re.fullmatch(r"[\w/]+\.py", token):
+            assert token[:-3] in FILES, token
+        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # the environment's
+            assert named(token) or re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text) or tests_named(token), token
+        elif token.startswith("--"):
+            assert {*re.findall(r"--[a-z][a-z-]*", token)} <= flags, token
+
+
+def tests_named(word):
+    return [name for name in vars(sys.modules["test_all"]) if name.startswith("test_") and word in name]
+
+
+def test_each_claim_names_its_tests():
+    rows = [line for line in section("What it proves").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 10
+    for row in rows:
+        assert tests_named(row.strip("| ").split("`")[-2]), row
+
+
+def test_ci_runs_the_readme_s_test_command():
+    line, = [line for line in section("Two commands").splitlines() if line.endswith("pytest test_all.py")]
+    assert line in (TOP / ".ci" / "run").read_text().splitlines()
+
+
+def program_of(line):
+    """(program, its words, processes that torchrun starts) of a command, or (None, words, 1)."""
+    words = [word for word in shlex.split(line) if not word.startswith("SLOW=")]
+    processes = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
+    if "sh" in words:  # what its shell runs
+        words = re.sub(r"\$\(.*?\)", "", words[words.index("sh") + 2]).split()
+    if words[1:3] == ["-m", "lessons"]:
+        return "lessons", words[3:], 1
+    if words[0].endswith("pytest"):
+        return "pytest", words[1:], 1
+    script = next((word for word in words if word.endswith(".py")), None)
+    return script, words[words.index(script) + 1:] if script else words, processes
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAME)
+def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
     class OnlyParses(safe.flags.Parser):
         def parse_args(self):
             super().parse_args()
             sys.exit(0)
 
-    understood = Counter()
     monkeypatch.setattr(lessons.demos, "Parser", OnlyParses)
-    for line in readme_commands():
-        words = [word for word in shlex.split(line) if not word.startswith("SLOW=")]
-        if "sh" in words:  # what its shell runs
-            words = re.sub(r"\$\(.*?\)", "", words[words.index("sh") + 2]).split()
-        script = next((word for word in words if word.endswith(".py")), None)
-        rest = words[words.index(script) + 1:] if script else words
-        if words[0].endswith("pytest"):
-            tests = [name for name, test in vars(sys.modules["test_all"]).items() if name.startswith("test_")]
-            wanted = rest[rest.index("-k") + 1] if "-k" in rest else "NAME"
-            assert wanted == "NAME" or any(wanted in name for name in tests), line
-            script = "pytest"
-        elif script == "train.py" and "--help" not in rest:
-            flags = train.Flags if "--plain" in rest else safe.flags.Settings
-            s = train.parse(safe.flags.Parser(**train.ABOUT), flags, rest)
-            if "--plain" in rest and "--nproc_per_node" in words:
-                started = int(words[words.index("--nproc_per_node") + 1])
-                assert train.processes_of(s, started) == started, line
-        elif script == "bench.py":
-            bench.parse([word for word in rest if word != "..."])
-        elif "lessons" in words:
-            assert words[:3] == ["python", "-m", "lessons"], line
-            if words[3:] != ["NAME"]:
-                monkeypatch.setattr(sys, "argv", words[2:])
-                with pytest.raises(SystemExit, match="0"):
-                    lessons.demos.main()
-            script = "lessons"
-        elif words[0].startswith("--"):
-            continue  # a flag alone: the test above
-        understood[script] += 1
-    assert understood["train.py"] > 30 and understood["bench.py"] > 20 and understood["lessons"] > 8
-    assert understood["pytest"] > 4 and not capsys.readouterr().err
+    for line in commands(PAGES[page]):
+        program, words, processes = program_of(line)
+        if program == "pytest" and "-k" in words:
+            wanted = words[words.index("-k") + 1].split()[0]
+            assert wanted == "NAME" or tests_named(wanted), line
+        elif program == "train.py" and "--help" not in words:
+            flags = train.Flags if "--plain" in words else safe.flags.Settings
+            s = train.parse(safe.flags.Parser(**train.ABOUT), flags, words)
+            assert "--plain" not in words or train.processes_of(s, processes) == processes, line
+        elif program == "bench.py":
+            bench.parse([word for word in words if word != "..."])
+        elif program == "lessons" and words != ["NAME"]:
+            monkeypatch.setattr(sys, "argv", ["lessons", *words])
+            with pytest.raises(SystemExit, match="0"):
+                lessons.demos.main()
+    assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line,says", [("python -m lessons sizes", "6 (K - T C) + 12 L C T"),
-                                       ("python bench.py plan --gpus 64", "layouts that fit")])
-def test_readme_commands_run(line, says, monkeypatch, capsys):
-    assert line in readme_commands()
-    words = line.split()[1:]
-    monkeypatch.setattr(sys, "argv", words if words[0] != "-m" else words[1:])
-    if words[0] == "-m":
-        runpy.run_module(words[1], run_name="__main__")
-    else:
-        runpy.run_path(os.path.join(HERE, words[0]), run_name="__main__")
-    assert says in capsys.readouterr().out
+def run_short(line, folder):
+    """What a command prints. It runs as it was typed, but with few steps, and in `folder` what it writes."""
+    program, words, processes = program_of(line)
+    words = [word.replace("runs/", f"{folder}/") for word in words]
+    if program == "train.py":
+        words += ["--sample", "0", "--eval-every", "0"] + ["--steps", "2"] * ("--resume" not in words)
+    elif program == "bench.py" and words[0] not in ("plan", "pictures"):
+        words += ["--quick"]
+    path = "lessons/__main__.py" if program == "lessons" else program
+    return ran(words, processes, folder / "log", program=path, launcher="fork" if processes == 1 else None)
 
 
-def test_a_command_that_starts_processes_runs_and_ends(tmp_path):
-    """The ranks are copies of the launcher, which waits for what each of them returns."""
-    assert "python -m lessons collectives" in readme_commands()
-    printed = ran(["collectives"], 1, tmp_path / "log", program="lessons/__main__.py", launcher="fork")
-    assert printed.count("  all-gather step 2: chunk r-2, complete, goes right") == 1
+def test_commands_of_the_lecture_run(tmp_path):
+    """All twelve stops; with the same batch their losses are the same."""
+    lines = dict.fromkeys(line for row in levels()[0] for line in commands(row[3]))
+    losses = [re.findall(r"loss (\S+)", run_short(line, tmp_path)) for line in lines]
+    losses = [some for some in losses if some]
+    assert len(lines) == 10 and len(losses) == 3 and losses[0] == losses[1] == losses[2]
+
+
+NEEDS = r"srun|HOST|gpt2|\.venv|git |pytest|my\.txt|pdb|--help|NAME|FILE|--tp 3"  # GPUs, nodes, a person; is refused
+
+
+@slow
+@pytest.mark.parametrize("page", PAGES, ids=NAME)
+def test_commands_run_as_typed(page, tmp_path):
+    """In the order of the page, with every step."""
+    blocks = re.findall(r"```\n(.*?)```", PAGES[page], re.DOTALL)
+    typed = [line for block in blocks for line in re.sub(r"\\\n *", " ", block).splitlines()]
+    typed += [line for line in commands(PAGES[page]) if line not in " ".join(typed)]
+    for line in [line.split("   ")[0].replace("runs/", f"{tmp_path}/") for line in typed]:
+        if not re.search(NEEDS, line):
+            process = command("bash", "-c", f'PATH="{os.path.dirname(sys.executable)}:$PATH"; {line}')
+            out, err = process.communicate(timeout=600)
+            assert process.returncode == 0, (line, out, err)
 
 
 def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
@@ -148,7 +231,7 @@ def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
     groups |= {"dp x cp": parallel.ranks_of_replicas(mesh), "ep 2, of dp": experts.flatten(0, 1),
                "copies of experts": experts.transpose(1, 2).flatten(0, 1)}
     for name, ranks in groups.items():
-        letters = re.search(rf"(?m)^{name}  +((?:[a-h] +){{16}})", README)[1].split()
+        letters = re.search(rf"(?m)^{name}  +((?:[a-h] +){{16}})", PAGES[TOP / "docs" / "words.md"])[1].split()
         assert sorted(ranks.tolist()) == sorted(
             [rank for rank in range(16) if letters[rank] == letter] for letter in {*letters}), name
 
@@ -162,7 +245,7 @@ def debugged(words):
 
 
 def test_readme_debugger_stops_in_what_was_read():
-    line = next(line for line in readme_commands() if line.startswith("python -m pdb"))
+    line = next(line for line in commands(PAGES[TOP / "docs" / "reading.md"]) if "-m pdb" in line)
     printed = in_new_process(debugged, [*shlex.split(line)[2:], *TRAIN])
     for name in ("train.py", "parallel.py"):
         assert re.search(rf"(?m)^  {re.escape(os.path.join(HERE, name))}\(\d+\)", printed), printed
@@ -170,14 +253,14 @@ def test_readme_debugger_stops_in_what_was_read():
 
 
 def library_code():
-    """README's, which wants a process without groups: the module of its model's class, the gradient."""
-    code, = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fast.on()" in block]
+    """README's, which wants a process without groups: the module of its model's class, the gradient's norm."""
+    code, = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(code, names := {})
-    return type(names["model"].reducer).__module__, names["model"].module.weight.grad.tolist()
+    return type(names["model"].reducer).__module__, names["norm"].item()
 
 
 def test_readme_library_code_is_fast():
-    assert in_new_process(library_code) == ("fast.overlap", [[4.0] * 3] * 2)
+    assert in_new_process(library_code) == ("fast.overlap", pytest.approx(128 ** 0.5))  # each of 8 gradients is 4
 
 
 def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
@@ -194,11 +277,9 @@ def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
 
 
 def readme_code(folder):
-    """README's Python as a module, but for the library's, which is a program of its own."""
-    code = "\n\n".join(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-                       if "fast.on()" not in block)
+    """The Python of docs/adding.md as a module."""
     with open(os.path.join(folder, "readme_code.py"), "w") as file:
-        file.write(code)
+        file.write("\n\n".join(re.findall(r"```python\n(.*?)```", PAGES[TOP / "docs" / "adding.md"], re.DOTALL)))
     spec = importlib.util.spec_from_file_location("readme_code", file.name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Runs of the programs in processes of their own, and what the README names."""
+"""Runs of the programs in processes of their own, and what stands in which file."""
 
 import contextlib
 import functools
@@ -9,7 +9,6 @@ import json
 import operator
 import os
 import pathlib
-import re
 import resource
 import runpy
 import signal
@@ -235,9 +234,8 @@ def end_of(run):
     return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["updates"], newest["scaler"]
 
 
-# --------------------------------------------------------------------------------------------------------------- README
+# ---------------------------------------------------------------------------------------------------------------- files
 
-README = pathlib.Path(HERE, "README.md").read_text()
 LECTURE = "model", "kernels", "collectives", "parallel", "train"
 FURTHER, WHOLE = ("further",), ("theory", "safe", "fast", "lessons", "bench", "test_all", "tests")
 
@@ -256,25 +254,6 @@ FILES = files_in([*LECTURE, *FURTHER, *WHOLE])
 def module_of(file):
     """The module of one of FILES. A room's own, "fast/__init__", is the package."""
     return importlib.import_module(file.removesuffix("/__init__").replace("/", "."))
-
-
-def readme_commands():
-    """Every command in README: lines of its fenced blocks, and what stands in backticks and starts like one."""
-    blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL) if not language]
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
-    lines = [part.split("   ")[0].strip() for line in lines for part in line.split(" && ")]
-    return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 |--",
-                                                              line)]
-
-
-def readme_levels():
-    """The reading path's levels, of the lecture's files, of further/ beside them, of the other rooms: each one's rows
-    (read, run, look for)."""
-    levels = README.split("\n## Reading path\n")[1].split("\n## ")[0].split("\n### ")[1:]
-    return [[[cell.strip() for cell in line.strip("| ").split("|")][-3:]
-             for table in re.findall(r"(?m)(?:^\|.*\n)+", level) for line in table.splitlines()[2:]]
-            for level in levels]
 
 
 def named(token, where=None):

@@ -123,7 +123,7 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
     ("v-min", lambda p: 2 * (p - 1) + 1 / 2, lambda p: 2 * p, lambda p: (p + 4) // 3, False),
     ("dualpipe-v", lambda p: (p - 1) / 2, lambda p: p - 1, lambda p: (2 * p + 1) / 2, True)])
 def test_schedules_in_a_v_idle_and_hold_what_their_papers_say(name, idle, published, held, equal):
-    """F = I = W = 1 for all layers of a rank, B = 2, F beside B = 3. A stage is half of a rank's layers, and DualPipeV's
+    """F = I = W = 1 for all layers of a rank, B = 2, F beside B = 3. A stage is half of a rank's layers. DualPipeV's
     table counts such halves: of 2p stages a bubble of (p-1) (F&B + B - 3W), and 2p + 1 activations."""
     for p in range(2, 9):
         for m in (2 * p, 4 * p):

@@ -174,7 +174,8 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
     if s.pp > 1:
         homes = homes_in(s)
         rank = homes[stages[0][0]]
-        neighbours = sum(homes.get(i + side, rank) != rank for i, _ in stages for side in (1, -1))  # F sends right, B left
+        # F sends to the next stage, B to the one before, if they live elsewhere.
+        neighbours = sum(homes.get(i + side, rank) != rank for i, _ in stages for side in (1, -1))
         passed = activation[0] // (s.tp if s.sp else 1)
         yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)

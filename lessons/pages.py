@@ -1,0 +1,276 @@
+"""Pages: the reference as a small site, prose beside the code it speaks of.
+
+    python -m lessons pages --out site    then open site/index.html in a browser
+
+A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
+numbers. Names lead to their definitions, in any file. The index is the README's reading path. Nothing is loaded from
+elsewhere, and no script runs. pages.css, beside this file, is the look.
+"""
+
+import ast
+import functools
+import html
+import io
+import itertools
+import keyword
+import pathlib
+import re
+import textwrap
+import tokenize
+
+from lessons import puzzles
+from lessons.puzzles import HERE
+
+FILES = [name for name in puzzles.FILES if "__" not in name]  # but for further/__init__.py, which has no code
+WIDE = 52  # columns: wider pictures stand above their code, not beside it
+
+
+# ------------------------------------------------------------------------------------------------- what names lead to
+
+def module_of(file):
+    return file.removesuffix(".py").replace("/", ".")
+
+
+def named(body):
+    """(name, line) of what these statements define."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        if isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{name}", line) for name, line in named(node.body))
+        if isinstance(node, ast.Assign):
+            yield from ((part.id, node.lineno) for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name))
+
+
+@functools.cache
+def tree_of(file):
+    return ast.parse((HERE / file).read_text())
+
+
+def definitions(file):
+    """{name: line}; of several of one name the first."""
+    return dict(reversed([*named(tree_of(file).body)]))
+
+
+def targets():
+    """{address, such as parallel.DDP.forward: the link to it}"""
+    found = {}
+    for file in FILES:
+        module = module_of(file)
+        found[module] = f"{module}.html"
+        found |= {f"{module}.{name}": f"{module}.html#{name}" for name in definitions(file)}
+    return found
+
+
+TARGETS = targets()
+
+
+class Names:
+    """What each name of a file leads to. (In the reference no local name is also a function's.)"""
+
+    def __init__(self, file):
+        self.module, self.imported, self.owner = module_of(file), {}, {}
+        self.ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
+        self.address = ""  # of the latest name, with what stands before its dots
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                self.imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
+            elif isinstance(node, ast.ClassDef):  # of each line in it
+                self.owner |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), f"{self.module}.{node.name}")
+
+    def tag(self, name, line, before, after):
+        """The tag that a name between two tokens gets, or None."""
+        if before == ".":
+            self.address += "." + name
+        elif name == "self":
+            self.address = self.owner.get(line, "")
+        else:
+            self.address = self.imported.get(name, f"{self.module}.{name}")
+        if keyword.iskeyword(name):
+            return "b"
+        if before != "." and (line, name) in self.ids:
+            return f'dfn id="{self.ids.pop((line, name))}"'
+        if self.address in TARGETS and name != "self" and after != "=":
+            return f'a href="{TARGETS[self.address]}"'
+
+
+# ----------------------------------------------------------------------------------------------------------------- code
+
+def highlighted(file):
+    """Html of each line: keywords <b>, strings <q>, numbers <var>, comments <em>, definitions <dfn>, uses <a>."""
+    text, names, before, out, at = (HERE / file).read_text(), Names(file), "", "", 0
+    starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # of lines, in the text
+    for token, after in itertools.pairwise(tokenize.generate_tokens(io.StringIO(text).readline)):
+        first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
+        if token.type == tokenize.NAME:
+            tag = names.tag(token.string, token.start[0], before, after.string)
+        else:
+            kind = tokenize.tok_name[token.type]
+            tag = "q" if "STRING" in kind else {"COMMENT": "em", "NUMBER": "var"}.get(kind)
+        words = html.escape(text[first:last])
+        if tag:  # in each of its lines
+            words = "\n".join(f"<{tag}>{part}</{tag.split()[0]}>" for part in words.split("\n"))
+        out += html.escape(text[at:first]) + words
+        before, at = token.string, last
+    return out.split("\n")
+
+
+class Row:
+    """Prose, and the numbers of the lines of code beside it. A row with a title begins a section."""
+
+    def __init__(self, title=""):
+        self.text, self.title, self.lines = "", title, []
+
+
+def docstrings(tree):
+    """{line: (its last line, its text)}"""
+    owners = ast.Module, ast.ClassDef, ast.FunctionDef
+    return {node.body[0].lineno: (node.body[0].end_lineno, text) for node in ast.walk(tree)
+            if isinstance(node, owners) and (text := ast.get_docstring(node))}
+
+
+def rows_of(file):
+    """A file's lines, all but blank ones, as rows in order. A class's first method stands beside the class's text."""
+    lines, texts, rows, n = (HERE / file).read_text().splitlines(), docstrings(tree_of(file)), [Row(file)], 0
+    while n < len(lines):
+        n += 1
+        line, row, gap = lines[n - 1], rows[-1], not lines[n - 2].strip()
+        goes_on = n - 1 in row.lines and line.find("#") == lines[n - 2].find("#")  # from the comment before
+        if n in texts:
+            n, text = texts[n]
+            row.text += "\n" + text
+        elif line.lstrip().startswith("#") and not goes_on:
+            said = line.strip().removeprefix("#").removeprefix(" ")
+            if said.startswith("-----"):
+                rows.append(Row(said.strip("- ")))
+            else:
+                if row.lines or gap:
+                    rows.append(Row())
+                rows[-1].text += said + "\n"
+        elif line.strip():
+            is_alone = len(row.lines) < 2 and n + 1 not in texts  # a class's first method, which has no text
+            if row.title or gap and (line[0] != " " or re.match(" +(@|def )", line) and not is_alone):
+                rows.append(Row())
+            rows[-1].lines.append(n)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------- prose
+
+def inline(text, module=""):
+    """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module. **Bold**
+    is Markdown's. Links to docs/reading.md lead to its page; of others the text stays."""
+    def linked(match):
+        nonlocal module
+        name = match[1] or match[2]
+        if name in FILES:
+            module = address = module_of(name)
+        else:
+            address = f"{module}.{name}"
+        code = f"<code>{name.replace(' ', ' <wbr>')}</code>"
+        return f'<a href="{TARGETS[address]}">{code}</a>' if address in TARGETS else code
+
+    text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
+    text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, text)
+    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
+
+
+def is_drawn(line):
+    """Whether a line of a comment is a picture's: indented by four, or in columns."""
+    return line.startswith("    ") or "   " in line
+
+
+def prose(text, module):
+    """Html of a docstring or comment."""
+    out = ""
+    for drawn, lines in itertools.groupby(text.splitlines(), is_drawn):
+        block = "\n".join(lines)
+        if drawn:
+            out += f"<pre>{html.escape(textwrap.dedent(block))}</pre>\n"
+        else:
+            out += "".join(f"<p>{inline(part, module)}</p>\n" for part in block.split("\n\n") if part.strip())
+    return out
+
+
+def anchor(title):
+    return re.sub(r"\W+", "-", title.lower())
+
+
+def beside(row, code, module):
+    """Html of a row: its prose to the left of its code, or above, where a picture needs the width."""
+    text, above = prose(row.text, module), not row.lines
+    above |= any(is_drawn(line) and len(line) > WIDE for line in row.text.splitlines())
+    title = f'<h2 id="section-{anchor(row.title)}">{row.title}</h2>\n' if row.title else ""
+    out = f'<section>{title}{text}</section>\n' if above else ""
+    lines = ""
+    for n in row.lines:
+        gap = "" if code[n - 2] or n == row.lines[0] else " class=gap"  # a blank line before it
+        lines += f'<span id="L{n}" data-n="{n}"{gap}>{code[n - 1]}</span>'
+    return out + f'<div class="row"><div>{"" if above else text}</div><pre>{lines}</pre></div>\n' * bool(lines)
+
+
+def file_page(file):
+    rows, code = rows_of(file), highlighted(file)
+    sections = "".join(f'<a href="#section-{anchor(row.title)}">{row.title}</a>\n' for row in rows[1:] if row.title)
+    first, *others = [beside(row, code, module_of(file)) for row in rows]
+    return f'{first}<nav>{sections}</nav>\n{"".join(others)}'
+
+
+# ---------------------------------------------------------------------------------------------------------------- index
+
+def markdown(text):
+    """Html of the README's headings, paragraphs, tables, pictures and commands."""
+    out = ""
+    for block in filter(None, map(str.strip, text.split("\n\n"))):
+        if block.startswith("#"):
+            marks, _, title = block.partition(" ")
+            out += f'<h{len(marks)} id="{anchor(title)}">{inline(title)}</h{len(marks)}>\n'
+        elif block.startswith("|"):
+            head, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", line.strip("| ")) for line in block.splitlines()]
+            out += "<table>" + "".join(f"<th>{name}</th>" for name in head)
+            for row in rows:
+                cells = [f'<td title="{name}">{inline(cell)}</td>' for name, cell in zip(head, row)]
+                out += f"<tr>{''.join(cells)}</tr>\n"
+            out += "</table>\n"
+        elif picture := re.fullmatch(r"!\[(.*)\]\(.*(assets/.*)\)", block):
+            out += f"<figure>{(HERE / picture[2]).read_text()}<figcaption>{picture[1]}</figcaption></figure>\n"
+        elif block.startswith("- "):
+            out += f"<ul>{''.join(f'<li>{inline(item)}</li>' for item in block[2:].split(chr(10) + '- '))}</ul>\n"
+        elif block.startswith("```"):
+            out += "<pre>" + html.escape(block.strip("`\n")) + "</pre>\n"
+        else:
+            out += f"<p>{inline(block)}</p>\n"
+    return out
+
+
+def index_page():
+    """The README's beginning, and its reading path."""
+    beginning, *sections = re.split(r"^(?=## )", (HERE / "README.md").read_text(), flags=re.M)
+    return markdown(beginning + next(some for some in sections if "Reading path" in some.splitlines()[0]))
+
+
+def pages(out):
+    """The reference as HTML, prose beside code, behind the README's reading path."""
+    pathlib.Path(out).mkdir(parents=True, exist_ok=True)
+    bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
+    bodies |= {module_of(file): file_page(file) for file in FILES}
+    for name, body in bodies.items():
+        links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]
+        pathlib.Path(out, f"{name}.html").write_text(f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} - ringGPT</title><style>{(HERE / "lessons/pages.css").read_text()}</style>
+<nav>{" ".join(links)}</nav>
+<main class="{"file" if name in TARGETS else "text"}">
+{body}</main></html>
+""")
+    print(f"{out}/index.html")
+
+
+def add_to(lessons):
+    """The lesson's flags, on the command line."""
+    lesson = lessons.add_parser("pages", help=pages.__doc__)
+    lesson.add_argument("--out", metavar="FOLDER", required=True, help="where the pages go")
+    lesson.set_defaults(demo=pages)

@@ -1,0 +1,350 @@
+"""Puzzles: the reference with a hole, because nothing teaches a collective like one that is missing.
+
+    python -m lessons puzzles                      lists them
+    python -m lessons puzzles ring --into ring     writes the reference into a folder, with a hole where the idea was
+    python -m lessons puzzles ring --check ring    runs that folder's code: green, or which rank got what
+    python -m lessons puzzles ring --solution      prints what stood there
+
+A puzzle is an example, which yields what each rank gets, by name. The reference runs it, too, and says what each rank
+should have got. The example imports inside, because that is where the folder's modules are found. Its docstring is the
+task. Holes are found by name; no solution is kept here.
+"""
+
+import ast
+import itertools
+import math
+import multiprocessing
+import os
+import pathlib
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+import traceback
+from typing import Callable, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+import kernels
+from safe import launch
+from safe.flags import BadInput
+
+HERE = pathlib.Path(__file__).resolve().parent.parent
+FILES = ["model.py", "kernels.py", "collectives.py", "parallel.py", "train.py",
+         *sorted(str(path.relative_to(HERE)) for path in HERE.glob("further/*.py"))]
+SECONDS = 20  # until a check gives up
+
+
+# ------------------------------------------------------------------------------------------------------------- examples
+
+def ring(rank):
+    """A step of the ring: send a chunk to the right, receive one from the left into `received`, and combine that with
+    this rank's own chunk of the same number. The result leaves in the next step. It goes into `sums`, if there is
+    room, else over the own chunk."""
+    import collectives as dist
+    whole, part = (rank + 1) * torch.arange(1.0, 7), torch.empty(2)
+    dist.reduce_scatter_tensor(part, whole)
+    yield "reduce-scatter", part
+    yield "the input of reduce-scatter, afterwards", whole
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    yield "all-reduce of the maximum", whole
+
+
+def hook(rank):
+    """When buckets leave: backward has computed this parameter's gradient. Note that it is there, and send every bucket
+    that is complete, in the order of the list."""
+    from parallel import DDP
+    factors = nn.ParameterList([torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5.0)])
+    net, under_way = DDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
+    for p in factors:
+        p.register_post_accumulate_grad_hook(lambda p: under_way.append(len(net.reducer.under_way)))
+    first, second, third = reversed(factors) if rank else factors  # so on rank 1 gradients come in another order
+    ((rank + 1) * first * second * third).backward()
+    yield "buckets on their way after each gradient", str(under_way)
+    net.finish_grad_sync()
+    yield "averaged gradients", torch.stack([p.grad for p in factors])
+
+
+def zero1(rank):
+    """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, the
+    slice of it that is this rank's."""
+    from parallel import ShardedOptimizer
+    weights = nn.Parameter(torch.tensor([10.0, 20, 30, 40, 50]))
+    optimizer = ShardedOptimizer([weights], torch.optim.SGD, lr=1.0)
+    ((rank + 1) * torch.arange(1, 6) * weights).sum().backward()
+    optimizer.finish_grad_sync()
+    yield "gradient of this rank's Nth", optimizer.shards[0].grad
+    optimizer.step()
+    yield "weights after the step", weights
+
+
+def zero3(rank):
+    """When a unit is freed in forward: it has just computed. What stays whole (`stays_whole`, `kept`) is not freed."""
+    from parallel import FSDP
+    net, whole = FSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
+    for layer in net.module:  # a unit each; the storage of one that is not whole has no bytes
+        layer.register_forward_hook(lambda *_: whole.append(sum(p.untyped_storage().nbytes() > 0
+                                                                for p in net.module.parameters())))
+    net(torch.ones(1, 2))
+    yield "whole units after each of 4 layers, the next one among them", str(whole)
+
+
+def g(rank):
+    """g's backward: Y was the sum of all ranks' terms, and every rank has the same dY. Return the gradient of this
+    rank's term, and None for the group."""
+    from parallel import ReduceFromGroup
+    term = torch.ones(2, requires_grad=True)
+    ReduceFromGroup.apply(term, None).backward(torch.tensor([3.0, 4]))
+    yield "gradient of its term", term.grad
+
+
+def vocabulary(rank):
+    """Three numbers a token: ranks exchange `top`, the largest logit of all slices, and `sums` (2, n): of all slices
+    the sum of exp(z - top), and the target's logit. `mine`, `total` and `target` are this slice's."""
+    from parallel import cross_entropy
+    logits = torch.tensor([[[1.0, 2]], [[3, 2]]])[rank].log().requires_grad_()                 # (1, V/N)
+    loss = cross_entropy(logits.unsqueeze(0), torch.tensor([[2]]), vocab_size=4)
+    loss.backward()
+    yield "loss", loss
+    yield "gradient of its logits", logits.grad
+
+
+def order(rank):
+    """1F1B's order: return a list of actions for each rank. `whole_batch` and `take_turns`, above, help."""
+    from parallel import one_f_one_b
+    yield "its list", " ".join(map(str, one_f_one_b(3, 4)[rank]))
+
+
+def transfers(rank):
+    """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to this rank's
+    list, and put the receive (`other_end` of the send) into the other's, so that no ranks wait for each other."""
+    from parallel import check, lower, schedules, ScheduleError
+    for name, schedule in schedules().items():
+        try:
+            check(lower(schedule(3, 3, 2)))
+            yield name, "a schedule that runs"
+        except ScheduleError as error:
+            yield name, str(error)
+
+
+def softmax(rank):
+    """Online softmax: `s` are the scores of a block of keys, `v` their values. Bring m, l and acc up to date, and scale
+    down what they held before. A row that has seen no key yet has m = -inf: never compute -inf - -inf."""
+    import kernels
+    kernels.tile_rows = lambda D: 16  # so that 32 keys are two blocks
+    q = torch.ones(1, 1, 34, 16)
+    q[:, :, 32] = -1
+    k, v = torch.tensor([[0, math.log(3) / 4], [2, 6]]).repeat_interleave(256, 1).view(2, 1, 1, 32, 16)
+    o, lse = kernels.attention_forward(q, k, v, True)  # scores 0 in the first block, log(3) or -log(3) in the second
+    yield "O of a query without keys, and of two others", o[0, 0, [0, 32, 33], 0]
+    yield "their L", lse[0, [0, 32, 33]]
+
+
+def norm(rank):
+    """Layer norm's backward: of one row, compute xhat, store dx, and add to this program's shares of dw and db."""
+    import kernels
+    x = torch.tensor([[1.0, 2, 6], [0, 4, 8]], requires_grad=True)
+    weight, bias = torch.tensor([[1.0, 2, 1], [0, 0, 0]]).unbind()
+    y = kernels.LayerNorm.apply(x, weight.requires_grad_(), bias.requires_grad_(), 0.0)
+    y.backward(torch.tensor([[1.0, 0, 0], [0, 1, 2]]))
+    yield "dx", x.grad
+    yield "dw", weight.grad
+    yield "db", bias.grad
+
+
+def zigzag(rank):
+    """Zigzag's slices: rank r of N has chunks r and 2N-1-r, `half` tokens each. Return which of this rank's queries see
+    which of another rank's keys, two slices, and whether attention within them is causal."""
+    from further.context import seen
+    tokens = [0, 1, 2, 3]
+    for other in range(3):
+        queries, keys, causal = seen(rank, other, half=2)
+        yield f"keys of rank {other}", f"{tokens[queries]} x {tokens[keys]}{', causal' * causal}"
+
+
+def expert(rank):
+    """An expert's scale: say in the parameter's place who averages its gradient, and of how many ranks' losses that is
+    the sum. `replace` copies a place with some fields changed."""
+    from further.experts import expert_parallel, MixtureOfExperts, split_experts
+    from model import GPTConfig
+    from parallel import DDP, make_mesh
+    layer = MixtureOfExperts(GPTConfig(n_embd=2, n_head=1, experts=2))
+    for t in [*layer.parameters(), *layer.buffers()]:
+        nn.init.zeros_(t)
+    layer.router.weight.data[1] = 50  # scores 0.5 and 1, so each token weighs the experts 1/3 and 2/3
+    expert_parallel(layer, *split_experts(make_mesh("cpu", dp=2), 2))
+    net = DDP(layer)
+    net(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
+    net.finish_grad_sync()
+    yield "gradient of its expert's bias", layer.experts.c_proj.bias.grad
+
+
+class Puzzle(NamedTuple):
+    """first: a name; the hole begins at the statement that mentions it first. Left out, it is the whole body.
+    until: a name; the hole ends before the statement that mentions it. Left out, at the end of the block."""
+    example: Callable
+    ranks: int
+    file: str
+    function: str
+    first: str = None
+    until: str = None
+
+
+PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
+    Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
+    Puzzle(hook, 2, "parallel.py", "Reducer.computed", "discard"),
+    Puzzle(zero1, 3, "parallel.py", "Bucket.__init__", "ranks"),
+    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", "tensors"),
+    Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward"),
+    Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", "save_for_backward"),
+    Puzzle(order, 3, "parallel.py", "one_f_one_b"),
+    Puzzle(transfers, 1, "parallel.py", "lower", "send"),
+    Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
+    Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
+    Puzzle(zigzag, 3, "further/context.py", "seen"),
+    Puzzle(expert, 2, "further/experts.py", "expert_parallel", "replace"))}
+
+
+# ---------------------------------------------------------------------------------------------------------------- holes
+
+def mentions(statement, name):
+    return name in re.findall(r"\w+", ast.unparse(statement))
+
+
+def from_mention(block, name):
+    """The innermost block's statements from the first that mentions a name."""
+    rest = list(itertools.dropwhile(lambda statement: not mentions(statement, name), block))
+    return rest and (from_mention(getattr(rest[0], "body", []), name) or rest)
+
+
+def hole(puzzle):
+    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError or ValueError if a name is
+    not there."""
+    text = (HERE / puzzle.file).read_text()
+    node = ast.parse(text)
+    for name in puzzle.function.split("."):
+        node = {getattr(inner, "name", ""): inner for inner in node.body}[name]
+    block = node.body[1:] if ast.get_docstring(node) else node.body
+    if puzzle.first:
+        block = from_mention(block, puzzle.first)
+    if puzzle.until:
+        block = block[:[mentions(statement, puzzle.until) for statement in block].index(True)]
+    return text.splitlines(), slice(block[0].lineno - 1, block[-1].end_lineno)
+
+
+def solution(puzzle):
+    lines, part = hole(puzzle)
+    return textwrap.dedent("\n".join(lines[part]))
+
+
+def empty(puzzle):
+    task = textwrap.fill("# Puzzle: " + " ".join(puzzle.example.__doc__.split()), 96, subsequent_indent="# ")
+    return task + "\nraise NotImplementedError('puzzle: nothing is written here yet')"
+
+
+def write(puzzle, folder, body):
+    """The reference's files, with a body, a text whose lines begin at column 0, in the hole."""
+    lines, part = hole(puzzle)
+    before = lines[part.start]
+    lines[part] = textwrap.indent(body, before[:len(before) - len(before.lstrip())]).splitlines()
+    for file in FILES:
+        path = pathlib.Path(folder, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(HERE / file, path)
+    pathlib.Path(folder, puzzle.file).write_text("\n".join(lines) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+def shown(value):
+    """A text as it is, a tensor's numbers to three digits. (+ 0.0, because -0.0 is the same number.)"""
+    return value if isinstance(value, str) else str((value.detach().double().round(decimals=3) + 0.0).tolist())
+
+
+def found_in(folder, example):
+    """{what: what this rank gets} by the modules of a folder."""
+    sys.path.insert(0, str(folder))
+    for module in [*sys.modules]:
+        if module.split(".")[0] in ("further", *(file[:-3] for file in FILES)):
+            del sys.modules[module]
+    return {what: shown(value) for what, value in example(torch_dist.get_rank())}
+
+
+def problems(puzzle, folder):
+    """What this rank gets wrong by a folder's code, a line each. Call it on all ranks of a group."""
+    wanted = found_in(HERE, puzzle.example)
+    try:
+        found = found_in(folder, puzzle.example)
+    except Exception as error:  # noqa: BLE001  whatever the solver's code raises
+        while error.__cause__:  # Triton's interpreter raises one error from another
+            error = error.__cause__
+        at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
+        where = f" ({os.path.basename(at[-1].filename)}, line {at[-1].lineno})" if at else ""
+        return [f"{type(error).__name__}: {error}{where}"]
+    return [f"{what}: got {found[what]}, should have got {wanted[what]}" for what in wanted
+            if found[what] != wanted[what]]
+
+
+def run_rank(puzzle, folder, rank, meeting):
+    """One process of a check. What it says goes into a file."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(1)  # a fork has no others
+    torch_dist.init_process_group("gloo", f"file://{meeting}/place", rank=rank, world_size=puzzle.ranks)
+    signal.alarm(SECONDS)  # which ends this process, even while it waits
+    pathlib.Path(meeting, str(rank)).write_text("".join(f"rank {rank}: {line}\n" for line in problems(puzzle, folder)))
+    torch_dist.barrier()  # before it the others may still wait for messages
+    os._exit(0)
+
+
+def check(puzzle, folder):
+    """Print "green", or what is wrong on which rank, with exit code 1."""
+    context, said = multiprocessing.get_context("fork" if launch.may_fork() else "spawn"), ""
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = [(puzzle, os.path.abspath(folder), rank, meeting) for rank in range(puzzle.ranks)]
+        processes = [context.Process(target=run_rank, args=some, daemon=True) for some in arguments]
+        for process in processes:
+            process.start()
+        for rank, process in enumerate(processes):
+            process.join()
+            place = pathlib.Path(meeting, str(rank))
+            late = f"rank {rank}: no result within {SECONDS} s; does it wait for a message that nobody sends?\n"
+            said += place.read_text() if place.exists() else late
+    print(said or "green\n", end="")
+    sys.exit(bool(said))
+
+
+def puzzles(name, into, check_in, shows_solution):
+    """Collectives, schedules and kernels to write: the reference with a hole, and a check."""
+    if not name:
+        for name, puzzle in PUZZLES.items():
+            print(f"{name:12}{puzzle.file:20}{puzzle.function:35}{puzzle.example.__doc__.split(':')[0]}")
+        return
+    puzzle = PUZZLES[name]
+    if shows_solution:
+        print(solution(puzzle))
+    if into:
+        if os.path.exists(into):
+            raise BadInput(f"--into {into}: it is there already; give a new folder, e.g. {into}-2")
+        write(puzzle, into, empty(puzzle))
+        print(f"{into}/{puzzle.file}, {puzzle.function}: write what is missing, then\n"
+              f"python -m lessons puzzles {name} --check {into}")
+    if check_in:
+        if not os.path.exists(os.path.join(check_in, puzzle.file)):
+            raise BadInput(f"--check {check_in}: no {puzzle.file} is there; write it first: --into {check_in}")
+        if puzzle.file == "kernels.py" and not kernels.HAVE_TRITON:
+            raise BadInput(f"--check: {name} needs Triton, which is not installed; take another one, e.g. ring")
+        check(puzzle, check_in)
+
+
+def add_to(lessons):
+    """The lesson's flags, on the command line."""
+    lesson = lessons.add_parser("puzzles", help=puzzles.__doc__)
+    lesson.add_argument("name", nargs="?", choices=[*PUZZLES], metavar="PUZZLE", help="left out, all are listed")
+    lesson.add_argument("--into", metavar="FOLDER", help="write the reference there, with a hole")
+    lesson.add_argument("--check", metavar="FOLDER", dest="check_in", help="run what is there on a small example")
+    lesson.add_argument("--solution", action="store_true", dest="shows_solution", help="print what stood in the hole")
+    lesson.set_defaults(demo=puzzles)

@@ -1,0 +1,99 @@
+"""`python -m lessons pages`: no line is lost, and no link leads nowhere."""
+
+import ast
+import html
+import io
+import re
+import tokenize
+
+import pytest
+
+import lessons.demos
+from lessons.pages import FILES, module_of, pages
+from lessons.puzzles import HERE
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """{name of a page: its text}"""
+    folder = tmp_path_factory.mktemp("site")
+    pages(folder)
+    return {path.name: path.read_text() for path in folder.glob("*")}
+
+
+def text_of(page):
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
+def words(text):
+    """What of a text shows: backticks and white space do not."""
+    return "".join(text.replace("`", "").split())
+
+
+def lines_with_code(text):
+    """Lines on which something stands that is neither comment nor docstring."""
+    skipped = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+    docs = [node.body[0] for node in ast.walk(ast.parse(text)) if getattr(node, "body", None)
+            and not isinstance(node, (ast.Lambda, ast.IfExp)) and isinstance(node.body[0], ast.Expr)
+            and isinstance(node.body[0].value, ast.Constant)]
+    inside = {line for doc in docs for line in range(doc.lineno, doc.end_lineno + 1)}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in skipped]
+    return {line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - inside
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_page_has_each_line_of_code_once_and_in_order_and_all_prose(site, file):
+    text = (HERE / file).read_text()
+    lines, page = text.splitlines(), site[module_of(file) + ".html"]
+    shown = [(int(n), text_of(line)) for n, line in re.findall(r'<span id="L(\d+)"[^>]*>(.*?)</span>', page)]
+    numbers = [n for n, _ in shown]
+    assert numbers == sorted(set(numbers)) and all(line == lines[n - 1] for n, line in shown)
+    assert lines_with_code(text) <= {*numbers}
+    assert all(lines[n - 1].lstrip().startswith("#") for n in {*numbers} - lines_with_code(text))
+    everything = words(text_of(page))
+    for n in {*range(1, len(lines) + 1)} - {*numbers}:
+        said = lines[n - 1].strip().strip('"').removeprefix("#").strip(" -")
+        assert words(said) in everything, (n, said)
+
+
+def test_each_link_has_a_target_and_nothing_is_loaded(site):
+    ids = {name: re.findall(r' id="([^"]*)"', page) for name, page in site.items()}
+    links = 0
+    for name, page in site.items():
+        assert len(ids[name]) == len({*ids[name]}) or name in ("index.html", "reading.html"), name  # equal headings
+        for link in re.findall(r'href="([^"]*)"', page):
+            target, _, place = link.partition("#")
+            assert target in ({*site} if target else {""}) and (not place or place in ids[target or name]), (name, link)
+            links += 1
+        assert not re.search(r"<script|<link|<img|<[^>]*src=|@import|url\(|href=.http", page), name
+    assert links > 1000
+
+
+def test_names_lead_to_their_definitions(site):
+    page = site["parallel.html"]
+    for link in ('.<a href="collectives.html#all_reduce">all_reduce</a>', 'self.<a href="parallel.html#Reducer.leave">',
+                 '<dfn id="Reducer.computed">computed</dfn>', '<a href="model.html#GPT">GPT</a>(config, seed='):
+        assert link in page, link
+
+
+def test_no_local_name_is_also_a_function_s():
+    """Its uses would lead to the function."""
+    for file in FILES:
+        tree = ast.parse((HERE / file).read_text())
+        names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        local = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        local |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        assert not names & local, file
+
+
+def test_the_index_is_the_reading_path(site):
+    index = site["index.html"]
+    assert index.count("<svg") >= 3 and "Reading path</h2>" in index
+    for stop in ('<a href="train.html"><code>train.py</code></a>', '"collectives.html#ring_reduce_scatter"',
+                 '"parallel.html#ShardedOptimizer"', '"further.context.html#RingAttention"'):
+        assert stop in index, stop
+
+
+@pytest.mark.parametrize("words", ["pages", "pages --into site"])
+def test_pages_with_bad_input_are_one_line_and_exit_code_2(words, refusal):
+    refusal(words.split(), lessons.demos.main)

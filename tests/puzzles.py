@@ -1,0 +1,106 @@
+"""`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
+
+import contextlib
+import os
+import sys
+import textwrap
+
+import pytest
+
+import lessons.demos
+import lessons.puzzles
+from lessons.puzzles import check, empty, hole, problems, PUZZLES, solution, write
+from tests.pool import in_new_process, pools
+from tests.walls import REFERENCE, SOURCES
+
+# A mistake in each solution: what stands there, what somebody writes, and what a rank is told
+MISTAKES = {
+    "ring": ("link.rank - 2 - s", "link.rank - 1 - s", "reduce-scatter: got ["),  # a step behind
+    "hook": ("not self.missing[self.buckets[self.next]]", "not self.missing[bucket]",  # sends incomplete buckets
+             "buckets on their way after each gradient: got [3, 3, 3], should have got [0, 0, 3]"),
+    "zero1": ("rank * self.numel // ranks, (rank + 1) * self.numel // ranks",  # all keep the first one
+              "0, self.numel // ranks", "weights after the step: got ["),
+    "zero3": (" or flat in self.kept", "", "got [1, 1, 1, 0], should have got [1, 1, 1, 1]"),
+    "g": ("grad, None", "grad / 2, None", "got [1.5, 2.0], should have got [3.0, 4.0]"),
+    "vocabulary": ("total * (mine - top).exp()", "total", "loss: got 1.153, should have got 0.981"),
+    "order": ("p - 1 - r", "p - r", "got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1"),
+    "transfers": ("[other].append(receive)", "[other].insert(0, receive)", "deadlock"),  # all receives first
+    "softmax": ("acc * alpha[:, None]", "acc", "and of two others: got ["),
+    "norm": (" - tl.sum(g, 0) / width", "", "dx: got [["),
+    "zigzag": ("slice(half), False", "slice(half, None), False",
+               "keys of rank 0: got [0, 1, 2, 3] x [2, 3], should have got [0, 1, 2, 3] x [0, 1]"),
+    "expert": (", losses=dist.get_world_size(group)", "", "got [[2.0, 2.0]], should have got [[1.0, 1.0]]"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Processes of their own, because wrong code may leave messages behind that nobody has received."""
+    with pools("cpu", plain=True) as get:
+        yield get
+
+
+@pytest.mark.parametrize("name", PUZZLES)
+def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, name):
+    puzzle, (right, wrong, said) = PUZZLES[name], MISTAKES[name]
+    assert solution(puzzle).count(right) == 1
+    bodies = {"empty": empty(puzzle), "solved": solution(puzzle), "wrong": solution(puzzle).replace(right, wrong)}
+    found = {}
+    for kind, body in bodies.items():
+        write(puzzle, tmp_path / kind, body)
+        found[kind] = ranks(puzzle.ranks).run(problems, puzzle, str(tmp_path / kind))
+    assert found["solved"] == [[]] * puzzle.ranks
+    for lines in found["empty"]:
+        assert len(lines) == 1 and lines[0].startswith("NotImplementedError: puzzle: nothing is written here yet (")
+    assert any(said in line for lines in found["wrong"] for line in lines), found["wrong"]
+
+
+def test_a_folder_has_the_whole_reference_and_no_solution(tmp_path):
+    for name, puzzle in PUZZLES.items():
+        write(puzzle, tmp_path / name, empty(puzzle))
+        assert solution(puzzle) not in textwrap.dedent((tmp_path / name / puzzle.file).read_text())
+        files = {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.py")}
+        assert files == {file for file in SOURCES if file.removesuffix(".py").split(os.sep)[0] in REFERENCE}
+
+
+@pytest.mark.parametrize("moved", [{"function": "Reducer.compute"}, {"function": "Reduce.computed"},
+                                   {"first": "discarded"}, {"until": "discarded"}], ids=str)
+def test_a_name_that_moved_is_found_out(moved):
+    with pytest.raises((LookupError, ValueError)):
+        hole(PUZZLES["hook"]._replace(**moved))
+
+
+def checked(printed, name, folder):
+    """The exit code of a check whose limit is a second. What it prints goes to a file."""
+    lessons.puzzles.SECONDS = 1
+    with open(printed, "w") as file, contextlib.redirect_stdout(file), pytest.raises(SystemExit) as end:
+        check(PUZZLES[name], folder)
+    return end.value.code
+
+
+def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
+    write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
+    assert in_new_process(checked, tmp_path / "green", "g", str(tmp_path / "g")) == 0
+    assert (tmp_path / "green").read_text() == "green\n"
+    silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
+    write(PUZZLES["ring"], tmp_path / "ring", silent)
+    assert in_new_process(checked, tmp_path / "red", "ring", str(tmp_path / "ring")) == 1
+    assert "rank 1: no result within 1 s; does it wait" in (tmp_path / "red").read_text()
+
+
+def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
+    def lesson(*words):
+        monkeypatch.setattr(sys, "argv", ["lessons", "puzzles", *words])
+        lessons.demos.main()
+        return capsys.readouterr().out
+
+    listed = lesson().splitlines()
+    assert len(listed) == len(PUZZLES) == 12 and max(map(len, listed)) <= 120
+    assert lesson("g", "--solution") == "return grad, None\n"
+    assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", str(tmp_path / "g"))
+    assert "# Puzzle: g's backward: " in (tmp_path / "g" / "parallel.py").read_text()
+
+
+@pytest.mark.parametrize("words", ["puzzles rings", "puzzles ring --into lessons", "puzzles ring --check lessons"])
+def test_a_puzzle_with_bad_input_is_one_line_and_exit_code_2(words, refusal):
+    refusal(words.split(), lessons.demos.main)
