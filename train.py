@@ -401,8 +401,8 @@ def newest(path):
 
 
 class Run:
-    """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and `source` (of
-    initial weights, or None)."""
+    """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and
+    `source` (of initial weights, or None)."""
     mode = "plain: the reference alone, which is what you read"
     flags, trainer = Flags, Trainer
 

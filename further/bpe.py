@@ -169,7 +169,7 @@ def write_learned(files, size, folder):
     texts = [file.read_bytes() for file in files]
     if not any(texts):
         raise ValueError(f"{files[0]}: no text to learn from")
-    if not 257 <= size <= 1 << 16:
+    if not 257 <= size <= 65536:
         raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536, e.g. 4096")
     merges = learn(texts, size)
     tokens = dict.fromkeys([*LETTERS.values(), *map("".join, merges), END])
@@ -181,8 +181,8 @@ def write_learned(files, size, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Learn a vocabulary from text.")
-    parser.add_argument("files", nargs="+", type=pathlib.Path, help="text files")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", nargs="+", type=pathlib.Path, help="text to learn from")
     parser.add_argument("--vocab-size", type=int, required=True, help="tokens: 256 bytes, one between texts, pairs")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for vocab.json and merges.txt")
     s = parser.parse_args()
