@@ -1,7 +1,8 @@
 """More schedules: how small can a pipeline's bubble get, and how few activations need its ranks hold?
 
 A schedule is a function of (p ranks, m micro-batches, v stages a rank) that returns a list of actions for each rank.
-Its name enters SCHEDULES, and `--schedule` takes it. parallel.py's section on pipelines lists the idle time of each.
+Its name enters SCHEDULES, and `--schedule` takes it. The idle time of interleaved and ZB-H1 stands in parallel.py's
+section on pipelines, that of the others below.
 
     torchrun --nproc_per_node 2 train.py --plain --pp 2 --micro-batches 4 --schedule zb-h1
 """

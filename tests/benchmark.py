@@ -69,6 +69,7 @@ TRAFFIC = {
         "--tp 2 --recompute block", "--tp 2 --recompute attention --micro-batches 2",
         "--pp 2 --micro-batches 4 --schedule zb-h1",
         "--pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2",
+        "--pp 2 --micro-batches 4 --schedule zb-v", "--pp 2 --micro-batches 4 --schedule v-min",
         "--dp 2 --experts 4 --ep 2", "--dp 2 --experts 4 --ep 2 --micro-batches 2 --expert-every 2",
         "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute block",
         "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute attention",
@@ -77,9 +78,7 @@ TRAFFIC = {
     3: ["--dp 3 --batch-size 6", "--dp 3 --zero 3 --batch-size 6 --dtype bf16",
         "--pp 3 --micro-batches 4 --schedule gpipe"],
     4: ["--dp 4 --zero 2 --zero-within 2 --micro-batches 2", "--dp 4 --zero 3 --zero-within 2",
-        "--dp 2 --tp 2 --zero 3 --micro-batches 2",
-        *(f"--dp 2 --pp 2 --zero {zero} --micro-batches 4 --schedule interleaved --virtual-stages 2"
-          for zero in (1, 2)),
+        "--dp 2 --tp 2 --zero 3 --micro-batches 2", "--dp 2 --pp 2 --zero 1 --micro-batches 4",
         "--tp 2 --pp 2 --sp --micro-batches 2", "--dp 2 --tp 2 --sp --zero 1",
         "--cp 4 --zero 3 --micro-batches 2", "--cp 2 --tp 2 --sp --zero 1",
         "--dp 2 --tp 2 --sp --zero 3 --dtype bf16", "--tp 2 --pp 2 --micro-batches 2",

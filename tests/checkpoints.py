@@ -63,7 +63,7 @@ MOVES = [  # a model, and through which layouts a run of it moves
     ("", [(4, "--tp 2 --sp"), (2, "--cp 2"), (4, "--pp 2 --zero 1 --micro-batches 2"), (1, ""),
           (4, "--zero 3 --zero-within 2"), (3, "--pp 3"), (2, "--zero 2 --tp 1")]),
     ("--n-layer 2 --experts 4", [(2, "--dp 2 --ep 2"), (1, ""), (2, "--dp 2"), (2, "--tp 2"), (2, "--pp 2"),
-                                 (2, "--dp 2 --ep 2 --zero 3")])]
+                                 (2, "--pp 2 --schedule zb-v"), (2, "--dp 2 --ep 2 --zero 3")])]
 
 
 @pytest.mark.parametrize("model,moves", MOVES, ids=["dense", "experts"])

@@ -82,7 +82,6 @@ MEMORY = [  # by how many bytes or what part measured activations may miss the p
     # Gradients on their way are no activations.
     (0.01, 2, [f"--zero {stage} {LATE}" for stage in (1, 2, 3)]),
     (0.1, 2, ["--pp 2 --micro-batches 2"]),  # what is sent and received, too
-    (0.1, 4, [f"--dp 2 --pp 2 --zero {stage} {LATE} --schedule interleaved --virtual-stages 2" for stage in (1, 2)]),
     # What experts take follows from the tokens that they got. A router's counts are on no list.
     (0.02, 1, [EXPERTS, f"{EXPERTS} --dtype bf16 --top-k 1"]),
     (0.02, 2, [f"{EXPERTS} {more}" for more in ("--dp 2 --ep 2", "--dp 2 --ep 2 --recompute attention", "--tp 2",

@@ -44,13 +44,6 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert whole.get_parameter("h.0.mlp.c_proj.weight").std() < 0.6 * whole.get_parameter("h.0.mlp.c_fc.weight").std()
 
 
-def test_pieces_in_a_row_are_the_model():
-    x = TOKENS
-    for pieces in range(1), range(1, 2), range(2, 4):
-        x = small(pieces=pieces, tied=False)(x)
-    assert x.equal(small(tied=False)(TOKENS))
-
-
 def test_generate():
     net = small().double()
     start = torch.tensor([[1, 2], [3, 4]])

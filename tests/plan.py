@@ -11,6 +11,7 @@ import bench
 import further.context
 import lessons.plan
 import model
+import parallel
 import theory.clock
 import theory.speed
 import train
@@ -20,6 +21,7 @@ from tests.runs import parse
 from further.context import own_tokens
 from lessons.plan import HALVES, all_layouts, describe_layout
 from safe.flags import check_layout, Settings
+from theory.clock import simulate
 from theory.memory import needed_bytes
 from theory.speed import mfu, mfu_note, predict, ring_hides, stage_seconds
 from theory.traffic import messages
@@ -99,12 +101,14 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert close(updates[0], updates[1], 1e-6) and close(updates[0], updates[2], 1e-6)  # each rank's Nth of all
 
 
-@pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2),
+                                        ("zb-v", 1), ("v-half", 1), ("dualpipe-v", 1)])
 def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, v):
     machine = dataclasses.replace(FAST, elementwise=3e12)  # W no longer than F, else ZB-H1 idles more
     s = layout(f"--pp 4 --micro-batches 8 --schedule {schedule} --virtual-stages {v}")
-    f, i, w = stage_seconds(EVEN, s, machine, theory.clock.stages_in(s, EVEN, 1))
-    assert close(predict(EVEN, s, machine).bubble, 3 * (f + i + (-w if schedule == "zb-h1" else w)) / v, 0.05)
+    stages = theory.clock.stages_in(s, EVEN, 1)
+    timeline = simulate(parallel.SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))
+    assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 
 
 @pytest.mark.parametrize("dtype,factors", [("bf16", (2, 2.4)), ("fp32", (4, 3.2))])

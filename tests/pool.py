@@ -278,7 +278,7 @@ def on_ranks(size=None):
     return test_of
 
 
-def run_body(module, name, **parameters):
+def run_body(module, name, /, **parameters):
     """What `on_ranks` has made a test of. It travels by name, because the test stands in its place."""
     getattr(importlib.import_module(module), name).__wrapped__(**parameters)
 

@@ -59,8 +59,9 @@ def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
 PROGRAMS = [  # processes, flags
     (1, ""), (4, "--dp 2 --tp 2"), (2, "--tp 2 --sp"), (4, "--cp 2 --dp 2 --zero 2"), (2, "--cp 2 --cp-kind ulysses"),
     (2, "--dp 2 --ep 2 --experts 4"), (2, "--pp 2 --schedule zb-h1"),
-    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--zero 3"), (4, "--dp 2 --pp 2 --zero 1"),
-    (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"), (2, "--dtype fp16 --zero 3")]
+    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--pp 2 --schedule zb-v"), (2, "--zero 3"),
+    (4, "--dp 2 --pp 2 --zero 1"), (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"),
+    (2, "--dtype fp16 --zero 3")]
 OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
 
 

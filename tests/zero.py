@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 
 import pytest
@@ -15,6 +16,7 @@ import parallel
 from further.nodes import average_between
 from tests.collectives import ring_only
 from tests.data import laid_out, module_and_inputs, stepped_by
+from tests.layouts import SMALL, tokens_of
 from tests.pool import close, is_plain, on_both, on_ranks
 from safe.flags import Settings
 from theory.memory import memory_bytes
@@ -107,6 +109,27 @@ def test_zero_keeps_what_the_table_says(zero, within):
         opt.step()
     table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
     assert abs(kept / sum(table[kind] for kind in ("parameters", "gradients", "optimizer")) - 1) < 0.05, (kept, table)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@on_ranks(4)
+def test_each_gradient_is_reduced_once_under_several_stages(zero):
+    """At stage 2 once a micro-batch. `step` reduces none."""
+    device = torch.get_default_device()
+    net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4),
+                               parallel.Layout(dp=2, pp=2, zero=zero, schedule="interleaved", virtual_stages=2),
+                               device)
+    optimizer = net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (t.to(device).split(4)[dist.get_rank(net.groups.dp)].split(1) for t in tokens_of(0))
+    before = bytes_alive()
+    dist.reset_traffic()
+    net.forward_backward(x, y)
+    k = 4 * sum(param.numel() for param in stepped_by(optimizer))  # half of the gradients, padded
+    sent = dist.traffic()["reduce_scatter_tensor"]
+    assert sent.bytes == {1: 1, 2: len(x)}[zero] * k
+    assert bytes_alive() - before < 2.5 * k  # full ones would add 2 k
+    optimizer.step()
+    assert dist.traffic()["reduce_scatter_tensor"] == sent
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)

@@ -84,12 +84,6 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
     return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
 
 
-@functools.cache
-def longest_idle(schedule, p, m, v, *costs):
-    """The most time that a rank computes nothing, with `simulate`'s costs."""
-    return max(simulate(parallel.schedules()[schedule](p, m, v), *costs).idle)
-
-
 def draw(timeline, unit=1.0):
     """The timeline as text: a row a rank, a column a unit of time. F2 is F of micro-batch 2; dots are idle time."""
     columns = round(timeline.length / unit)

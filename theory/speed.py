@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import parallel
-from theory.clock import longest_idle, stages_in
+from theory.clock import homes_in, stages_in
 from theory.memory import local_elements
 from theory.traffic import HALVES, contents, in_two_levels, messages, sent, tokens_of, widths
 
@@ -270,9 +270,13 @@ def predict(config, s, machine):
     cp = context_seconds(config, s, machine, blocks, spent)
     waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
 
-    # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's
-    # gradient.
-    bubble = longest_idle(s.schedule, s.pp, m, s.virtual_stages, f + waits, i + waits, w)
+    # Each further rank adds so much idle time on the clock, where I takes a little longer than F and W: the lecture's
+    # bubble, which zero-bubble schedules fill with W. (V-Min's is longer, by what grows with m.) Ranks wait for
+    # transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's gradient.
+    forward, back, v = f + waits, i + waits, len(homes_in(s)) // s.pp
+    filled = {"zb-h1": forward + back - w, "zb-v": back - w / 2, "v-half": 3 * back / 2,
+              "v-min": 2 * (forward + back + w) / 3, "dualpipe-v": (forward + back - w) / 2}
+    bubble = (s.pp - 1) * filled.get(s.schedule, (forward + back + w) / v)
     transfers = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)
