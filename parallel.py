@@ -156,7 +156,7 @@ class Bucket:
     def message(self):
         """The total, as it is sent; the bucket forgets it. A parameter without a gradient counts as zero."""
         for param in self.params:
-            self.collect(param)  # in float32 they are all in .grad until now
+            self.collect(param)  # those of all micro-batches have added up in .grad; now they lie side by side
         total, self.total = self.total, None
         if total is None:
             total = self.zeros(self.total_dtype)
@@ -410,8 +410,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """The shard is a view of `weights`, and so are the parameters: to step it changes this rank's Nth of them. The
-        others' arrive by all-gather."""
+        """Shard, `weights` and parameters share one memory, so to step the shard is to change this rank's Nth of the
+        parameters. The other ranks' Nths arrive by all-gather."""
         self.inner.step()
         self.cast()
         self.gather_weights(self.buckets)
@@ -463,7 +463,8 @@ def make_shard(bucket, sharded):
             bucket.view(values, p).copy_(p.detach())
         dist.broadcast(values, group=bucket.group, group_src=0)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
-    bucket.shard = nn.Parameter(values[bucket.own].to(master_dtype(values.dtype)), first.requires_grad)
+    own = values[bucket.own].to(master_dtype(values.dtype))  # copies 16-bit values alone; else it is a view
+    bucket.shard = nn.Parameter(own, first.requires_grad)
     bucket.total_dtype = bucket.shard.dtype
     cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
     bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
@@ -585,30 +586,33 @@ class Units:
             unit.register_forward_pre_hook(partial(self.before_forward, after))
             unit.register_forward_hook(partial(self.after_forward, before))
 
-    def before_forward(self, following, unit, inputs):
-        self.gather(unit)
-        if not self.in_backward:  # which runs a unit again where it was not kept, and fetches by itself
-            self.fetch(following)
+    # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
+    # inside of units.) Backward has gathered the unit then, and will free it.
 
-    def after_forward(self, following, unit, inputs, output):
-        """following: in backward."""
+    def before_forward(self, next_in_forward, unit, inputs):
+        self.gather(unit)
+        if not self.in_backward:
+            self.fetch(next_in_forward)
+
+    def after_forward(self, next_in_backward, unit, inputs, output):
+        """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
+        `before_backward` is hooked."""
         if self.in_backward:
             return
         for flat in self.flats_of[unit]:
             if not (flat.stays_whole or flat in self.kept):
                 flat.free()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if tensors:  # by the first gradient of any of them
-            hook = partial(self.before_backward, unit, following)
+        if tensors:  # any: by the first of several outputs
+            hook = partial(self.before_backward, unit, next_in_backward)
             register_multi_grad_hook(tensors, hook, mode="any")
 
-    def before_backward(self, unit, following, grad):
-        """Called first in the backward of a unit."""
+    def before_backward(self, unit, next_in_backward, grad):
         self.in_backward = True
         self.gather(unit)
         for flat in self.flats_of[unit]:
             self.expect(flat)
-        self.fetch(following)
+        self.fetch(next_in_backward)
 
     def gather(self, unit):
         for flat in self.flats_of[unit]:
@@ -1117,7 +1121,8 @@ def lower(lists):
 
     Why there is no deadlock: number the transfers in the order in which they are appended here. Then each rank's list
     has its transfers in the order of their numbers. Take the lowest number that is not done: both of its ranks have
-    done all their earlier transfers, so both can reach it.
+    done all their earlier transfers. The actions between need only results that these have brought, or that were made
+    here. So both ranks can reach it.
     """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
@@ -1153,10 +1158,11 @@ def check(lists):
 
     def can_run(action, done, waiting):
         kind, s, i = action
-        if kind[0] in "SR":  # a rank at a transfer waits until the other rank is at the same one
+        if kind[0] in "SR":
             send = action if kind[0] == "S" else other_end(action)
-            made = Action("F" if kind[1] == "F" else "I", send.stage, i)
-            return made in done and send in waiting and other_end(send) in waiting
+            is_made = Action("F" if kind[1] == "F" else "I", send.stage, i) in done
+            both_are_there = send in waiting and other_end(send) in waiting
+            return is_made and both_are_there
         received = Action("RF" if kind == "F" else "RB", s, i)
         return all((result if homes[result.stage] == homes[s] else received) in done
                    for result in needs(action, homes))
@@ -1486,8 +1492,8 @@ def parallelize(config, layout, device, source=None):
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. Data parallel last, because steps 2 and 4 put new parameters in place of the old. (ZeRO-3 stands in step 4,
-        # and `make_optimizer` makes what `shards_in_optimizer`.)
+        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them. This is DDP; at
+        # stage 3 it is FSDP, in step 4, which shards weights as they come; else `make_optimizer`'s ShardedOptimizer.
         if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model

@@ -61,16 +61,20 @@ def chart(title, groups, y=0):
 
 def draw_ring():
     states = list(zip(*of_all_ranks(ring_states())))  # [state][rank][chunk]
-    n, width = len(states[0]), 1000 / len(states)
+    n, width = len(states[0]), 960 / len(states)
     names = ["start", *(f"{half} {s}" for half in ("reduce-scatter", "all-gather") for s in range(n - 1))]
-    out = [words(width * s + width / 2, 14, name) for s, name in enumerate(names)]
+    out = [words(40 + width * s + width / 2, 14, name) for s, name in enumerate(names)]
+    out += [words(38, 39 + 30 * r, f"rank {r}", 10, "end") for r in range(n)]
     cell = (width - 15) / n
     for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
-        x, y, w = width * s + 8 + cell * c, 22 + 30 * r, (cell - 3) / n
+        x, y, w = 48 + width * s + cell * c, 22 + 30 * r, (cell - 3) / n
         out.append(box(x, y, n * w, 26, "#888", opacity=0.2))
         out += [box(x + w * i, y, w, 26, COLOURS[i]) for i in range(n) if states[s][r][c] >> i & 1]
-    text = f"a row a rank, a column a chunk, a colour for each of the {n} ranks whose data the chunk holds"
-    return 44 + 30 * n, [*out, words(500, 38 + 30 * n, text)]
+        if s and states[s][r][c] != states[s - 1][r][c]:
+            out.append(box(x, y + 27, n * w, 2, "#888"))
+    text = (f"a column a chunk, 0 to {n - 1}; a colour for each of the {n} ranks whose data it holds; "
+            "a line under what arrived")
+    return 44 + 30 * n, [*out, words(520, 38 + 30 * n, text)]
 
 
 def draw_zero_stages():
