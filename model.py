@@ -12,11 +12,13 @@ Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting param
 """
 
 import functools
+import itertools
 import math
 import zlib
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import kernels
@@ -214,16 +216,25 @@ class GPT(nn.Module):
             x = piece(x)
         return x
 
-    @torch.no_grad()
     def generate(self, tokens, n, temperature=1.0, top_k=None, seed=None):
-        """Continue tokens (B, T) by n sampled ones: (B, T + n).
+        """Continue tokens (B, T) by n sampled ones: (B, T + n). Other arguments as for `stream`."""
+        sampled = self.stream(tokens, temperature, top_k, seed)
+        return torch.cat([tokens, *itertools.islice(sampled, n)], 1)
 
-        Temperature 0 takes the likeliest token, top_k samples among the k likeliest. Each token runs the whole
-        context again, because there is no cache of keys and values.
+    @torch.no_grad()
+    def stream(self, tokens, temperature=1.0, top_k=None, seed=None):
+        """Yield without end a token (B, 1) that continues tokens (B, T) and all those yielded before.
+
+        Temperature 0 takes the likeliest token, top_k samples among the k likeliest.
         """
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-        for _ in range(n):
-            logits = self(tokens[:, -self.config.seq_len:])[:, -1].float()                    # (B, V)
+        seen = 0
+        while True:
+            if tokens.shape[1] > self.config.seq_len:  # the context slides: all positions change, so all tokens run
+                tokens, seen = tokens[:, -self.config.seq_len:], 0
+            if seen == 0:
+                caches = [Cache(self.config.seq_len) for _ in self.h]
+            logits = self.newest_logits(tokens, seen, caches).float()                         # (B, V)
             if top_k:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
@@ -231,8 +242,35 @@ class GPT(nn.Module):
                 token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             else:
                 token = logits.argmax(-1, keepdim=True)
+            yield token
+            seen = tokens.shape[1]
             tokens = torch.cat([tokens, token], 1)
-        return tokens
+
+    @torch.inference_mode()
+    def newest_logits(self, tokens, seen, caches):
+        """Logits (B, V) of what follows tokens (B, T). The blocks' caches have seen the first `seen` of them."""
+        x = self.wte(tokens[:, seen:]) + self.wpe.weight[seen:tokens.shape[1]]                # (B, T - seen, C)
+        for block, cache in zip(self.h.values(), caches):
+            block.attn.attention = cache
+            x = block(x)
+            del block.attn.attention
+        return self.head(x[:, -1:])[:, 0]
+
+
+class Cache:
+    """In place of a block's attention: keeps keys and values, so that a new token computes one row of scores."""
+
+    def __init__(self, length):
+        self.length, self.seen = length, 0
+
+    def __call__(self, qkv):                                           # (B, t, 3, H, D), of t new tokens
+        first, self.seen = self.seen, self.seen + qkv.shape[1]
+        if first == 0:
+            self.kv = qkv.new_empty(len(qkv), self.length, 2, *qkv.shape[3:])
+        self.kv[:, first:self.seen] = qkv[:, :, 1:]
+        k, v = self.kv[:, :self.seen].permute(2, 0, 3, 1, 4)                                  # 2 x (B, H, T, D)
+        q = qkv[:, :, 0].transpose(1, 2)                                                      # (B, H, t, D)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=first == 0).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- weights

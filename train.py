@@ -18,6 +18,7 @@ of some of its parts: they check the input, start the processes that a layout ne
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -49,7 +50,8 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running me
 @dataclass
 class Flags:
     """Flags of the command line, --with-dashes."""
-    data: str = flag("", "a text file, read as bytes; left out, the source of Python's standard library")
+    data: str = flag("", "a text file; left out, the source of Python's standard library")
+    tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, tokens are bytes")
     model: str = flag("tiny", "preset", choices=list(PRESETS))
     n_layer: int = flag(None, "blocks, instead of the preset's")
     n_head: int = flag(None, "attention heads, instead of the preset's")
@@ -91,7 +93,9 @@ class Flags:
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
     sample: int = flag(200, "tokens to generate at the end; 0: none")
-    prompt: str = flag("def ", "what the sample continues (data of bytes)")
+    prompt: str = flag("def ", "what the sample continues")
+    temperature: float = flag(0.8, "of the sample; 0 takes the likeliest token each time")
+    top_k_sample: int = flag(40, "how many of the likeliest tokens each one of the sample is drawn from; 0: all")
     out: str = flag("", "folder for log.jsonl and checkpoints")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
     resume: str = flag("", "checkpoint to go on from, or its folder; no value: --out", nargs="?", const="newest")
@@ -143,9 +147,33 @@ def standard_library():
 
 
 def read_texts(files):
-    """All files' bytes, uint8, in the order of their names; a file with a zero byte in it is no text and left out."""
+    """Each file's bytes, in the order of their names; a file with a zero byte in it is no text and left out."""
     texts = [file.read_bytes() for file in sorted(files)]
-    return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
+    return [text for text in texts if b"\0" not in text]
+
+
+class Bytes:
+    """The vocabulary that needs no file: each byte of a text is a token. further/bpe.py's has the same methods."""
+
+    def __len__(self):
+        return 256
+
+    def tokens_of(self, texts):
+        return np.frombuffer(b"\n".join(texts), np.uint8)
+
+    def encode(self, text):
+        return list(os.fsencode(text))
+
+    def decode(self, tokens):
+        return bytes(min(token, 255) for token in tokens).decode(errors="replace")
+
+
+def vocabulary_of(folder):
+    """The vocabulary of --tokenizer."""
+    if not folder:
+        return Bytes()
+    from further.bpe import Tokenizer
+    return Tokenizer(folder)
 
 
 def split(tokens):
@@ -198,11 +226,11 @@ class LossScale:
 
 class Trainer:
     """Model, optimizer, data and this rank's place in the mesh. s: the Flags. source(name) gives a parameter's initial
-    value; None: the seed does. data: (training tokens, held-out tokens)."""
+    value; None: the seed does. data: (training tokens, held-out tokens, their vocabulary)."""
 
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
-        self.train_data, self.held_out = data
+        self.train_data, self.held_out, self.vocabulary = data
         self.control = dist.new_group(backend="gloo")  # all ranks, for `agree`; on the CPU, where Python reads it
         source = source or (lambda name: initial_weight(config, name, s.seed))
         self.net = parallel.parallelize(config, layout_of(s), device, source)
@@ -308,12 +336,16 @@ class Trainer:
 
     def show_sample(self):
         """Rank 0 prints what the model goes on with after the prompt."""
-        whole = self.whole_model()
+        whole, prompt = self.whole_model(), self.vocabulary.encode(self.s.prompt or "\n")
         if dist.get_rank() == 0:
-            prompt = torch.tensor([list(os.fsencode(self.s.prompt)) or [10]], device=self.device)
-            tokens = whole.generate(prompt, self.s.sample, 0.8, top_k=40, seed=self.s.seed)[0].tolist()
-            text = bytes(min(t, 255) for t in tokens).decode(errors="replace")
+            sampled = itertools.islice(self.stream(whole, prompt), self.s.sample)
+            text = self.vocabulary.decode(prompt + [token.item() for token in sampled])
             print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
+
+    def stream(self, whole, prompt):
+        """Yield tokens (1, 1) that go on after the prompt, without end."""
+        start = torch.tensor([prompt], device=self.device)
+        return whole.stream(start, self.s.temperature, self.s.top_k_sample, self.s.seed)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
     # the number of steps stands for the position in the data and the state of every random generator.
@@ -369,8 +401,8 @@ def newest(path):
 
 
 class Run:
-    """What a command line asks for: `s` (Flags), `config`, `data`, `saved` (a checkpoint, or None) and `source` (of
-    initial weights, or None)."""
+    """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and
+    `source` (of initial weights, or None)."""
     mode = "plain: the reference alone, which is what you read"
     flags, trainer = Flags, Trainer
 
@@ -384,8 +416,12 @@ class Run:
             refuse("--batch-size must be a multiple of --dp x --micro-batches")
         s.device = device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
+        vocabulary = vocabulary_of(s.tokenizer)
+        if s.tokenizer:
+            s.vocab_size = len(vocabulary)
         self.s, self.config, self.saved, self.source = s, config_of(s), None, None
-        self.data = split(read_texts([pathlib.Path(s.data)] if s.data else standard_library()))
+        texts = read_texts([pathlib.Path(s.data)] if s.data else standard_library())
+        self.data = *split(vocabulary.tokens_of(texts)), vocabulary
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
                                     weights_only=True)

@@ -125,9 +125,13 @@ class Row:
 
 def docstrings(tree):
     """{line: (its last line, its text)}"""
-    owners = ast.Module, ast.ClassDef, ast.FunctionDef
-    return {node.body[0].lineno: (node.body[0].end_lineno, text) for node in ast.walk(tree)
-            if isinstance(node, owners) and (text := ast.get_docstring(node))}
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            is_file = isinstance(node, ast.Module)  # whose text begins at the margin, so that nothing is cut off
+            if text := ast.get_docstring(node, clean=not is_file):
+                found[node.body[0].lineno] = node.body[0].end_lineno, text
+    return found
 
 
 def rows_of(file):

@@ -73,7 +73,7 @@ def configs_of(config):
 def make_trainer(config, s, device):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
     trainer = WatchedTrainer if s.plain else run.FastTrainer
-    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, False), device)
+    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, None), device)
 
 
 WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # axes on which the caller waits for all-reduces

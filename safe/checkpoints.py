@@ -18,13 +18,14 @@ from model import GPTConfig, shapes
 from safe.files import crc_of_file, read_safetensors, sync_folder, write_file, write_safetensors
 from safe.flags import BadInput, dashed, reject
 from safe.huggingface import open_hf, write_hf
-from train import config_of, MOMENTS
+from train import Bytes, config_of, MOMENTS
 
 # A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
 # .step-00000200.part, which is renamed only when every byte is on the disk:
 #
 #     step-00000200/
 #         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
+#         vocab.json, merges.txt           of a tokenizer, if the run has one
 #         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
@@ -43,7 +44,7 @@ def run_of(s, config, data):
     edges = slice(0, 1 << 20), slice(-1 << 20, None)  # of each part: reading all would take minutes
     crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in data[:2] for edge in edges]).tobytes())
     return {**settled(s, config),
-            "data": {"tokens": len(data[0]) + len(data[1]), "bytes": bool(data[2]), "crc32": crc}}
+            "data": {"tokens": len(data[0]) + len(data[1]), "bytes": isinstance(data[2], Bytes), "crc32": crc}}
 
 
 def settled(s, config):
@@ -68,9 +69,10 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
 
 # ------------------------------------------------------------------------------------------------------------- written
 
-def write_checkpoint(out, manifest, config, dtype, get):
+def write_checkpoint(out, manifest, config, dtype, get, texts):
     """Write a checkpoint into the folder `out`; OSError if that fails. get(label) returns one whole tensor at a time,
-    in the order of Trainer.whole_tensors. manifest: all but the files and checksums."""
+    in the order of Trainer.whole_tensors. manifest: all but the files and checksums. texts: {name: contents} of a
+    tokenizer's files."""
     name = f"step-{manifest['step']:08}"
     part = os.path.join(out, f".{name}.part")
     try:
@@ -78,6 +80,7 @@ def write_checkpoint(out, manifest, config, dtype, get):
         files["optimizer.safetensors"] = write_safetensors(
             os.path.join(part, "optimizer.safetensors"),
             {label: (dtype, shape) for label, shape in moments_of(config).items()}, get)
+        files |= {file: write_file(os.path.join(part, file), text) for file, text in texts.items()}
         manifest = manifest | {"format": 1, "files": files}
         write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
         sync_folder(part)
@@ -115,21 +118,21 @@ class Checkpoint:
     config: GPTConfig
     source: Callable  # source(name): a whole parameter
     moments: dict     # {label: whole tensor}; these and the parameters are read when used
+    tokenizer: str    # folder of the tokenizer's files, "" if the run had none
 
 
 def open_plain(path):
-    """A file step-00000200.pt, as the reference writes it. Its manifest says nothing of the data but that it is bytes.
-    """
+    """A file step-00000200.pt, as the reference writes it. Its manifest says of the data only whether it is bytes."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        s = types.SimpleNamespace(**{"on_nan": "stop", "init_from": "", **saved["flags"]})
+        s = types.SimpleNamespace(**{"on_nan": "stop", "init_from": "", "tokenizer": "", **saved["flags"]})
         config, tensors = config_of(s), saved["tensors"]
         manifest = {"step": saved["step"], "updates": saved["step"] - saved["skipped"], "skipped": saved["skipped"],
-                    "scaler": saved["scaler"], "run": {**settled(s, config), "data": {"bytes": True}}}
+                    "scaler": saved["scaler"], "run": {**settled(s, config), "data": {"bytes": not s.tokenizer}}}
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
     weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
-    return Checkpoint(path, manifest, config, weights.get, tensors)
+    return Checkpoint(path, manifest, config, weights.get, tensors, s.tokenizer)
 
 
 def why(error):
@@ -168,7 +171,7 @@ def open_checkpoint(path, read_all):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {file}: {why(error)}; move that folder away to go on from the checkpoint "
                        "before, or give a whole one") from None
-    return Checkpoint(path, manifest, config, source, moments)
+    return Checkpoint(path, manifest, config, source, moments, path if "vocab.json" in manifest["files"] else "")
 
 
 def find_checkpoint(s, read_all):

@@ -1,25 +1,113 @@
 """Text, folders of text and files of tokens, refused in one line where they cannot be trained on."""
 
+import concurrent.futures
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
 import os
 import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
 
 import numpy as np
 
-from safe.flags import reject
-from train import read_texts, split, standard_library
+from further.bpe import END, FILES, text_of, Tokenizer
+from safe.files import write_blocks
+from safe.flags import BadInput, reject
+from safe.folder import writable
+from train import Bytes, read_texts, split, standard_library, vocabulary_of
 
 
-def load_data(s):
-    """(training tokens, held-out tokens, whether they are bytes): arrays, uint8 or, mapped from a .bin, uint16."""
+class Numbers:
+    """The vocabulary of a .bin without a tokenizer: a token shows as its number. Samples go on after the number 0."""
+
+    def encode(self, text):
+        return [0]
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+# ------------------------------------------------------------------------------------------------------- vocabularies
+
+def open_vocabulary(s, checkpoint):
+    """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes."""
+    if s.tokenizer:
+        flag, folder = "--tokenizer", s.tokenizer
+    elif checkpoint:
+        flag, folder = "--resume", checkpoint.tokenizer
+    else:
+        flag, folder = "--init-from", s.init_from
+        folder *= any(os.path.exists(os.path.join(folder, name)) for name in FILES)
+    try:
+        found = vocabulary_of(folder)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        what = f"{os.path.basename(error.filename)}: {error.strerror}" if isinstance(error, OSError) else error
+        raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's own vocab.json and merges.txt") from None
+    reject(len(found) > 1 << 16, f"{flag} {folder}: its {len(found):,} tokens are more than uint16 can number; give a "
+           "vocabulary of at most 65,536")
+    return Numbers() if is_bin(s) and not folder else found
+
+
+def check_vocabulary(s, config, vocabulary):
+    """Reject numbers that the model would take for other tokens than they are."""
+    mine = config.vocab_size
+    if isinstance(vocabulary, Tokenizer):
+        reject(len(vocabulary) != mine, f"--tokenizer {vocabulary.folder}: has {len(vocabulary):,} tokens, the model "
+               f"{mine:,}: give the vocab.json and merges.txt that came with its weights, or leave --vocab-size out of "
+               "a new model")
+    reject(s.init_from and isinstance(vocabulary, Bytes) and mine > len(vocabulary) and not learned_bytes(s.init_from),
+           f"--init-from {s.init_from}: its {mine:,} tokens are not bytes: give --tokenizer FOLDER, with the "
+           "vocab.json and merges.txt that came with the weights")
+
+
+def check_prompt(s, config, vocabulary):
+    prompt = vocabulary.encode(s.prompt) if s.sample else []
+    reject(max(prompt, default=0) >= config.vocab_size, f"--prompt {s.prompt!r} has a byte beyond the vocabulary of "
+           f"{config.vocab_size}: give other text")
+    reject(len(prompt) > config.seq_len, f"--prompt has {len(prompt):,} tokens, the model's context is of "
+           f"{config.seq_len:,}: give a shorter one, or --sample 0")
+
+
+def learned_bytes(folder):
+    """Whether this is a checkpoint of ours whose run read text as bytes."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(pathlib.Path(folder, "manifest.json").read_text())["run"]["data"]["bytes"]
+
+
+def bytes_a_token(tokens, vocabulary):
+    """The mean of some of these. The token between two texts counts as the one byte that is there without it."""
+    sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
+    sizes[vocabulary.numbers[END]] = 1
+    return sizes[tokens[:1 << 24]].mean()
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+def is_bin(s):
+    return s.data.endswith(".bin") and os.path.isfile(s.data)
+
+
+def load_data(s, vocabulary):
+    """(training tokens, held-out tokens, vocabulary): arrays, uint8 of bytes, else uint16, mapped from a .bin."""
     where = f"--data {s.data}" if s.data else "the standard library"
     try:
-        is_bin = s.data.endswith(".bin") and os.path.isfile(s.data)
-        tokens = read_tokens(s.data, where) if is_bin else read_texts(files_of(s))
+        if is_bin(s):
+            tokens = read_tokens(s.data, where)
+        elif isinstance(vocabulary, Bytes):
+            tokens = vocabulary.tokens_of(read_texts(files_of(s)))
+        else:
+            tokens = encoded(s, read_texts(files_of(s)), vocabulary)
         problem = "" if len(tokens) else "it is empty"
     except OSError as error:
         problem = error.strerror
     reject(problem, f"{where}: {problem}; give text, or leave the flag out for the standard library's source")
-    return *split(tokens), tokens.dtype == np.uint8
+    return *split(tokens), vocabulary
 
 
 def files_of(s):
@@ -52,3 +140,77 @@ def read_tokens(path, where):
     size = os.path.getsize(path)
     reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
     return np.memmap(path, np.uint16, "r")
+
+
+# ------------------------------------------------------------------------------------------- text encoded, on all cores
+
+PART = 1 << 22  # letters that a process encodes at a time
+LINE_END = re.compile(r"(?<=\S)\n")  # before it a piece ends, whatever follows
+WORKER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from further.bpe import Tokenizer
+sys.stdout.buffer.write(Tokenizer(sys.argv[2]).tokens_of([sys.stdin.buffer.read()]).tobytes())
+"""
+_encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from its launcher finds them here
+
+
+def encoded(s, texts, vocabulary):
+    """The tokens of texts, uint16. Of a node's processes one encodes. With --out it leaves them there in a .bin, for
+    the others and for later runs with the same text and vocabulary."""
+    key = hashlib.sha256()
+    for part in (*map(str.encode, vocabulary.files.values()), *texts):
+        key.update(b"%d " % len(part) + part)
+    key = key.hexdigest()[:16]
+    path = os.path.join(s.out, f"text-{key}.bin")
+    with open(os.path.join(tempfile.gettempdir(), f"ringgpt-{os.getuid()}-{key}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
+        if s.out and os.path.exists(path):
+            return np.memmap(path, np.uint16, "r")
+        if key not in _encoded:
+            _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
+        if s.out and len(_encoded[key]):
+            keep(path, _encoded[key])
+    return _encoded[key]
+
+
+def encode_parts(texts, vocabulary):
+    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one."""
+    text = END.join(map(text_of, texts))
+    parts = [*parts_of(text)]
+    if len(parts) < 2:
+        yield vocabulary.tokens_of(texts)
+        return
+    cores, started, done = os.cpu_count() or 1, time.perf_counter(), 0
+    with concurrent.futures.ThreadPoolExecutor(cores) as threads:  # each waits for a process
+        for part, tokens in zip(parts, threads.map(functools.partial(encode_part, folder=vocabulary.folder), parts)):
+            done += len(part)
+            speed = done / 1e6 / (time.perf_counter() - started)
+            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, {speed:.1f} a second "
+                  f"on {cores} cores", flush=True)
+            yield tokens
+
+
+def parts_of(text, size=PART):
+    """Cut a text into parts of about `size` letters, each encoded as it is in the whole: no piece lies in two."""
+    start = 0
+    while start < len(text):
+        found = LINE_END.search(text, start + size)
+        end = found.start() if found else len(text)
+        yield text[start:end]
+        start = end
+
+
+def encode_part(part, folder):
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    worker = subprocess.run([sys.executable, "-c", WORKER, here, folder], input=part.encode("utf-8", "surrogateescape"),
+                            stdout=subprocess.PIPE, check=True)
+    return np.frombuffer(worker.stdout, np.uint16)
+
+
+def keep(path, tokens):
+    """Write them. The file has its name when it is whole, though other nodes may write it, too."""
+    folder = os.path.dirname(path)
+    with writable(folder, "--out"), tempfile.TemporaryDirectory(dir=folder, prefix=".text-") as own:
+        write_blocks(os.path.join(own, "text.bin"), [tokens.data])
+        os.replace(os.path.join(own, "text.bin"), path)

@@ -24,7 +24,9 @@ from train import SIZES, config_of, device_for, flag, Flags, processes_of
 class Settings(Flags):
     """Every flag of the command line: those of train.py, and those that only the whole program has."""
     data: str = flag("", "a text file, a folder of text, or a .bin of uint16 tokens, nanoGPT's; left out, the "
-                         "source of Python's standard library as bytes. The last 10 %% are held out")
+                         "source of Python's standard library. The last 10 %% are held out")
+    tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, those beside the weights of "
+                              "--init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl and checkpoints; the same command again goes on from the newest one")
     resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
                            "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",

@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
+from further.bpe import Tokenizer
+from safe.data import bytes_a_token
 from safe.flags import gpus_here, schedule_of
 from theory.clock import most_held, stages_in
 from theory.memory import kept_tensors, memory_bytes, tensors_in
+from train import Bytes
 
 
 @contextlib.contextmanager
@@ -120,11 +123,23 @@ def describe(trainer):
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{c.parameters():,} parameters{experts}, {s.dtype}\n"
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
-        f"{len(trainer.held_out):,} held out\n"
+        f"{len(trainer.held_out):,} held out{about_vocabulary(trainer)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
+
+
+def about_vocabulary(trainer):
+    """A line about what the tokens are, where that is not said by the vocabulary's size."""
+    vocabulary, size = trainer.vocabulary, trainer.config.vocab_size
+    if isinstance(vocabulary, Tokenizer):
+        held_out = trainer.held_out
+        mean = f", {bytes_a_token(held_out, vocabulary):.2f} bytes a token" if len(held_out) else ""
+        return f"\ntokens   of {vocabulary.folder}: {size:,}{mean}"
+    if isinstance(vocabulary, Bytes) and size > len(vocabulary):
+        return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
+    return ""
 
 
 def predicted_bytes(trainer, load=1.0):

@@ -14,9 +14,11 @@ import torch
 
 import collectives as dist
 import parallel
+from further.bpe import Tokenizer
 from safe import launch
-from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, write_checkpoint
-from safe.data import check_data, check_tokens, load_data
+from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, settled, write_checkpoint
+from safe.data import (
+    bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.flags import (
     BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
 from safe.folder import check_folder, lock, Log, start_of
@@ -27,7 +29,7 @@ from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
 from theory.speed import HALF_COUNTED
-from train import ABOUT, batch, parse, Run, Trainer
+from train import ABOUT, batch, Bytes, parse, Run, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
@@ -44,13 +46,13 @@ class WatchedTrainer(Trainer):
     """The Trainer for long runs: it reports memory and speed, writes traces and profiles, names the rank whose numbers
     are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent.
 
-    data: (training tokens, held-out tokens, whether they are bytes). run: the WatchedRun, None in a benchmark."""
+    run: the WatchedRun, None in a benchmark."""
 
     def __init__(self, s, config, source, data, device, run=None):
-        self.run, self.log, self.unit = run, None, "byte" if data[2] else "token"
+        self.run, self.log, self.unit = run, None, "byte" if isinstance(data[2], Bytes) else "token"
         self.first, self.activations, self.share, self.memory = 0, 0, 1.0, {}
         self.terminated, self.stopping, self.saved = False, False, True
-        super().__init__(s, config, source, data[:2], device)
+        super().__init__(s, config, source, data, device)
 
     def make_optimizer(self, adamw):
         return super().make_optimizer(partial(adamw, fused=True))
@@ -153,8 +155,11 @@ class WatchedTrainer(Trainer):
                      f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
             self.write_log(entry)
         if "val_loss" in entry:
-            self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, "
-                     f"{entry['val_loss'] / math.log(2):.2f} bits")
+            bits, more = entry["val_loss"] / math.log(2), ""
+            if isinstance(self.vocabulary, Tokenizer):
+                more = f", {bits / bytes_a_token(self.held_out, self.vocabulary):.2f} bits a byte"
+            self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, {bits:.2f} bits"
+                     + more)
         self.since, self.logged, self.memory = time.perf_counter(), done, {}
 
     def write_log(self, entry):
@@ -162,22 +167,19 @@ class WatchedTrainer(Trainer):
             self.say(f"log      step {entry['step']} is not in {self.s.out}/log.jsonl: {problem.strerror}")
 
     def show_sample(self):
-        """As in Trainer, also for data of tokens. All ranks agree before each token: if the others only waited for rank
-        0's last one, they could time out."""
+        """As in Trainer. All ranks agree before each tenth token: if the others only waited for rank 0's last one, they
+        could time out."""
         progress("sampling")
-        whole = self.whole_model()
-        prompt = list(os.fsencode(self.s.prompt)) if self.unit == "byte" else self.held_out[:1].tolist()
-        tokens = torch.tensor([prompt or [10]], device=self.device)
+        tokens = self.vocabulary.encode(self.s.prompt or "\n")
+        stream = self.stream(self.whole_model(), tokens)
         for i in range(self.s.sample):
-            self.agree()
+            if i % 10 == 0:
+                self.agree()
             if self.stopping:
                 break
             if dist.get_rank() == 0:
-                tokens = whole.generate(tokens, 1, 0.8, top_k=40, seed=self.s.seed + i)
-        tokens = tokens[0].tolist()
-        is_text = self.unit == "byte"
-        text = bytes(min(t, 255) for t in tokens).decode(errors="replace") if is_text else " ".join(map(str, tokens))
-        self.say(f"--- sample, {self.s.sample} tokens ---\n{text}\n---")
+                tokens.append(next(stream).item())
+        self.say(f"--- sample, {self.s.sample} tokens ---\n{self.vocabulary.decode(tokens)}\n---")
 
     # checkpoints
 
@@ -195,7 +197,8 @@ class WatchedTrainer(Trainer):
                         "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
             try:
                 os.fsync(self.log.file)
-                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.layout.dtype), get)
+                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.layout.dtype), get,
+                                 getattr(self.vocabulary, "files", {}))
                 remove_old(s.out, s.keep)
             except OSError as error:
                 problem = error.strerror
@@ -275,16 +278,21 @@ class WatchedRun(Run):
             arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
+        vocabulary = open_vocabulary(s, checkpoint)
+        if s.tokenizer and not checkpoint and not s.init_from:
+            s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
+        check_vocabulary(s, config, vocabulary)
         only_sample = checkpoint and not s.steps
-        if only_sample and checkpoint.manifest["run"]["data"]["bytes"]:
-            data = np.empty(0, np.uint8), np.empty(0, np.uint8), True
+        if only_sample and (isinstance(vocabulary, Tokenizer) or checkpoint.manifest["run"]["data"]["bytes"]):
+            data = np.empty(0, np.uint8), np.empty(0, np.uint8), vocabulary
         else:
-            data = load_data(s)
+            if s.out and not only_sample:  # another run's folder is refused before a text is encoded into it
+                start_of(s, settled(s, config) | {"data": {}}, checkpoint, False)
+            data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
-        reject(s.sample and data[2] and max(os.fsencode(s.prompt), default=0) >= config.vocab_size,
-               f"--prompt {s.prompt!r} has a byte beyond the vocabulary of {config.vocab_size}: give other text")
+        check_prompt(s, config, vocabulary)
         identity = run_of(s, config, data)
         if checkpoint and not only_sample and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
             raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "

@@ -119,7 +119,7 @@ def copy_with(bug, folder):
 
 
 @contextlib.contextmanager
-def reference_in(folder):
+def reference_from(folder):
     """Inside, tests/layouts.py runs the reference whose copy lies in a folder."""
     def leave():
         names = [name for name in sys.modules if name.split(".")[0] in REFERENCE]
@@ -140,7 +140,7 @@ def reference_in(folder):
 
 
 def in_layout_by(folder, *args, **options):
-    with reference_in(folder) if folder else contextlib.nullcontext():
+    with reference_from(folder) if folder else contextlib.nullcontext():
         return layouts.in_layout(*args, **options)
 
 

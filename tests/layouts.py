@@ -523,7 +523,7 @@ DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.sp
 SIZES_DRAWN = 4 * [2, 4, 3, 4, 2, 6, 4] + [8, 8]  # ranks of each
 LATER = {*"model dtype reduce_dtype device kernels plain".split()}  # they round, or have tests of their own
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
-    sample prompt out save_every resume""".split()}
+    sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
     "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0"}

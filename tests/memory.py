@@ -50,8 +50,8 @@ def make_trainer(flags):
     with torch.device("cpu"):
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
         if is_plain():
-            return train.Trainer(s, config, source, load_data(s)[:2], device)
-        return fast.run.FastTrainer(s, config, source, load_data(s), device)
+            return train.Trainer(s, config, source, load_data(s, train.Bytes()), device)
+        return fast.run.FastTrainer(s, config, source, load_data(s, train.Bytes()), device)
 
 
 def memory_of(text, flags):

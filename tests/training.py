@@ -182,8 +182,8 @@ def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens,
 def test_token_files(tmp_path):
     tokens = (np.arange(5000) * 7 % 300).astype(np.uint16)
     tokens.tofile(tmp_path / "nano.bin")
-    a, b, is_bytes = load_data(Settings(data=str(tmp_path / "nano.bin")))
-    assert np.concatenate([a, b]).tolist() == tokens.tolist() and len(b) == 500 and not is_bytes
+    a, b, _ = load_data(Settings(data=str(tmp_path / "nano.bin")), train.Bytes())
+    assert np.concatenate([a, b]).tolist() == tokens.tolist() and len(b) == 500
 
 
 @pytest.mark.parametrize("out,resume,rest", [
@@ -196,8 +196,8 @@ def test_folders_of_text(tmp_path, out, resume, rest):
     for name, data in ("b.txt", b"second"), ("a.md", b"first"), ("c.png", b"\0\1\2"), ("run/log.jsonl", b"{}"):
         (folder / name).write_bytes(data)
     out, resume = (path and str(folder / path) for path in (out, resume))
-    a, b, is_bytes = load_data(Settings(data=str(folder), out=out, resume=resume))
-    assert bytes(a) + bytes(b) == b"first\nsecond" + rest and is_bytes
+    a, b, _ = load_data(Settings(data=str(folder), out=out, resume=resume), train.Bytes())
+    assert bytes(a) + bytes(b) == b"first\nsecond" + rest
 
 
 OTHER = f"{' '.join(TINY)} --data TEXT --steps 3 --lr 0.5 --out RUN --experts"

@@ -1,0 +1,196 @@
+"""Byte-pair encoding: how does a text become GPT-2's token numbers?
+
+A text is cut into pieces: words, numbers, punctuation, spaces. A piece begins as its bytes. Then the pair of neighbours
+that stands first in merges.txt becomes one token, again and again, until no neighbours stand there. vocab.json has
+each token's number. The merges were learned from a text: in each round its most frequent pair became a token. So
+frequent words are one token, and any bytes are some tokens. Sennrich et al., "Neural Machine Translation of Rare Words
+with Subword Units" (2016); Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); CS336's
+lecture 1.
+
+    python -m further.bpe my.txt --vocab-size 4096 --out vocab    learns a vocabulary
+    python train.py --plain --data my.txt --tokenizer vocab       trains a model on its tokens
+"""
+
+import argparse
+import collections
+import functools
+import itertools
+import json
+import math
+import pathlib
+import re
+import unicodedata
+
+import numpy as np
+
+END = "<|endoftext|>"  # the token between two texts
+FILES = "vocab.json", "merges.txt"
+
+
+# --------------------------------------------------------------------------------------------------- pieces and letters
+
+def ranges(points):
+    """Code points, in order, as the inside of a character class: "0-9" and so on."""
+    text = ""
+    for _, run in itertools.groupby(points, lambda point, place=itertools.count(): point - next(place)):
+        run = list(run)
+        text += f"{chr(run[0])}-{chr(run[-1])}"
+    return text
+
+
+@functools.cache
+def piece_pattern():
+    """GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
+
+    Python's `re` has no \\p{L}. Its \\w is \\p{L}, \\p{N} and "_"; its \\s is Unicode's White_Space and four more.
+    """
+    numbers = ranges(i for i in range(0x110000) if unicodedata.category(chr(i)).startswith("N"))
+    letter, number, space = rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]"
+    other = r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
+    return re.compile(rf"'s|'t|'re|'ve|'m|'ll|'d| ?{letter}+| ?{number}+| ?{other}+"
+                      rf"|{space}+(?![\S\x1c-\x1f])|{space}+")
+
+
+# The letter for each byte, as both files spell tokens: a printable byte's own, and for others U+0100 and on, so that no
+# token has a space in it. A space is "Ġ".
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+LETTERS = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
+
+
+def text_of(raw):
+    """Bytes as a str. Those that are not UTF-8 become surrogates, and `spelled` makes them bytes again."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def spelled(piece):
+    """A piece as a list of LETTERS, one a byte."""
+    return [LETTERS[byte] for byte in piece.encode("utf-8", "surrogateescape")]
+
+
+def joined(parts, pair):
+    """The parts, with neighbours that are this pair as one, from left to right."""
+    result = []
+    for part in parts:
+        if result and (result[-1], part) == pair:
+            result[-1] += part
+        else:
+            result.append(part)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------ text to numbers
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face GPT-2 folder, from its vocab.json {token: number} and merges.txt, a pair a line.
+
+    encode(text) -> list of int, decode(numbers) -> str. Raises OSError for a missing file, and ValueError, which names
+    the file, where the two do not belong together.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.files = {name: pathlib.Path(folder, name).read_text("utf-8") for name in FILES}
+        self.numbers = json.loads(self.files["vocab.json"])
+        lines = [line for line in self.files["merges.txt"].split("\n") if line and not line.startswith("#version")]
+        self.ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
+        for token in (*LETTERS.values(), END, *map("".join, self.ranks)):
+            if token not in self.numbers:
+                raise ValueError(f"vocab.json has no {token!r}, which merges.txt makes or any text may need")
+        if sorted(self.numbers.values()) != [*range(len(self))]:
+            raise ValueError(f"vocab.json does not number its tokens from 0 to {len(self) - 1}")
+        byte_of = {letter: byte for byte, letter in LETTERS.items()}
+        self.bytes = {number: bytes(map(byte_of.get, token)) for token, number in self.numbers.items()}
+        self.numbers_of = functools.lru_cache(1 << 17)(self.numbers_of)  # most pieces come again
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def tokens_of(self, texts):
+        """The tokens of texts, each its bytes, with END between them: uint16, which is enough for GPT-2's 50,257."""
+        return np.array(self.encode(END.join(map(text_of, texts))), np.uint16)
+
+    def encode(self, text):
+        numbers = []
+        for part in text.split(END):
+            for piece in piece_pattern().findall(part):
+                numbers += self.numbers_of(piece)
+            numbers.append(self.numbers[END])
+        return numbers[:-1]
+
+    def numbers_of(self, piece):
+        """Each round looks at all pairs, so n bytes without a space take up to n^2 steps."""
+        parts = spelled(piece)
+        while len(parts) > 1:
+            pair = min(itertools.pairwise(parts), key=lambda pair: self.ranks.get(pair, math.inf))
+            if pair not in self.ranks:
+                break
+            parts = joined(parts, pair)
+        return [self.numbers[part] for part in parts]
+
+    def decode(self, numbers):
+        return b"".join(map(self.bytes.get, numbers)).decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------------------------- learned
+
+def learn(texts, size):
+    """The merges, in order, of a vocabulary of `size` tokens: 256 bytes, END, and for the rest the pair that is then
+    the most frequent. Fewer where no pair comes twice."""
+    times = collections.Counter(piece for text in texts for piece in piece_pattern().findall(text_of(text)))
+    parts = {piece: spelled(piece) for piece in times}
+    counts = collections.Counter()
+    where = collections.defaultdict(dict)  # pair -> pieces that have had it, in an order that is always the same
+
+    def count(piece, sign):
+        for pair in itertools.pairwise(parts[piece]):
+            counts[pair] += sign * times[piece]
+            where[pair][piece] = True
+
+    for piece in times:
+        count(piece, 1)
+    merges, tokens = [], {END, *LETTERS.values()}
+    while len(tokens) < size:
+        pair = max(counts, key=counts.get, default=None)
+        if counts[pair] < 2:
+            break
+        merges.append(pair)
+        tokens.add("".join(pair))  # two pairs may make the same token
+        for piece in where.pop(pair):  # only these pieces' pairs change
+            count(piece, -1)
+            parts[piece] = joined(parts[piece], pair)
+            count(piece, 1)
+        del counts[pair]
+    return merges
+
+
+def write_learned(files, size, folder):
+    """Learn a vocabulary from text files and write it, as a Hugging Face GPT-2 folder has it. Returns what to say."""
+    texts = [file.read_bytes() for file in files]
+    if not any(texts):
+        raise ValueError(f"{files[0]}: no text to learn from")
+    if not 257 <= size <= 65536:
+        raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536, e.g. 4096")
+    merges = learn(texts, size)
+    tokens = dict.fromkeys([*LETTERS.values(), *map("".join, merges), END])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
+    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
+    size, count = sum(map(len, texts)), len(Tokenizer(folder).tokens_of(texts))
+    return f"{folder}: {len(tokens):,} tokens; the {size:,} bytes are {count:,}, {size / count:.2f} bytes a token"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", nargs="+", type=pathlib.Path, help="text to learn from")
+    parser.add_argument("--vocab-size", type=int, required=True, help="tokens: 256 bytes, one between texts, pairs")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for vocab.json and merges.txt")
+    s = parser.parse_args()
+    try:
+        print(write_learned(s.files, s.vocab_size, s.out))
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

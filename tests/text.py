@@ -1,0 +1,338 @@
+"""One's own text: byte-pair encoding, tokens on disk, what is refused, samples."""
+
+import collections
+import contextlib
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import time
+import unicodedata
+import unittest.mock
+
+import numpy as np
+import pytest
+import torch
+
+import further.bpe
+import model
+import safe.data
+import train
+from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
+from safe.checkpoints import checkpoints, open_checkpoint
+from safe.data import load_data, parts_of
+from safe.flags import Settings
+from safe.huggingface import save
+from tests.models import small
+from tests.pool import HERE, on_cpus
+from tests.runs import log_of, ran, refusal, run_training, TINY, TRAIN, trained
+from tests.walls import REFERENCE, reference_in
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+WHITE_SPACE = {*map(chr, [*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F,
+                          0x3000])}  # Unicode's PropList.txt
+
+
+def kind_of(letter):
+    category = unicodedata.category(letter)[0]
+    return category if category in "LN" else "space" if letter in WHITE_SPACE else "other"
+
+
+def test_each_code_point_belongs_to_the_kind_that_unicode_says():
+    """A letter goes on a word, a digit a number, and so on; no other goes on."""
+    match, before = piece_pattern().match, {"L": "a", "N": "1", "other": "!", "space": "\n"}
+    wrong = [(hex(i), kind) for i in range(sys.maxunicode + 1) for kind, first in before.items()
+             if (match(first + chr(i)).end() == 2) != (kind_of(chr(i)) == kind)]
+    assert wrong == []
+
+
+PIECES = [  # a text, the pieces by GPT-2's pattern
+    ("I'll say it's  we'd've", "I|'ll| say| it|'s| | we|'d|'ve"), ("don'T 'stop' 'sa", "don|'|T| '|stop|'| '|sa"),
+    ("x  = 12ab\n\n\n  y", "x| | =| 12|ab|\n\n\n | y"), ("a_b__c", "a|_|b|__|c"), ("end  ", "end|  "),
+    ("\ta\x1cb\xa0c", "\t|a|\x1c|b|\xa0|c"), ("naïve café ½³ Ⅻ", "naïve| café| ½³| Ⅻ"), ("你好,世界!!", "你好|,|世界|!!"),
+    ("e\u0301a", "e|\u0301|a"), ("a \u2003b", "a| |\u2003|b"), ("don’t", "don|’|t"), ("", "")]
+
+
+@pytest.mark.parametrize("text, pieces", PIECES)
+def test_a_text_is_cut_as_by_gpt2_s_pattern(text, pieces):
+    assert piece_pattern().findall(text) == ([*pieces.split("|")] if text else [])
+
+
+# -------------------------------------------------------------------------------------------------------- vocabularies
+
+def write_vocabulary(folder, merges, tokens=None):
+    tokens = [*LETTERS.values(), *map("".join, merges), END] if tokens is None else tokens
+    os.makedirs(folder, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), "utf-8")
+    return folder
+
+
+BY_HAND = [("l", "o"), ("lo", "w"), ("Ġ", "low"), ("e", "r"), ("#", "#"), ("o", "w"), ("Ã", "©"), ("Ġlow", "er")]
+SPELLED = [  # a text, its tokens as vocab.json spells them
+    ("low lower", "low Ġlower"), ("lowlow", "low low"), ("slow", "s low"), ("owl", "ow l"), ("lol", "lo l"),
+    ("####", "## ##"), ("###", "## #"), ("é", "Ã©"), ("\n low", "Ċ Ġlow"), (f"er{END}er", f"er {END} er"),
+    (f"!!{END}", f"! ! {END}"), ("", "")]
+
+
+@pytest.mark.parametrize("text, spelled", SPELLED)
+def test_tokens_are_those_made_by_hand(tmp_path, text, spelled):
+    words = Tokenizer(write_vocabulary(tmp_path, BY_HAND))
+    assert words.encode(text) == [words.numbers[token] for token in spelled.split()]
+    assert words.decode(words.encode(text)) == text
+    assert words.numbers["!"] == 0 and words.numbers["Ġ"] == 220  # as in GPT-2's
+
+
+def learned(folder, files, size):
+    words = ["bpe", *map(str, files), "--vocab-size", str(size), "--out", str(folder)]
+    with unittest.mock.patch.object(sys, "argv", words):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            further.bpe.main()
+    return out.getvalue()
+
+
+@pytest.fixture(scope="session")
+def vocab(tmp_path_factory):
+    """A folder with 600 tokens, learned from Python."""
+    folder = tmp_path_factory.mktemp("vocab")
+    assert "600 tokens" in learned(folder, [json.__file__, io.__file__, os.__file__], 600)
+    return folder
+
+
+def random_text(draw, n):
+    """Of all planes, no surrogates; much ASCII and much space between."""
+    some = " \n\t'sdtla1_é世\U0001F600"
+    return "".join(draw.choice(some) if draw.random() < 0.7 else
+                   chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(n))
+
+
+def test_any_text_comes_back(vocab):
+    words, draw = Tokenizer(vocab), random.Random(0)
+    for _ in range(300):
+        text = random_text(draw, draw.randrange(200))
+        assert words.decode(words.encode(text)) == text
+    assert words.tokens_of([b"a", b"b"]).tolist() == [words.numbers[token] for token in ("a", END, "b")]
+    raw = bytes(range(256)) * 2  # no UTF-8
+    assert b"".join(map(words.bytes.get, words.tokens_of([raw]).tolist())) == raw
+
+
+def test_every_file_of_the_standard_library_comes_back(vocab):
+    """At 1 MB/s of this process's time at least."""
+    words, since, size = Tokenizer(vocab), time.process_time(), 0
+    for text in train.read_texts(train.standard_library()):
+        assert b"".join(map(words.bytes.get, words.tokens_of([text]).tolist())) == text
+        size += len(text)
+    assert size > 5e6 and size / (time.process_time() - since) > 1e6
+
+
+def test_transformers_makes_the_same_tokens(vocab):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    ours, theirs = Tokenizer(vocab), transformers.GPT2Tokenizer.from_pretrained(vocab)
+    draw = random.Random(1)
+    texts = [text for text, _ in PIECES + SPELLED] + [random_text(draw, 100) for _ in range(200)]
+    for text in texts + [text.decode() for text in train.read_texts([train.pathlib.Path(os.__file__)])]:
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_the_most_frequent_pair_is_learned_each_time():
+    """Each merge is, by a count of everything, one of the most frequent; and a run learns the same twice."""
+    texts = [open(json.__file__, "rb").read()[:4000], b"aaaa aaaa bcbcbc abcabc" * 3]
+    merges, pieces = learn(texts, 340), [p for text in texts for p in piece_pattern().findall(text.decode())]
+    spelled = [further.bpe.spelled(piece) for piece in pieces]
+    for merge in merges:
+        counts = collections.Counter(pair for parts in spelled for pair in itertools.pairwise(parts))
+        assert counts[merge] == max(counts.values())
+        spelled = [further.bpe.joined(parts, merge) for parts in spelled]
+    assert merges == learn(texts, 340) and len({*map("".join, merges)}) == 340 - 257
+    assert learn([b"ab ab"], 300) == [("a", "b")]  # no other pair comes twice
+
+
+# --------------------------------------------------------------------------------------------------- text on all cores
+
+def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab):
+    words, draw = Tokenizer(vocab), random.Random(2)
+    for _ in range(100):
+        text = "".join(draw.choice(["a", "b1", " ", "\n", "\n\n", "  \n", END, "\x1c\n", "é\n"]) for _ in range(200))
+        parts = [*parts_of(text, 10)]
+        assert "".join(parts) == text and len(parts) > 2
+        assert sum(map(words.encode, parts), []) == words.encode(text)
+
+
+def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
+    """In processes of their own; into a .bin if there is --out; again if a text or the vocabulary is another."""
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    words, folder = Tokenizer(vocab), tmp_path / "texts"
+    folder.mkdir()
+    for name, text in ("b.txt", "second line\n" * 200), ("a.txt", "first\xa0line\n" * 200):
+        (folder / name).write_bytes(text.encode("latin-1" if name == "a.txt" else "utf-8"))
+    s = Settings(data=str(folder), out=str(tmp_path / "out"))
+    train_part, held_out, _ = load_data(s, words)
+    tokens = np.concatenate([train_part, held_out])
+    assert tokens.dtype == np.uint16 and (tokens == words.numbers[END]).sum() == 1
+    whole = b"".join(map(words.bytes.get, tokens.tolist()))
+    assert whole == b"first\xa0line\n" * 200 + END.encode() + b"second line\n" * 200
+    assert "0 of 0 million letters encoded" in capsys.readouterr().out
+    monkeypatch.setattr(safe.data, "_encoded", {})
+    with monkeypatch.context() as no:
+        no.setattr(safe.data, "encode_parts", lambda *_: pytest.fail("encoded again"))
+        again = load_data(s, words)
+        assert np.concatenate(again[:2]).tolist() == tokens.tolist()
+    name, = os.listdir(tmp_path / "out")
+    assert np.fromfile(tmp_path / "out" / name, np.uint16).tolist() == tokens.tolist()
+    (folder / "b.txt").write_text("another")
+    load_data(s, words)
+    load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
+    assert len(os.listdir(tmp_path / "out")) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+@on_cpus
+def test_a_run_on_words_goes_on_and_shows_text(pool, text, vocab, tmp_path, capfd):
+    """The same losses in two layouts; a checkpoint has the tokenizer's files, for --init-from and --resume."""
+    def run(flags, size=1):
+        return pool(size).run(run_training, [*TRAIN, "--data", text, *flags.split()])
+
+    flags = f"--steps 3 --eval-every 3 --dtype fp64 --tokenizer {vocab} --out {tmp_path}/"
+    run(flags + "one")
+    run(flags + "two --tp 2", 2)
+    for key in "loss", "val_loss":
+        one, two = log_of(tmp_path / "one", key), log_of(tmp_path / "two", key)
+        assert one and np.allclose(one, two, 1e-10, 0)
+    path = checkpoints(tmp_path / "one")[-1]
+    assert Tokenizer(path).files == Tokenizer(vocab).files and open_checkpoint(path, True).config.vocab_size == 600
+    assert transformers_reads(path)
+    sample = "--steps 0 --sample 8 --prompt föx --device cpu"
+    said = ran([*sample.split(), "--resume", path], 1, tmp_path / "said")
+    assert f"tokens   of {path}: 600" in said and "tokens ---\nföx" in said
+    again = ran([*TRAIN, "--data", text, "--init-from", path, "--seq-len", "16", "--steps", "1", "--sample", "4",
+                 "--eval-every", "1", "--prompt", "line"], 1, tmp_path / "again")
+    assert re.search(r"nats a token, [\d.]+ bits, [\d.]+ bits a byte", again) and "tokens ---\nline" in again
+
+
+def transformers_reads(folder):
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return True
+    return AutoTokenizer.from_pretrained(folder).encode("low") == Tokenizer(folder).encode("low")
+
+
+def test_the_reference_alone_trains_on_words(text, vocab, tmp_path, reference_in):
+    """And logs the losses of the whole program, which goes on from its checkpoint with the same tokens."""
+    flags = [*TRAIN, "--data", text, "--dtype", "fp64", "--tokenizer", str(vocab), "--sample", "4", "--save-every", "2",
+             "--prompt", "line", "--steps"]
+    plain, whole = tmp_path / "plain", tmp_path / "whole"
+    said = ran([*flags, "2", "--out", str(plain)], 1, tmp_path / "1", folder=reference_in(REFERENCE))
+    assert "mode     plain" in said and "tokens ---\nline" in said
+    ran([*flags, "4", "--out", str(whole)], 1, tmp_path / "2")
+    file = str(plain / "step-00000002.pt")
+    said = ran([*TRAIN, "--data", text, "--dtype", "fp64", "--resume", file, "--steps", "4"], 1, tmp_path / "3")
+    assert f"tokens   of {vocab}: 600" in said
+    assert np.allclose(log_of(plain, "loss"), log_of(whole, "loss")[:2], 1e-10, 0)
+
+
+def test_bytes_of_a_large_vocabulary_are_said_to_be_few(text, tmp_path):
+    said = ran([*TRAIN, "--data", text, "--vocab-size", "300", "--steps", "1", "--out", str(tmp_path / "out")], 1,
+               tmp_path / "log")
+    assert "tokens   are bytes, 256 of the vocabulary's 300 numbers" in said
+    path = checkpoints(tmp_path / "out")[-1]  # a checkpoint of ours says that its tokens are bytes
+    ran([*TRAIN, "--data", text, "--init-from", path, "--steps", "1", "--seq-len", "16"], 1, tmp_path / "log")
+
+
+def test_numbers_without_a_tokenizer_show_as_numbers(text, vocab, tmp_path):
+    """With one as text."""
+    (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
+    flags = [*TRAIN, "--steps", "1", "--sample", "3", "--data", str(tmp_path / "x.bin")]
+    assert re.search(r"---\n0( \d+){3}\n---", ran([*flags, "--vocab-size", "300"], 1, tmp_path / "log"))
+    assert "---\nlow" in ran([*flags, "--tokenizer", str(vocab), "--prompt", "low"], 1, tmp_path / "log")
+
+
+REFUSALS = [  # flags, what the one line must say; words in capitals are folders
+    ("--tokenizer /no/such", "--tokenizer /no/such: vocab.json: No such file"),
+    ("--tokenizer HALF", "merges.txt: No such file"), ("--tokenizer NO_JSON", "--tokenizer "),
+    ("--tokenizer LIST", "--tokenizer "), ("--tokenizer OTHER_MERGES", "vocab.json has no 'zq'"),
+    ("--tokenizer NO_END", f"vocab.json has no '{END}'"), ("--tokenizer GAPS", "from 0 to 264"),
+    ("--tokenizer HAND --vocab-size 300", "has 265 tokens, the model 300: give the vocab.json"),
+    ("--init-from LARGE", "its 300 tokens are not bytes: give --tokenizer FOLDER"),
+    ("--init-from LARGE --tokenizer HAND", "has 265 tokens, the model 300: give the vocab.json"),
+    ("--init-from LARGE_HALF", "merges.txt: No such file"),
+    ("--tokenizer HAND --data NOTHING", "it is empty; give text"),
+    ("--tokenizer HAND --data NOTHING --out NEW", "it is empty; give text"),
+    ("--tokenizer HAND --seq-len 3 --prompt zzzz", "--prompt has 4 tokens, the model's context is of 3"),
+    ("--seq-len 3 --prompt four", "tokens, the model's context is of 3: give a shorter one, or --sample 0"),
+    ("--temperature -1", "--temperature -1"), ("--temperature nan", "--temperature nan"),
+    ("--top-k-sample -1", "--top-k-sample -1"), ("--top-k-sample x", "--top-k-sample"),
+    ("--tokenizer HAND --out FOREIGN", "name a new folder")]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bad_words")
+    hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
+    for name, merges, tokens in [("hand", BY_HAND, hand), ("half", [], None), ("no_json", [], None), ("list", [], []),
+                                 ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1]),
+                                 ("gaps", BY_HAND, hand)]:
+        write_vocabulary(root / name, merges, tokens)
+    os.remove(root / "half" / "merges.txt")
+    (root / "no_json" / "vocab.json").write_text("{")
+    (root / "list" / "vocab.json").write_text("[1]")
+    (root / "gaps" / "vocab.json").write_text(json.dumps({token: 2 * i for i, token in enumerate(hand)}))
+    for name in "large", "large_half":
+        save(model.GPT(model.GPTConfig(300, 16, 1, 2, 16)), root / name)
+    shutil.copy(root / "half" / "vocab.json", root / "large_half")
+    (root / "nothing").mkdir()
+    (root / "nothing" / "picture").write_bytes(b"\0\1")
+    (root / "foreign").mkdir()
+    (root / "foreign" / "log.jsonl").touch()
+    return root
+
+
+@pytest.mark.parametrize("flags, says", REFUSALS)
+def test_bad_vocabularies_and_texts_are_one_line(flags, says, folders, text, refusal):
+    words = [str(folders / word.lower()) if word.isupper() else word for word in flags.split()]
+    before = {*folders.rglob("*")}
+    assert says in refusal([*([] if "--data" in words else ["--data", text]), "--device", "cpu", *words])
+    assert {*folders.rglob("*")} == before
+
+
+def test_learning_a_vocabulary_refuses_in_one_line(tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    for file, size, says in (tmp_path / "none", 300, "No such file"), (tmp_path / "empty", 300, "no text"), (
+            __file__, 256, "--vocab-size 256"), (__file__, 70000, "--vocab-size 70000"):
+        with pytest.raises(SystemExit) as exit:
+            learned(tmp_path / "out", [file], size)
+        err = capsys.readouterr().err
+        assert exit.value.code == 2 and says in err and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+CHANGES = {}, {"tied": False, "activation": "elu"}, {"experts": 3, "expert_every": 2}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_cached_logits_are_those_without(change):
+    """Up to the full context, and when it slides; and sampling leaves the model as it was."""
+    net = small(**change).double()
+    start = torch.tensor([[1, 2, 3], [3, 4, 36]])
+    before, seen = net(start), []
+    real = model.GPT.newest_logits
+
+    def noted(self, tokens, first, caches):
+        seen.append((tokens, first, real(self, tokens, first, caches)))
+        return seen[-1][2]
+
+    with unittest.mock.patch.object(model.GPT, "newest_logits", noted):
+        out = net.generate(start, 20, 1.0, top_k=5, seed=0)
+    assert [first for _, first, _ in seen] == [0, *range(3, 10), *[0] * 12]
+    for i, (_, _, logits) in enumerate(seen):
+        assert (logits - net(out[:, :3 + i][:, -10:])[:, -1]).abs().max() < 1e-10
+    assert net(start).equal(before)
