@@ -30,6 +30,12 @@ def test_f_and_g_change_nothing_in_place():
     assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2)
 
 
+@on_ranks(2)
+def test_a_mesh_has_as_many_ranks_as_there_are():
+    with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
+        parallel.make_mesh(torch.get_default_device().type, dp=3, tp=3)
+
+
 @pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
 @on_ranks()
 def test_vocabulary_parallel_cross_entropy(vocab):

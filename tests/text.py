@@ -28,8 +28,8 @@ from safe.data import load_data, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import small
-from tests.pool import HERE, on_cpus
-from tests.runs import log_of, ran, refusal, run_training, TINY, TRAIN, trained
+from tests.pool import on_cpus
+from tests.runs import log_of, ran, refusal, run_training, TRAIN
 from tests.walls import REFERENCE, reference_in
 
 
