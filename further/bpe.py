@@ -40,9 +40,9 @@ def ranges(points):
 
 @functools.cache
 def piece_pattern():
-    """GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
+    r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
-    Python's `re` has no \\p{L}. Its \\w is \\p{L}, \\p{N} and "_"; its \\s is Unicode's White_Space and four more.
+    Python's `re` has no \p{L}. Its \w is \p{L}, \p{N} and "_"; its \s is Unicode's White_Space and four more.
     """
     numbers = ranges(i for i in range(0x110000) if unicodedata.category(chr(i)).startswith("N"))
     letter, number, space = rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]"

@@ -43,7 +43,8 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
             check_parts(s, config, gpus, min(gpus, machine.node), gpus)
         except BadInput:
             return False
-        return len(homes_in(s)) <= config.n_layer + 2
+        most = config.n_layer + 2
+        return s.pp <= most and len(homes_in(s)) <= most
 
     for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, ("ring", "ulysses")):
         dp, own = gpus // (tp * cp * pp), config.seq_len // cp

@@ -36,7 +36,7 @@ from safe.flags import BadInput
 HERE = pathlib.Path(__file__).resolve().parent.parent
 FILES = ["model.py", "kernels.py", "collectives.py", "parallel.py", "train.py",
          *sorted(str(path.relative_to(HERE)) for path in HERE.glob("further/*.py"))]
-SECONDS = 20  # until a check gives up
+SECONDS = 30  # until a check gives up
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
@@ -44,19 +44,20 @@ SECONDS = 20  # until a check gives up
 def ring(rank):
     """A step of the ring: send a chunk to the right, receive one from the left into `received`, and combine that with
     this rank's own chunk of the same number. The result leaves in the next step. It goes into `sums`, if there is
-    room, else over the own chunk."""
+    room, else over the own chunk. Chunks may be shorter than that room: then it is the first elements of it."""
     import collectives as dist
     whole, part = (rank + 1) * torch.arange(1.0, 7), torch.empty(2)
     dist.reduce_scatter_tensor(part, whole)
     yield "reduce-scatter", part
     yield "the input of reduce-scatter, afterwards", whole
-    dist.all_reduce(whole, dist.ReduceOp.MAX)
-    yield "all-reduce of the maximum", whole
+    largest = (rank + 1) * torch.arange(1.0, 7)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    yield "all-reduce of the maximum", largest
 
 
 def hook(rank):
-    """When buckets leave: backward has computed this parameter's gradient. Note that it is there, and send every bucket
-    that is complete, in the order of the list."""
+    """When buckets leave: backward has computed this parameter's gradient. Take it out of `missing` (it may be out
+    already), and let every bucket leave that is complete, in the order of the list."""
     from parallel import DDP
     factors = nn.ParameterList([torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5.0)])
     net, under_way = DDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
@@ -83,7 +84,8 @@ def zero1(rank):
 
 
 def zero3(rank):
-    """When a unit is freed in forward: it has just computed. What stays whole (`stays_whole`, `kept`) is not freed."""
+    """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
+    parameters. What stays whole, `flat.stays_whole` or in `self.kept`, is not freed."""
     from parallel import FSDP
     net, whole = FSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
     for layer in net.module:  # a unit each; the storage of one that is not whole has no bytes
@@ -104,7 +106,8 @@ def g(rank):
 
 def vocabulary(rank):
     """Three numbers a token: ranks exchange `top`, the largest logit of all slices, and `sums` (2, n): of all slices
-    the sum of exp(z - top), and the target's logit. `mine`, `total` and `target` are this slice's."""
+    the sum of exp(z - top), and the target's logit. `mine`, `total` and `target` are this slice's.
+    (all_reduce overwrites its tensor.)"""
     from parallel import cross_entropy
     logits = torch.tensor([[[1.0, 2]], [[3, 2]]])[rank].log().requires_grad_()                 # (1, V/N)
     loss = cross_entropy(logits.unsqueeze(0), torch.tensor([[2]]), vocab_size=4)
@@ -147,15 +150,16 @@ def softmax(rank):
 
 
 def norm(rank):
-    """Layer norm's backward: of one row, compute xhat, store dx, and add to this program's shares of dw and db."""
+    """Layer norm's backward: of one row, compute xhat, store dx where it is `inside`, and add to this program's shares
+    of dw and db."""
     import kernels
-    x = torch.tensor([[1.0, 2, 6], [0, 4, 8]], requires_grad=True)
-    weight, bias = torch.tensor([[1.0, 2, 1], [0, 0, 0]]).unbind()
+    x = torch.tensor([[1.0, 2, 6], [0, 4, 8]]).repeat(4, 1).requires_grad_()  # a program has several rows
+    weight, bias = torch.tensor([[1.0, 2, 3], [0, 0, 0]]).unbind()
     y = kernels.LayerNorm.apply(x, weight.requires_grad_(), bias.requires_grad_(), 0.0)
-    y.backward(torch.tensor([[1.0, 0, 0], [0, 1, 2]]))
-    yield "dx", x.grad
-    yield "dw", weight.grad
-    yield "db", bias.grad
+    y.backward(torch.tensor([[1.0, 0, 2], [0, 1, 2]]).repeat(4, 1))
+    yield "dx of two rows", x.grad[:2]
+    yield "dw of eight", weight.grad
+    yield "db of eight", bias.grad
 
 
 def zigzag(rank):

@@ -181,7 +181,7 @@ def test_bench_collectives(run_bench, tmp_path):
 
 
 def test_bench_strategies(run_bench, tmp_path):
-    only = ["tp+sp", "zb-h1", "experts", "dense twin"]
+    only = ["tp", "zb-h1", "experts", "dense twin"]
     found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", *only, "--repeats", "1", "--seq-len",
                                 "32", "--n-layer", "2", "--batch-size", "8")
     ours = [row for row in found["rows"] if row["who"] == "ours"]

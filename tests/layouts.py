@@ -337,7 +337,7 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
     ("data", [""], ["dp=1,4 micro_batches=2 tied=0 activation=elu", "dp=8", "dp=2 without=all_reduce_bucket"]),
     # Micro-batches and replicas have few targets that count, or none: the loss is no mean of means.
     ("holes", ["holes=1"], [
-        "dp=2 micro_batches=4 zero=1,2,3", "tp=3 n_head=6 n_embd=24",
+        "dp=2 micro_batches=4 zero=0,1,2,3", "tp=3 n_head=6 n_embd=24",
         "tp=2 pp=2 micro_batches=8 schedule=gpipe,zb-h1", "dp=2 tp=2 pp=2 micro_batches=2 sp=1 recompute=block",
         "dp=2 cp=2 tokens=8 micro_batches=2 cp_kind=ring,ulysses", "dp=4 ep=2 experts=4 tokens=8 micro_batches=2",
         "dp=1 micro_batches=8 without=mean_of_micro_batches", "pp=2 micro_batches=4 without=mean_of_micro_batches",
@@ -349,7 +349,7 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: and it is 
         "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_",
         "dp=2 tp=2 without=clip_grad_norm_,all_reduce_bucket"]),
     ("zero", ["tied=0 recompute=block micro_batches=2", "optimizer=adamw recompute=attention micro_batches=2"],
-     ["dp=1 zero=1,2,3", "dp=4 zero=3", "dp=2 tp=2 zero=1,2,3"]),
+     ["dp=1 zero=1,2,3", "dp=2 zero=2", "dp=4 zero=3", "dp=2 tp=2 zero=1,2,3"]),
     ("zero", [""], [
         "dp=2 zero=1 without=reduce_scatter_bucket,ShardedOptimizer.gather_weights",
         "dp=2 zero=2 without=reduce_scatter_bucket,clip_grad_norm_",

@@ -52,7 +52,7 @@ def test_a_page_has_each_line_of_code_once_and_in_order_and_all_prose(site, file
     assert all(lines[n - 1].lstrip().startswith("#") for n in {*numbers} - lines_with_code(text))
     everything = words(text_of(page))
     for n in {*range(1, len(lines) + 1)} - {*numbers}:
-        said = lines[n - 1].strip().strip('"').removeprefix("#").strip(" -")
+        said = lines[n - 1].strip().removeprefix('r"').strip('"').removeprefix("#").strip(" -")
         assert words(said) in everything, (n, said)
 
 

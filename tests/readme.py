@@ -122,12 +122,12 @@ def test_names_and_flags_of_a_page_are_there(page):
         if re.fullmatch(r"[\w/]+\.py", token):
             assert token[:-3] in FILES, token
         elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # the environment's
-            assert named(token) or re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text) or tests_named(token), token
+            assert named(token) or re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text) or names_tests(token), token
         elif token.startswith("--"):
             assert {*re.findall(r"--[a-z][a-z-]*", token)} <= flags, token
 
 
-def tests_named(word):
+def names_tests(word):
     return [name for name in vars(sys.modules["test_all"]) if name.startswith("test_") and word in name]
 
 
@@ -135,7 +135,7 @@ def test_each_claim_names_its_tests():
     rows = [line for line in section("What it proves").splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 10
     for row in rows:
-        assert tests_named(row.strip("| ").split("`")[-2]), row
+        assert names_tests(row.strip("| ").split("`")[-2]), row
 
 
 def test_ci_runs_the_readme_s_test_command():
@@ -169,7 +169,7 @@ def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
         program, words, processes = program_of(line)
         if program == "pytest" and "-k" in words:
             wanted = words[words.index("-k") + 1].split()[0]
-            assert wanted == "NAME" or tests_named(wanted), line
+            assert wanted == "NAME" or names_tests(wanted), line
         elif program == "train.py" and "--help" not in words:
             flags = train.Flags if "--plain" in words else safe.flags.Settings
             s = train.parse(safe.flags.Parser(**train.ABOUT), flags, words)
