@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import pathlib
 import sys
-import textwrap
 
 import pytest
 
@@ -58,9 +58,9 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
 def test_a_folder_has_the_whole_reference_and_no_solution(tmp_path):
     for name, puzzle in PUZZLES.items():
         write(puzzle, tmp_path / name, empty(puzzle))
-        before, after = (textwrap.dedent((folder / puzzle.file).read_text()) for folder in (HERE, tmp_path / name))
-        lines = textwrap.indent(solution(puzzle), "    ")
-        assert after.count(lines) < before.count(lines)
+        before, after = (pathlib.Path(folder, puzzle.file).read_text() for folder in (HERE, tmp_path / name))
+        first = solution(puzzle).splitlines()[0]
+        assert after.count(first) < before.count(first)
         files = {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.py")}
         assert files == {file for file in SOURCES if file.removesuffix(".py").split(os.sep)[0] in REFERENCE}
 
