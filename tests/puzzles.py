@@ -1,16 +1,16 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
-import contextlib
 import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
 
 import lessons.demos
 import lessons.puzzles
-from lessons.puzzles import check, empty, hole, problems, PUZZLES, solution, write
-from tests.pool import HERE, in_new_process, pools
+from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
+from tests.pool import HERE, pools
 from tests.walls import REFERENCE, SOURCES
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told
@@ -72,22 +72,20 @@ def test_a_name_that_moved_is_found_out(moved):
         hole(PUZZLES["hook"]._replace(**moved))
 
 
-def checked(printed, name, folder):
-    """The exit code of a check whose limit is a second. What it prints goes to a file."""
-    lessons.puzzles.SECONDS = 1
-    with open(printed, "w") as file, contextlib.redirect_stdout(file), pytest.raises(SystemExit) as end:
-        check(PUZZLES[name], folder)
-    return end.value.code
+def checked(name, folder):
+    """(exit code, what is printed) of a check whose limit is a second."""
+    code = "import sys, lessons.puzzles as p; p.SECONDS = 1; p.check(p.PUZZLES[sys.argv[1]], sys.argv[2])"
+    ended = subprocess.run([sys.executable, "-c", code, name, folder], cwd=HERE, capture_output=True, text=True)
+    return ended.returncode, ended.stdout
 
 
 def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
     write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
-    assert in_new_process(checked, tmp_path / "green", "g", str(tmp_path / "g")) == 0
-    assert (tmp_path / "green").read_text() == "green\n"
+    assert checked("g", tmp_path / "g") == (0, "green\n")
     silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
     write(PUZZLES["ring"], tmp_path / "ring", silent)
-    assert in_new_process(checked, tmp_path / "red", "ring", str(tmp_path / "ring")) == 1
-    assert "rank 1: no result within 1 s; does it wait" in (tmp_path / "red").read_text()
+    code, said = checked("ring", tmp_path / "ring")
+    assert code == 1 and "rank 1: no result within 1 s; does it wait" in said
 
 
 def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
