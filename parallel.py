@@ -112,7 +112,8 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: as they add up.
+    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: what they add
+    up in.
     """
 
     def __init__(self, params, group, reduce_dtype=None):
@@ -383,7 +384,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
         set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
-        self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group, number.get,
+        self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group,
+                                    same=number.get,  # a bucket is of one parameter group
                                     reduce_dtype=reduce_dtype)
         for bucket in self.buckets:
             flatten(bucket, stage > 0, compute_dtype)
@@ -463,7 +465,7 @@ def make_shard(bucket, sharded):
             bucket.view(values, p).copy_(p.detach())
         dist.broadcast(values, group=bucket.group, group_src=0)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
-    own = values[bucket.own].to(master_dtype(values.dtype))  # copies 16-bit values alone; else it is a view
+    own = values[bucket.own].to(master_dtype(values.dtype))  # a view, or of a 16-bit module's values a float32 copy
     bucket.shard = nn.Parameter(own, first.requires_grad)
     bucket.total_dtype = bucket.shard.dtype
     cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
@@ -728,10 +730,14 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device):
 
 
 def fsdp_units(module):
-    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time."""
+    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time.
+
+    A GPT owns no parameter itself. So wte begins a unit, and so do wpe, ln_f and lm_head; h is a container, so each of
+    its children is one.
+    """
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-    def add_units(m, unit):
+    def add_units(m, unit):  # unit: the one that m lies in, or None
         lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
         if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
             unit = (m, [])
@@ -1014,7 +1020,7 @@ def take_turns(forwards, ahead, backwards):
 def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
-    A micro-batch goes through p-1-r more ranks and back, so its B ends p-r turns (F + B) after its F began. So p-r
+    A micro-batch goes through p-1-r more ranks and back, so its B ends p-r times (F + B) after its F began. So p-r
     micro-batches keep the rank busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
     return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
@@ -1181,7 +1187,7 @@ def checked(schedule, p, m, v):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(layout):
-    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say."""
+    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say, for any m that it takes."""
     homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
     if layout.virtual_stages not in (1, len(homes) // layout.pp):
         raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
@@ -1371,10 +1377,10 @@ class Pipeline:
 def copies(place, groups):
     """How often the same gradient of a parameter counts if every rank of the groups adds up its squares.
 
-    8 ranks: dp 2, tp 2, pp 2. A norm's weight is cut over pp alone, into 2 parts: 8 / 2 = 4 ranks hold the same. A
-    tied embedding is cut over all three, 8 parts, but stages 0 and 1 have the same gradient since theirs were added up:
-    8 / 8 x 2 = 2. (Sequence parallelism adds a norm's gradient over tp, whose ranks held the same weight all along, so
-    that changes nothing: only an `add_over` inside of `cut_over` counts.)
+    8 ranks: dp 2, tp 2, pp 2, ZeRO-1. The shard of a norm's weight is cut over dp and pp, into 4 parts: 8 / 4 = 2 ranks
+    hold the same. The shard of a tied embedding is cut over all three, 8 parts, but stages 0 and 1 have the same
+    gradient since theirs were added up: 8 / 8 x 2 = 2. (Sequence parallelism adds a norm's gradient over tp, whose
+    ranks held the same weight all along, so that changes nothing: only an `add_over` inside of `cut_over` counts.)
     """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
@@ -1453,7 +1459,7 @@ class Layout:
     zero_within: int = None         # or over each so many neighbours of dp x cp
     recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
     dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
-    reduce_dtype: torch.dtype = None    # of gradients that are sent; None: as they add up, in float32 at least
+    reduce_dtype: torch.dtype = None    # of gradients that are sent; None: what they add up in, float32 at least
 
     @property
     def shards_in_optimizer(self):
@@ -1676,7 +1682,8 @@ class ParallelGPT:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over each parameter's `add_over`. Last, because shards are small."""
+        """Over each parameter's `add_over`. Last, because shards are small. (A tied embedding has a place, and so a
+        bucket, of its own, so the shards of its ends match.)"""
         for param in self.params:
             for group in place_of(param).add_over:
                 dist.all_reduce(param.grad, group=group)
