@@ -211,7 +211,7 @@ NEEDS = r"srun|HOST|gpt2|\.venv|git |pytest|my\.txt|pdb|--help|NAME|FILE|--tp 3|
 @pytest.mark.parametrize("page", PAGES, ids=NAME)
 def test_commands_run_as_typed(page, tmp_path):
     """In the order of the page, with every step."""
-    blocks = re.findall(r"```\n(.*?)```", PAGES[page], re.DOTALL)
+    blocks = [body for kind, body in re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", PAGES[page]) if not kind]
     typed = [line for block in blocks for line in re.sub(r"\\\n *", " ", block).splitlines()]
     typed += [line for line in commands(PAGES[page]) if line not in " ".join(typed)]
     for line in [line.split("   ")[0].replace("runs/", f"{tmp_path}/") for line in typed]:
