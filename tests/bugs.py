@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import math
 import re
-import shutil
 import sys
 import unittest.mock
 from collections import defaultdict
@@ -17,6 +16,7 @@ import torch
 from tests import layouts
 from tests.breaks import HERE, REFERENCE
 from tests.pool import close
+from tests.walls import copy_reference
 
 
 class Bug(NamedTuple):
@@ -107,11 +107,7 @@ BUGS = [
 def copy_with(bug, folder):
     """Copy the reference into a folder, with the bug's new line in place of its old one."""
     file = folder / bug.where.split()[0]
-    for name in REFERENCE:
-        if (HERE / name).is_dir():
-            shutil.copytree(HERE / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(HERE / f"{name}.py", folder)
+    copy_reference(REFERENCE, folder)
     lines = file.read_text().splitlines(keepends=True)
     at, = [i for i, line in enumerate(lines) if line.strip() == bug.old]
     lines[at] = lines[at].replace(bug.old, bug.new)

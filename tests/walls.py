@@ -65,16 +65,20 @@ PROGRAMS = [  # processes, flags
 OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
 
 
+def copy_reference(rooms, folder):
+    for file in sum(map(files_of, rooms), []):
+        target = folder / file.relative_to(HERE)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(file, target)
+
+
 @pytest.fixture(scope="session")
 def reference_in(tmp_path_factory):
     """reference_in(rooms): a folder that holds the reference's files, and nothing else."""
     @functools.cache
     def copied(rooms):
         folder = tmp_path_factory.mktemp("alone")
-        for file in sum(map(files_of, rooms), []):
-            target = folder / file.relative_to(HERE)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(file, target)
+        copy_reference(rooms, folder)
         compileall.compile_dir(folder, quiet=1)  # once, even where Python is told to write no bytecode
         return str(folder)
     return copied
