@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
-from safe.data import bytes_a_token
 from safe.flags import gpus_here, schedule_of
 from theory.clock import most_held, stages_in
 from theory.memory import kept_tensors, memory_bytes, tensors_in
@@ -134,8 +133,7 @@ def about_vocabulary(trainer):
     """A line about what the tokens are, where that is not said by the vocabulary's size."""
     vocabulary, size = trainer.vocabulary, trainer.config.vocab_size
     if isinstance(vocabulary, Tokenizer):
-        held_out = trainer.held_out
-        mean = f", {bytes_a_token(held_out, vocabulary):.2f} bytes a token" if len(held_out) else ""
+        mean = f", {trainer.bytes_a_token:.2f} bytes a token" if len(trainer.held_out) else ""
         return f"\ntokens   of {vocabulary.folder}: {size:,}{mean}"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -53,6 +53,10 @@ class WatchedTrainer(Trainer):
         self.first, self.activations, self.share, self.memory = 0, 0, 1.0, {}
         self.terminated, self.stopping, self.saved = False, False, True
         super().__init__(s, config, source, data, device)
+
+    @cached_property
+    def bytes_a_token(self):
+        return bytes_a_token(self.held_out, self.vocabulary)
 
     def make_optimizer(self, adamw):
         return super().make_optimizer(partial(adamw, fused=True))
@@ -157,7 +161,7 @@ class WatchedTrainer(Trainer):
         if "val_loss" in entry:
             bits, more = entry["val_loss"] / math.log(2), ""
             if isinstance(self.vocabulary, Tokenizer):
-                more = f", {bits / bytes_a_token(self.held_out, self.vocabulary):.2f} bits a byte"
+                more = f", {bits / self.bytes_a_token:.2f} bits a byte"
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, {bits:.2f} bits"
                      + more)
         self.since, self.logged, self.memory = time.perf_counter(), done, {}
