@@ -85,8 +85,11 @@ class Place:
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
 
 
+UNCUT = Place()  # made once, because every step asks for the place of every parameter
+
+
 def place_of(param):
-    return getattr(param, "place", Place())
+    return getattr(param, "place", UNCUT)
 
 
 def is_matrix(param):
@@ -505,12 +508,12 @@ def set_frozen(params, group, compute_dtype):
 class FlatParameter(Bucket):
     """A Bucket of one unit of FSDP, of which this rank keeps an Nth, `shard`. (The name is PyTorch's.)
 
-    Layers compute with views of `weights`, a flat buffer. `free` shrinks its storage to 0 bytes, `gather` refills it.
+    Layers compute with views of `weights`, a flat buffer. `free` shrinks its storage to 0 bytes, `start` refills it.
     The views stay the same objects, so what autograd saved in forward is right again in backward.
     """
 
     def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep the shard alone. Returns {old parameter: new one}, views of `weights` with no memory until `gather`."""
+        """Keep the shard alone. Returns {old parameter: new one}, views of `weights` with no memory until `start`."""
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # so that the other values can go

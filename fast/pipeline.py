@@ -88,13 +88,12 @@ class PatientPipeline(Pipeline):
         with lost_peer_named(what):
             handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])
         self.sending.append((NamedHandle(handle, what), tensor))
-        self.forget_sent(2)
 
     def forget_sent(self, most):
-        """On CUDA a send that is waited for would hold up the stream, so forget those that have ended."""
-        if self.device.type != "cuda":
+        """On CUDA a send that is waited for would hold up the stream, so forget those that have ended until the end."""
+        if most == 0 or self.device.type != "cuda":
             super().forget_sent(most)
-        while self.sending and (most == 0 or self.sending[0][0].is_completed()):
+        while self.sending and self.sending[0][0].is_completed():
             self.sending.popleft()[0].wait()
 
     def do(self, action):
