@@ -1,7 +1,9 @@
 """Demos of the reading path, on a laptop."""
 
 import argparse
+import json
 import os
+import statistics
 
 import torch
 import torch.distributed as torch_dist
@@ -142,9 +144,22 @@ def demo_memory(model, dp, tp, dtype):
     print("Here there is no dropout, and no T x T scores are kept.")
 
 
-def demo_pipeline(stages, micro_batches, virtual_stages):
+def costs_in(trace):
+    """The median times of F, I and W in a trace of train.py, with a sum of 3."""
+    try:
+        with open(trace) as file:
+            spans = json.load(file)["traceEvents"]
+        costs = [statistics.median(span["dur"] for span in spans if span["name"][:2] == kind + " ") for kind in "FIW"]
+    except (OSError, ValueError, KeyError) as problem:
+        raise BadInput(f"--trace {trace}: not a trace with F, I and W ({problem}); train.py --schedule zb-h1 "
+                       "--trace FOLDER writes one, FOLDER/trace.json") from problem
+    return [3 * cost / sum(costs) for cost in costs]
+
+
+def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
     """The schedules: grids, bubbles, activations."""
     p, m, v = stages, micro_batches, virtual_stages
+    costs = costs_in(trace) if trace else (1, 1, 1)
     # at m >= p ranks are idle so long, in units of F = I = W; on each rank, and stages a rank
     schedules = {"gpipe": (3 * (p - 1), 1), "1f1b": (3 * (p - 1), 1), "interleaved": (3 * (p - 1) / v, v),
                  "zb-h1": (p - 1, 1), "zb-v": ((p - 1) / 2, 2), "v-half": ((3 * (p - 1) - p % 2) / 2, 2),
@@ -156,12 +171,17 @@ def demo_pipeline(stages, micro_batches, virtual_stages):
             print(f"\n{name}: {problem}")
             continue
         check(lower(lists))
-        timeline = simulate(lists)
+        timeline = simulate(lists, *costs)
         idle = max(timeline.idle)
-        print(f"\n{name}: idle {max(formula, 0):g} by the formula | {idle:g} simulated, bubble "
+        print(f"\n{name}: idle {max(formula, 0):g} by the formula | {idle:.4g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
-        print(draw(timeline, 1 / chunks))
+        if not trace:
+            print(draw(timeline, 1 / chunks))
+    if trace:
+        print("\nF, I and W take {:.2f}, {:.2f} and {:.2f} units of time, as in the trace; in the formulas each takes "
+              "1.".format(*costs))
+        return
     print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
           "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
           "rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. is idle.")
@@ -338,7 +358,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8, "tp": 1, "dtype": "bf16"}),
     "data": (demo_data, {"ranks": 2}),
     "tensor": (demo_tensor, {"ranks": 2}),
-    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2}),
+    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2})}
 ON_RANKS = demo_collectives, demo_data, demo_tensor, demo_experts  # each rank is a process and runs the demo
@@ -352,7 +372,7 @@ def main():
         lesson = lessons.add_parser(name, help=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
-            kind = str if flag in CHOICES else positive
+            kind = positive if isinstance(default, int) else str
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag))
     puzzles.add_to(lessons)
     pages.add_to(lessons)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast
 import kernels
@@ -72,13 +73,14 @@ def random(*shape, dtype=torch.float32):
 
 
 def no_worse_than_pytorch(ours, theirs, inputs, units=2):
-    """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
+    """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs. theirs:
+    PyTorch's ways to compute it, of which each result has its worst.
 
     Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has
     such errors, `units`. The interpreter does not round to bf16 but cuts digits off: twice the error.
     """
     runs = []
-    for function, cast in ((ours, lambda x: x), (theirs, lambda x: x), (theirs, lambda x: x.double())):
+    for function, cast in ((theirs[0], torch.Tensor.double), *((way, lambda x: x) for way in (ours, *theirs))):
         leaves = [cast(x.detach()).requires_grad_() for x in inputs]
         outputs = function(*[x * 1 for x in leaves])  # not leaves: cross-entropy overwrites its input
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -86,14 +88,14 @@ def no_worse_than_pytorch(ours, theirs, inputs, units=2):
         grads = [cast(torch.randn(y.shape, device=y.device).to(inputs[0].dtype)).to(y.dtype) for y in outputs]
         found = torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()
         runs.append([y.detach().clone() for y in outputs] + list(found))
-    for i, (mine, other, exact) in enumerate(zip(*runs, strict=True)):
+    for i, (exact, mine, *others) in enumerate(zip(*runs, strict=True)):
         if exact.norm() < 1e-12:  # a gradient of exactly 0, as that of a single key
             assert mine.norm() < 1e-5
             continue
-        error, allowed = (float((x.double() - exact).norm() / exact.norm()) for x in (mine, other))
+        error, *errors = (float((x.double() - exact).norm() / exact.norm()) for x in (mine, *others))
         unit = torch.finfo(mine.dtype).eps * (units if mine.dtype == torch.float32 else 0.5)
         slack = 2.2 if mine.dtype == torch.bfloat16 and not GPUS else 1.1
-        assert mine.shape == exact.shape and error <= slack * max(allowed, unit), (i, error, allowed)
+        assert mine.shape == exact.shape and error <= slack * max(*errors, unit), (i, error, errors)
 
 
 def test_hand_derived_backwards_equal_autograd():
@@ -255,9 +257,11 @@ def rows_of_kernels():
 def test_kernel(either_way, dtype, row):
     """A GPU multiplies and adds attention's scores with one rounding, the interpreter with two: there float32 may be
     four units off, or PyTorch's luck with the instructions of one CPU or another decides. Rows so wide that several
-    programs of layer norm share one: test_python_kernels_py."""
-    units = 4 if "attention" in row.name and not GPUS else 2
-    no_worse_than_pytorch(row.ours, row.plain, row.inputs(dtype), units)
+    programs of layer norm share one: test_python_kernels_py. In float32 ours and cuBLAS add a column's rows one after the
+    other, PyTorch's fastest attention in groups: of 1000 rows they are off by 8e-7 and 5e-7 (H200)."""
+    scores = "attention" in row.name
+    ways = [row.plain] + [sdpa_kernel(SDPBackend.MATH)(row.plain)] * (scores and dtype == torch.float32)
+    no_worse_than_pytorch(row.ours, ways, row.inputs(dtype), 4 if scores and not GPUS else 2)
 
 
 def test_activations_near_0_and_far_from_it(triton_kernels):

@@ -309,6 +309,6 @@ def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):
     for p, m in ((1, 1), (3, 5), (4, 8)):
         parallel.check(parallel.lower(added.eager(p, m, 1)))
     assert theory.clock.simulate(added.eager(4, 8, 1)).peak == [7, 5, 3, 1]
-    no_worse_than_pytorch(added.relu2, lambda x: F.relu(x).square(), [random(1000)])
+    no_worse_than_pytorch(added.relu2, [lambda x: F.relu(x).square()], [random(1000)])
     for grads in pool(2).run(sign_gradients, str(tmp_path)):
         assert grads == [[[1, -1, 0]] * 2, [1, 1]]  # of the third input, one vote for and one against, however loud
