@@ -25,7 +25,7 @@ import kernels
 import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
-    test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point_equals_library)
+    test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point)
 from tests.layouts import arguments_of, case_of, in_layout
 from tests.pool import HERE, in_new_process, on_cpus, on_ranks
 from tests.runs import log_of, ran, run_training, TRAIN
@@ -49,7 +49,7 @@ SOURCES = {str(path.relative_to(HERE)): path.read_text() for room in ROOMS for p
 @pytest.mark.parametrize("test, arguments", [
     *((test_bytes_sent_are_the_formulas, {"size": size, "ways": (), "elements": 400}) for size in (3, 4)),
     (test_between_nodes_every_rank_sends_its_share, {"size": 4, "node": 2}),
-    (test_point_to_point_equals_library, {"size": 4}), (test_blocks_may_be_uneven, {"size": 4, "way": "plain"}),
+    (test_point_to_point, {"size": 4}), (test_blocks_may_be_uneven, {"size": 4, "way": "plain"}),
     *((test_collective_equals_library, {"size": 3, "name": name}) for name in COLLECTIVES)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
