@@ -180,22 +180,6 @@ def test_stages_may_run_b_or_its_halves(name):
     assert slower == 0 if name == "whole-0" else slower > 0
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"])
-@on_ranks(4)
-def test_replicas_of_a_stage_reduce_with_its_own_last_backward(schedule):
-    """So `finish_grad_sync` has nothing to send."""
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, pp=2, schedule=schedule), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(2) for t in tokens_of(0))
-    with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-        net.run(x, y, net.actions(len(x)), 1.0, net.syncs)
-        in_backward = reduced.call_count
-        for stage in net.stages.values():
-            stage.finish_grad_sync()
-        assert reduced.call_count == in_backward > 1
-
-
 @pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
 @on_ranks(2)
 def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
