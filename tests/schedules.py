@@ -3,7 +3,6 @@
 import dataclasses
 import unittest.mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,12 +21,12 @@ from theory.clock import simulate
 @on_ranks(2)
 def test_f_and_g_change_nothing_in_place():
     """What autograd has saved, or will hand to others, is not summed up in place."""
-    x, dy = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True), torch.ones(3, dtype=torch.float64)
+    x, dy = torch.full((3,), 0.5, requires_grad=True), torch.ones(3)
     parallel.CopyToGroup.apply(x, None).backward(dy)
     assert dy.eq(1).all() and x.grad.eq(2).all()
-    x.grad, y = None, x.tanh()  # which keeps its output
-    parallel.ReduceFromGroup.apply(y, None).backward(dy)
-    assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2)
+    x.grad = None
+    parallel.ReduceFromGroup.apply(x.tanh(), None).backward(dy)  # tanh keeps its output
+    assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2, 1e-6)
 
 
 @on_ranks(2)
@@ -36,22 +35,20 @@ def test_a_mesh_has_as_many_ranks_as_there_are():
         parallel.make_mesh(torch.get_default_device().type, dp=3, tp=3)
 
 
-@pytest.mark.parametrize("size,vocab", [(2, 37), (3, 37), (4, 100), (8, 11)])
+@pytest.mark.parametrize("size,vocab", [(2, 37), (8, 11)])
 @on_ranks()
 def test_vocabulary_parallel_cross_entropy(vocab):
     """Loss and gradient against F.cross_entropy, with large logits and targets that do not count."""
-    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.get_default_device()
-    rng = np.random.default_rng(1)
-    z = torch.from_numpy(rng.normal(size=(2, 9, vocab)) * 300).to(device).requires_grad_()
-    y = torch.from_numpy(rng.integers(-1, vocab, (2, 9))).to(device)
-    y[1, 3:6] = -1
-    mine = z.detach().tensor_split(size, -1)[rank].contiguous().requires_grad_()
-    got = parallel.cross_entropy(mine, y, vocab, None)
-    got.backward(torch.tensor(3.0, dtype=torch.float64))
-    want = F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum")
-    (3 * want).backward()
-    assert (close(got.detach().cpu(), want.detach().cpu())
-            and close(mine.grad.cpu(), z.grad.tensor_split(size, -1)[rank].cpu()))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    z, y = 300 * torch.randn(18, vocab, dtype=torch.float64), torch.randint(-1, vocab, (18,))
+    whole, mine = (t.clone().requires_grad_() for t in (z, z.tensor_split(size, -1)[rank]))
+    got = parallel.cross_entropy(mine[None], y[None], vocab, None)
+    want = F.cross_entropy(whole, y, ignore_index=-1, reduction="sum")
+    for loss in got, want:
+        (3 * loss).backward()
+    for ours, theirs in (got.detach(), want.detach()), (mine.grad, whole.grad.tensor_split(size, -1)[rank]):
+        assert close(ours.cpu(), theirs.cpu())
 
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules
@@ -131,19 +128,6 @@ def test_a_dualpipe_runs_each_f_beside_a_backward():
     assert kinds == 2 * [("F", 1), ("I", 6), ("W", 6), ("F", 6), ("I", 1), ("W", 1)]
 
 
-@pytest.mark.parametrize("schedule", IN_A_V.values())
-def test_broken_schedules_in_a_v_are_rejected(schedule):
-    first = parallel.Action("I", 1, 2)
-    for remove, exchange, says in [(first._replace(kind="W"), (first, first), "must each be there"),
-                                   (None, (first, first._replace(kind="W")), "deadlock"),
-                                   (None, (first._replace(kind="F"), parallel.Action("F", 4, 2)), "deadlock")]:
-        lists = parallel.lower(schedule(3, 6))
-        other = dict(zip(exchange, reversed(exchange)))
-        lists[1] = [other.get(action, action) for action in lists[1] if action != remove]
-        with pytest.raises(parallel.ScheduleError, match=says):
-            parallel.check(lists)
-
-
 def test_transfers_take_time_in_the_simulation():
     assert simulate(parallel.gpipe(2, 1), transfer=0.5).length == 6 + 2 * 0.5
     assert simulate(interleaved(1, 2, 2), transfer=9).length == 6  # nothing to send on one rank
@@ -156,14 +140,19 @@ def test_transfers_take_time_in_the_simulation():
     (parallel.one_f_one_b, {"RB2": []}, "deadlock"),
     (parallel.one_f_one_b, {"SF1": []}, "deadlock"),
     (parallel.one_f_one_b, {"RF0": ["RF1"], "RF1": ["RF0"]}, "deadlock"),  # rank 0 sends them in the other order
-    (zero_bubble_h1, {"I0": ["W0"], "W0": ["I0"]}, "deadlock"),
     (parallel.one_f_one_b, {"B3": []}, "must each be there"),
     (parallel.one_f_one_b, {"B3": ["B3", "B3"]}, "is there twice"),
-    (parallel.one_f_one_b, {"B3": ["B3", "of rank 2"]}, "does not live on rank")])
+    (parallel.one_f_one_b, {"B3": ["B3", "of rank 2"]}, "does not live on rank"),
+    *((make, {"I2": ["W2"], "W2": ["I2"]}, "deadlock") for make in (zero_bubble_h1, *IN_A_V.values())),
+    *((make, {"W2": []}, "must each be there") for make in IN_A_V.values()),
+    *((make, {"F2": ["F2'"], "F2'": ["F2"]}, "deadlock") for make in IN_A_V.values())])  # ': of this rank's second stage
 def test_broken_schedules_are_rejected(make, change, says):
-    lists = parallel.lower(make(3, 4))
-    named = {str(action): action for action in lists[1]} | {"of rank 2": lists[2][0]}
-    lists[1] = [named[name] for action in lists[1] for name in change.get(str(action), [str(action)])]
+    def name(action):
+        return str(action) + "'" * (action.stage > 2)
+
+    lists = parallel.lower(make(3, 6))
+    named = {name(action): action for action in lists[1]} | {"of rank 2": lists[2][0]}
+    lists[1] = [named[other] for action in lists[1] for other in change.get(name(action), [name(action)])]
     with pytest.raises(parallel.ScheduleError, match=says) as error:
         parallel.check(lists)
     assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))
@@ -231,16 +220,15 @@ def test_layers_behind_frozen_ones_have_their_gradients():
 
 def test_weight_gradients_wait_for_w():
     """I computes the input's gradient, and a norm's, but no Linear's."""
-    block = model.GPT(SMALL, pieces=range(1, 2)).double()
+    block, x = model.GPT(SMALL, pieces=range(1, 2)).double(), torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64)
     passage = parallel.Passage(block, None, WeightGradients(block))
-    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
-    linears = [p for name, p in block.named_parameters() if "ln_" not in name]
-    dx = passage.backward("I", torch.ones_like(y))
-    assert len(linears) == 8 and dx.shape == y.shape and block.h["0"].ln_1.weight.grad is not None
-    assert all(p.grad is None for p in linears)
+    assert passage.backward("I", torch.ones_like(passage.forward(x))).shape == x.shape
+    names = {name for name, _ in block.named_parameters()}
+    waiting = {name for name, p in block.named_parameters() if p.grad is None}
+    assert waiting == {name for name in names if "ln_" not in name} != names
     passage.backward("W")
-    assert all(p.grad is not None for p in linears)
-    y = passage.forward(torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64))
+    assert all(p.grad is not None for p in block.parameters())
+    passage.forward(x)
     with pytest.raises(RuntimeError):
         passage.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
     assert passage.weight_gradients.later is None  # so that the next B computes its own
