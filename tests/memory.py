@@ -1,6 +1,7 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
 import collections
+import re
 import sys
 from functools import partial
 
@@ -29,17 +30,19 @@ from theory.memory import memory_bytes
 
 def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
     """16-bit weights, float32 gradients and masters: 2 + 4 + 12 bytes a parameter, divided stage by stage."""
-    k = model.PRESETS["gpt2-xl"].parameters()
-    for zero, (parameters, gradients, optimizer) in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8),
-                                                               (0, 4 / 8, 12 / 8)]):
-        b = memory_bytes(model.PRESETS["gpt2-xl"], Settings(dp=8, zero=zero, dtype="bf16", batch_size=8))
-        assert close(torch.tensor([b["parameters"], b["gradients"], b["optimizer"]]) / k,
-                     torch.tensor([parameters, gradients, optimizer]), 1e-2)  # 1-D ones stay whole
+    config = model.PRESETS["gpt2-xl"]
+    for zero, want in enumerate([(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (0, 4 / 8, 12 / 8)]):
+        table = memory_bytes(config, Settings(dp=8, zero=zero, dtype="bf16", batch_size=8))
+        bytes_each = [table[kind] / config.parameters() for kind in KINDS]
+        assert close(bytes_each, want, 1e-2)  # 1-D ones stay whole
     monkeypatch.setattr(sys, "argv", ["lessons", "memory", "--model", "gpt2-xl", "--dp", "8"])
     main()
-    rows = [line.split()[:5] for line in capsys.readouterr().out.splitlines() if line.startswith("ZeRO-")]
-    assert (rows[0] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"]
-            and [row[4] for row in rows[1:]] == ["10.88", "5.80", "2.92"])
+    printed = re.findall(r"(?m)^ZeRO-\d .*", capsys.readouterr().out)
+    assert printed[0].split()[:5] == ["ZeRO-0", "2.90", "5.80", "17.41", "26.11"]
+    assert [line.split()[4] for line in printed[1:]] == ["10.88", "5.80", "2.92"]
+
+
+KINDS = "parameters", "gradients", "optimizer"  # what outlives a step
 
 
 def make_trainer(flags):
@@ -49,9 +52,8 @@ def make_trainer(flags):
     config, source = model_config(s)
     with torch.device("cpu"):
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-        if is_plain():
-            return train.Trainer(s, config, source, load_data(s, train.Bytes()), device)
-        return fast.run.FastTrainer(s, config, source, load_data(s, train.Bytes()), device)
+        make = train.Trainer if is_plain() else fast.run.FastTrainer
+        return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
 def memory_of(text, flags):
@@ -103,6 +105,7 @@ def test_memory_is_what_is_predicted(pool, text, bound, size, flags):
 
 
 def half_gradients(schedule, zero):
+    """{name: this rank's part of the gradient}"""
     parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
     layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule)
     net = parallel.parallelize(SMALL, layout, "cpu")
@@ -110,10 +113,10 @@ def half_gradients(schedule, zero):
     for _ in range(2):
         net.optimizer.zero_grad()
         net.forward_backward(*(t.split(1) for t in tokens_of(0)))
-    grads, buckets = {}, net.reducers[0].bucket_of
-    for stage in net.stages.values():
-        for name, param in stage.named_parameters():
-            grads[name] = buckets[param].shard.grad[buckets[param].overlap(param, buckets[param].own)[1]].numpy()
+    grads = {}
+    for name, param in net.stages[dist.get_rank()].named_parameters():
+        bucket = net.bucket_of[param]
+        grads[name] = bucket.shard.grad[bucket.overlap(param, bucket.own)[1]].numpy()
     return grads
 
 
@@ -131,21 +134,24 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
 def overflow_case(text, zero, *flags):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
     trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", "--zero", str(zero), *flags])
-    biases = model.buffers(trainer.config)
-    weights = lambda: [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(trainer.config)]]
-    loss, factor = trainer.net.pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
-    trainer.net.pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
+    biases, pipeline = model.buffers(trainer.config), trainer.net.pipeline
+    loss, factor = pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
+    pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
+
+    def weights():
+        return [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(trainer.config)]]
+
     assert trainer.step(0)[1].isfinite() and trainer.step(1)[1].isfinite()
     before = weights()
     assert all(bias.any() for bias in before[:len(biases)])
     factor.fill_(1e30 if dist.get_rank() == 1 else 1)
     assert not trainer.step(2)[1].isfinite()
     assert trainer.skipped == 1 and trainer.scaler.scale == 2**15
-    assert all(a.equal(b) for a, b in zip(before, weights()))
+    assert all(map(torch.equal, before, weights()))
     factor.fill_(1)
     assert trainer.step(3)[1].isfinite() and trainer.skipped == 1
     after = weights()
-    assert all(w.isfinite().all() for w in after) and not all(a.equal(b) for a, b in zip(before, after))
+    assert all(w.isfinite().all() for w in after) and not all(map(torch.equal, before, after))
     return [w.cpu().numpy() for w in after]
 
 
@@ -161,11 +167,11 @@ def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
 def test_clipping_divides_by_the_loss_scale_first():
     """Gradients 2**16 times too large: the true norm is reported and clipped to, by our function and by AdamW's kernel
     as it reads."""
+    p, net = nn.Parameter(torch.zeros(2)), object.__new__(LeanGPT)
+    net.params, net.optimizer = [p], AdamW([p])
     for max_norm, clipped in (0.5, [0.3, 0.4]), (50, [3.0, 4.0]), (0, [3.0, 4.0]):
-        p = nn.Parameter(torch.zeros(2))
-        net, inner = object.__new__(LeanGPT), AdamW([p])
-        net.params, net.optimizer, inner.scale = [p], inner, 1.0
+        net.optimizer.scale = 1.0
         for clip in partial(parallel.clip_grad_norm_, [p]), net.clip_grad_norm_:
             p.grad = torch.tensor([3.0, 4.0]) * 2**16
             assert close(clip(max_norm, scale=2**16).cpu(), 5.0, 1e-6)
-            assert close((p.grad * inner.scale).cpu(), clipped, 1e-5)
+            assert close((p.grad * net.optimizer.scale).cpu(), clipped, 1e-5)

@@ -11,7 +11,7 @@ import collectives as dist
 import model
 import parallel
 import theory.clock
-from tests.layouts import MIXED, SMALL, tokens_of
+from tests.layouts import SMALL, tokens_of
 from tests.pool import close, on_ranks
 from further.schedules import (
     dualpipe_v, interleaved, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
@@ -159,15 +159,6 @@ def test_broken_schedules_are_rejected(make, change, says):
 
 
 # --------------------------------------------------------------------------------------------------- running a schedule
-
-@pytest.mark.parametrize("name", MIXED)
-def test_stages_may_run_b_or_its_halves(name):
-    """Where rank 0 alone does not put W off, ZB-H1 does the same in the same time."""
-    lists = MIXED[name](3, 6)
-    parallel.check(parallel.lower(lists))
-    slower = simulate(lists).length - simulate(zero_bubble_h1(3, 6)).length
-    assert slower == 0 if name == "whole-0" else slower > 0
-
 
 @pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
 @on_ranks(2)

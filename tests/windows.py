@@ -21,21 +21,6 @@ from tests.links import carried, DirectGlooLink
 from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks
 
 
-@on_cpus  # NCCL knows no tags: there messages and collectives keep one order
-@on_ranks(3)
-def test_messages_beside_a_collective():
-    """What the caller sends by himself is not taken for a message of a collective that is under way, nor the other way
-    round."""
-    rank, large, small, theirs = dist.get_rank(), torch.ones(BIG), torch.ones(1000), torch.zeros(1000)
-    sent = dist.isend(torch.full((1000,), 10.0 + rank), (rank + 1) % 3)
-    handle = dist.all_reduce(large, async_op=True)
-    dist.all_reduce(small)
-    dist.recv(theirs, (rank - 1) % 3)
-    sent.wait()
-    handle.wait()
-    assert large.eq(3).all() and small.eq(3).all() and theirs.eq(10 + (rank - 1) % 3).all()
-
-
 @contextlib.contextmanager
 def counted(kind, *methods):
     """{method: the mock that counts its calls}"""
