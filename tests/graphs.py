@@ -16,6 +16,7 @@ import fast.recorded
 import parallel
 from tests.layouts import case_of, differences_in, expanded, in_layout, SMALL, tokens_of
 from tests.pool import close, on_cpus, on_ranks
+from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import GuardedOptimizer
@@ -178,16 +179,8 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
         net, optimizer, batch = recorded_net(zero=zero)
         buckets = net.reducers[0].buckets if zero > 1 else []
 
-        def look(*_):
-            whole.append(sum(b.weights.untyped_storage().size() for b in buckets))
-
-        def look_in_backward(block, inputs, y):
-            if y.requires_grad:
-                y.register_hook(look)
-
-        for block in net.module(0).h.values():  # after FSDP's own hooks
-            block.register_forward_pre_hook(look)
-            block.register_forward_hook(look_in_backward)
+        for block in net.module(0).h.values():
+            when_it_computes(block, lambda: whole.append(sum(b.weights.untyped_storage().size() for b in buckets)))
         batch = [t[:4].chunk(micro_batches) for t in batch]
         for _ in range(3):
             want = net.forward(*batch)  # eager

@@ -90,11 +90,6 @@ def test_kernels_sum_and_gather(name):
     assert calls[kernel].call_count == len(cases)
 
 
-def test_kernel_refuses_a_block_of_two_sizes(triton_kernels):
-    with pytest.raises(ValueError, match="my own block has 8 bytes to be sent, 16 to be received"):
-        fast.exchange.AllToAll([0, 0], 0, "cpu")([(0, 8), (0, 0)], [(0, 16), (0, 0)])
-
-
 @pytest.mark.parametrize("elements,async_op,ways", [
     (1023, False, "reduce_scatter"), (1024, False, "kernel"), (1024, True, "reduce_scatter"),
     (22 << 20, False, "kernel"), (1 << 19, True, "reduce_scatter all_gather"), (3 << 21, True, "copies"),

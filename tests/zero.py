@@ -19,7 +19,7 @@ from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, tokens_of
 from tests.pool import close, is_plain, on_both, on_ranks
 from safe.flags import Settings
-from theory.memory import memory_bytes
+from theory.memory import memory_bytes, tensors_in
 
 
 # ------------------------------------------------------------------------------------------------- bytes sent and kept
@@ -182,6 +182,17 @@ class Forks(nn.Module):
         return hidden + residual
 
 
+def when_it_computes(unit, look):
+    """Call look() before the unit's forward and before its backward, after FSDP's own hooks."""
+    def in_backward(unit, inputs, outputs):
+        y = tensors_in(outputs)[0]
+        if y.requires_grad:
+            y.register_hook(lambda grad: look())
+
+    unit.register_forward_pre_hook(lambda unit, inputs: look())
+    unit.register_forward_hook(in_backward)
+
+
 @on_ranks(2)
 def test_fsdp_gathers_the_next_unit_while_one_computes():
     """Which units are whole when each computes: itself and the next, in forward and backward; none that is dropped is
@@ -192,16 +203,8 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     def whole():
         return [i for i, fork in enumerate(net.forks) if fork.always.weight.untyped_storage().size()]
 
-    def look(*_):
-        seen.append(whole())
-
-    def look_in_backward(fork, inputs, outputs):
-        if outputs[0].requires_grad:
-            outputs[0].register_hook(look)
-
-    for fork in net.forks:  # after FSDP's own hooks
-        fork.register_forward_pre_hook(look)
-        fork.register_forward_hook(look_in_backward)
+    for fork in net.forks:
+        when_it_computes(fork, lambda: seen.append(whole()))
     for _ in range(2):
         seen.clear()
         model(torch.ones(2, 4)).sum().backward()
