@@ -155,14 +155,3 @@ def carried(way, **changes):
         stack.enter_context(served_by(kind(cuda)) if kind else nodes_of(way))
         yield
 
-
-def ring_only(function):
-    """The function with no recursive doubling: its sizes are a matter of speed, the ring's bytes are the law."""
-    @functools.wraps(function)
-    def run(*args):
-        kind = type(dist.link_of(None))
-        if kind is dist.Link:  # in the reference no size is chosen for speed
-            return function(*args)
-        with replaced({"DOUBLING_BYTES": NO_DOUBLING}), served_by(kind):  # without graphs that do otherwise
-            return function(*args)
-    return run
