@@ -102,11 +102,10 @@ def test_zero_keeps_what_the_table_says(zero, within):
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
     layout = parallel.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
     net = parallel.parallelize(config, layout, "cpu")
-    opt = net.make_optimizer(torch.optim.AdamW, lr=0.1)
-    x, y = (torch.randint(256, (2, 16)).split(1) for _ in range(2))
+    opt, x = net.make_optimizer(torch.optim.AdamW, lr=0.1), torch.randint(256, (2, 16)).split(1)
     for step in range(2):
         opt.zero_grad()
-        net.forward_backward(x, y)
+        net.forward_backward(x, x)
         kept = bytes_alive() - before
         opt.step()
     table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
@@ -143,15 +142,14 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
 def test_gradients_that_add_up_exist_once(compute_dtype):
     """While micro-batches add up there is one set of gradients, in the shards' dtype."""
     net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).to(torch.get_default_device())
-    optimizer = parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=0.02,
-                                          compute_dtype=compute_dtype)
+    _, sync, _ = laid_out(net, 1, lr=0.1, compute_dtype=compute_dtype)
     before, most = bytes_alive(), []
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda param: most.append(bytes_alive() - before))
     for _ in range(3):
-        with optimizer.no_sync():
+        with sync.no_sync():
             net(torch.ones(2, 64, dtype=compute_dtype)).sum().backward()
-    assert 0.9 < max(most) / sum(4 * p.numel() for p in net.parameters()) < 1.2
+    assert 0.9 < max(most) / (4 * 8 * 64 ** 2) < 1.2
 
 
 # ------------------------------------------------------------------------------------------- what is whole, and when
@@ -221,13 +219,12 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
     """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
     whole, though its outputs' gradients come one after the other."""
     torch.manual_seed(0)  # the same on all ranks, whatever ran before
-    one, net = Forks(3).double(), Forks(3).double().to(torch.get_default_device())
-    net.load_state_dict(one.state_dict())
+    one = Forks(3).double().to(torch.get_default_device())
+    net = copy.deepcopy(one)
     model, sync, optimizer = laid_out(net, way, lr=1.0)
     for both in False, True, True:
-        x = torch.ones(2, 4, dtype=torch.float64)
-        one(x, both).square().sum().backward()
-        model(x.to(torch.get_default_device()), both).square().sum().backward()
+        for some in one, model:
+            some(torch.ones(2, 4, dtype=torch.float64), both).square().sum().backward()
     if way == 3:
         assert not any(flat.weights.untyped_storage().size() for flat in model.buckets)
     sync.finish_grad_sync()
@@ -266,10 +263,6 @@ def test_sharded_optimizer_loads_its_state(compute_dtype):
     if is_plain():
         compute_dtype = None  # the reference's has no masters
 
-    def made():
-        net = nn.Linear(3, 3, bias=False).to(torch.get_default_device())
-        return net, parallel.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype)
-
     def step(net, optimizer, lr):
         optimizer.param_groups[0]["lr"] = lr
         net(torch.ones(2, 3, dtype=compute_dtype)).square().sum().backward()
@@ -278,16 +271,16 @@ def test_sharded_optimizer_loads_its_state(compute_dtype):
         optimizer.zero_grad()
         return net.weight.detach().clone()
 
-    (net, one), (other_net, other) = made(), made()
-    weight = step(net, one, 0.1)
+    nets = [nn.Linear(3, 3, bias=False).to(torch.get_default_device()) for _ in range(2)]
+    one, other = (laid_out(net, 1, torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype)[2] for net in nets)
+    weight = step(nets[0], one, 0.1)
     if compute_dtype is None:  # 16-bit weights come with their masters
-        other_net.load_state_dict(net.state_dict())
+        nets[1].load_state_dict(nets[0].state_dict())
     other.load_state_dict(copy.deepcopy(one.state_dict()))
-    assert other_net.weight.equal(weight)
-    # Masters hold more than 16-bit weights do.
-    assert all(a.equal(b) for a, b in zip(stepped_by(one), stepped_by(other)))
-    assert step(net, one, 0.2).equal(weight := step(other_net, other, 0.2))
-    assert step(other_net, other, 0.0).equal(weight)
+    assert nets[1].weight.equal(weight)
+    assert all(map(torch.equal, stepped_by(one), stepped_by(other)))  # masters hold more than 16-bit weights do
+    weight = step(nets[0], one, 0.2)
+    assert step(nets[1], other, 0.2).equal(weight) and step(nets[1], other, 0.0).equal(weight)
 
 
 @on_both
@@ -339,16 +332,16 @@ def test_a_sharded_optimizer_cuts_its_parameters_once():
 @on_both
 @on_ranks(2)
 def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
-    """Its module's parameters are views of freed memory: who reads one crashes. fast/ guards the module, too."""
+    """Its parameters are views of freed memory: who reads one crashes. fast/ guards the module inside, too."""
     net, ((x, _), _) = module_and_inputs("odd", 0)
     model, *_ = laid_out(net, 3, lr=0.0)
-    guarded = [model.state_dict]
+    refused = [model.state_dict]
     if not is_plain():
         for p in model.parameters():
             p.data.mul_(2)
         assert net(*x).equal(model(*x))  # past the wrapper: with the weights of the last step, of layers and its own
-        guarded += [net.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model), model.half,
+        refused += [net.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model), model.half,
                     net.half, net.left.state_dict]
-    for what in guarded:
+    for what in refused:
         with pytest.raises(RuntimeError, match="full_state_dict"):
             what()
