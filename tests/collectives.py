@@ -195,8 +195,7 @@ def test_arguments_are_the_librarys(name):
                                       (4, "plain"), *itertools.product((2, 3, 4), ("windows", "kernel"))])
 @on_ranks()
 def test_blocks_may_be_uneven(way):
-    """Blocks of any sizes, some of them empty, in lists and as rows of one tensor. What was sent may be written at once.
-    """
+    """Of any sizes, some of them empty, in lists and as rows of one tensor. What was sent may be written at once."""
     if way == "kernel":
         needs_kernels()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -232,7 +231,8 @@ def test_blocks_may_be_uneven(way):
             assert way == 2 or log.bytes == sum(sent) and (aside or log.messages == len(sent))
             check("all_to_all_single", [torch.cat(incoming)], joined, rows[:, rank].tolist(), rows[rank].tolist())
             check("all_gather", [block(r, 0) for r in range(size)], block(rank, 0))
-            check("reduce_scatter", [size * block(0, rank) + sum(range(size))], [block(0, r) + rank for r in range(size)])
+            sums = size * block(0, rank) + sum(range(size))
+            check("reduce_scatter", [sums], [block(0, r) + rank for r in range(size)])
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])

@@ -132,7 +132,8 @@ def test_transfers_take_time_in_the_simulation():
     (parallel.one_f_one_b, {"B3": ["B3", "of rank 2"]}, "does not live on rank"),
     *((make, {"I2": ["W2"], "W2": ["I2"]}, "deadlock") for make in (zero_bubble_h1, *IN_A_V.values())),
     *((make, {"W2": []}, "must each be there") for make in IN_A_V.values()),
-    *((make, {"F2": ["F2'"], "F2'": ["F2"]}, "deadlock") for make in IN_A_V.values())])  # ': of this rank's second stage
+    # F2': of the rank's second stage
+    *((make, {"F2": ["F2'"], "F2'": ["F2"]}, "deadlock") for make in IN_A_V.values())])
 def test_broken_schedules_are_rejected(make, change, says):
     def name(action):
         return str(action) + "'" * (action.stage > 2)

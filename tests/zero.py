@@ -116,8 +116,7 @@ def test_zero_keeps_what_the_table_says(zero, within):
     (0, schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"))])
 @on_ranks(4)
 def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backward(zero, schedule):
-    """At stage 2 once a micro-batch, of which `finish_grad_sync` does the last. Nothing else is left to it or to `step`.
-    """
+    """At stage 2 once a micro-batch, the last time in `finish_grad_sync`. Nothing else is left to it, or to `step`."""
     device, virtual_stages = torch.get_default_device(), 1 + (schedule == "interleaved")
     layout = parallel.Layout(dp=2, pp=2, zero=zero, schedule=schedule, virtual_stages=virtual_stages)
     net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4), layout, device)
