@@ -5,7 +5,7 @@ H200 has time for 400 while it reads a weight of 2 bytes: it waits for memory. I
 up to 127 and a scale s, its largest weight / 127. y = s (x q^T): s comes last, and q is exact in 16 bits, bf16's, too.
 A weight is off by at most s / 2, an element of y by at most s / 2 times the sum of |x|, and by its own rounding.
 
-    python bench.py lessons --only eight-bits    times (nobody has measured them yet on a GPU), bytes, errors
+    python bench.py lessons --only eight-bits    times, bytes, errors
 
 CS336 lecture 5: low precision.
 """
