@@ -46,7 +46,7 @@ def in_int8(w):
 
 
 def sixteen_and_eight_bits(device, n, side):
-    """8 rows times a matrix of twice the side. In fp16 on a CPU, because Triton's interpreter has no product in bf16."""
+    """8 rows times a matrix of twice the side, on a CPU in fp16: Triton's interpreter has no product in bf16."""
     side, dtype = 2 * side, torch.bfloat16 if device.type == "cuda" else torch.float16
     w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))
     q, scale = in_int8(w)
