@@ -6,6 +6,7 @@
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     pipeline    layers are spread over ranks: GPipe and 1F1B, as lists of actions
     norm        one gradient norm over any combination
+    whole       whole tensors from cut ones and back, for checkpoints
     recipe      `parallelize` puts them together, in an order that works
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
@@ -167,25 +168,6 @@ class Bucket:
         if self.place.losses > 1:
             total /= self.place.losses
         return total.to(self.reduce_dtype or total.dtype)
-
-    def overlap(self, param, part):
-        """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
-        start = self.first[param]
-        low = max(start, part.start)
-        high = max(low, min(start + param.numel(), part.stop))
-        return slice(low - start, high - start), slice(low - part.start, high - part.start)
-
-    def gather_one(self, param, local):
-        """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard
-        of the vector of all. Call it on all ranks."""
-        whole, width = local.new_empty(param.shape), len(local)
-        for rank in range(self.numel // width):  # one turn where nothing is sharded
-            there, here = self.overlap(param, slice(rank * width, (rank + 1) * width))
-            if rank * width == self.own.start:
-                whole.view(-1)[there] = local[here]
-            if width < self.numel and here.start < here.stop:
-                dist.broadcast(whole.view(-1)[there], group=self.group, group_src=rank)
-        return whole
 
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
@@ -712,14 +694,14 @@ class FSDP(nn.Module):
         """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
         every = self.module.named_parameters(remove_duplicate=False)
         named = [(name, param, self.bucket_of[param]) for name, param in every]
-        return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
+        return {name: gather_one(flat, param, flat.shard.detach()) for name, param, flat in named}
 
     @torch.no_grad()
     def load(self, get):
         """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
         for name, param in self.module.named_parameters():
             flat = self.bucket_of[param]
-            there, here = flat.overlap(param, flat.own)
+            there, here = overlap(flat, param, flat.own)
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
@@ -1449,6 +1431,50 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     return norm
 
 
+# -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
+#
+# Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
+# that, with ZeRO, what `overlap` says lies in its shard. Back: `gather_one`, then `gather_cuts`.
+
+def cut_like(param, whole):
+    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
+    for cut in place_of(param).cuts:
+        whole = cut.part(whole)
+    return whole
+
+
+def gather_cuts(param, local, shape):
+    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
+    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
+    for cut in place_of(param).cuts:
+        whole.append(cut.part(whole[-1]))
+    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
+        local = cut.gather(local, before.shape)
+    return local
+
+
+def overlap(bucket, param, part):
+    """What of a parameter lies in `part`, a slice of its bucket's vector: (where in the flat parameter, where in
+    `part`)."""
+    start = bucket.first[param]
+    low = max(start, part.start)
+    high = max(low, min(start + param.numel(), part.stop))
+    return slice(low - start, high - start), slice(low - part.start, high - part.start)
+
+
+def gather_one(bucket, param, local):
+    """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard of
+    the bucket's vector. Call it on all ranks."""
+    whole, width = local.new_empty(param.shape), len(local)
+    for rank in range(bucket.numel // width):  # one turn where nothing is sharded
+        there, here = overlap(bucket, param, slice(rank * width, (rank + 1) * width))
+        if rank * width == bucket.own.start:
+            whole.view(-1)[there] = local[here]
+        if width < bucket.numel and here.start < here.stop:
+            dist.broadcast(whole.view(-1)[there], group=bucket.group, group_src=rank)
+    return whole
+
+
 # --------------------------------------------------------------------------------------------------------------- recipe
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
@@ -1600,23 +1626,6 @@ def add_up_twins(params):
         param.grad.copy_(total)
 
 
-def cut_like(param, whole):
-    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in place_of(param).cuts:
-        whole = cut.part(whole)
-    return whole
-
-
-def gather_cuts(param, local, shape):
-    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
-    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in place_of(param).cuts:
-        whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
-        local = cut.gather(local, before.shape)
-    return local
-
-
 class ParallelGPT:
     """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
 
@@ -1766,7 +1775,7 @@ class ParallelGPT:
             local = stepped.detach()
             if key is not None:
                 local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-            local = bucket.gather_one(param, local) if bucket else local
+            local = gather_one(bucket, param, local) if bucket else local
             local = gather_cuts(param, local, shape)
         if self.layout.pp > 1:
             local = local.clone()
@@ -1781,6 +1790,6 @@ class ParallelGPT:
             names.setdefault(len(self.homes) - 1, "lm_head.weight")
         for stage in names.keys() & self.stages.keys():
             param, stepped, bucket = self.kept(stage, names[stage])
-            there, here = bucket.overlap(param, bucket.own) if bucket else (slice(None), slice(None))
+            there, here = overlap(bucket, param, bucket.own) if bucket else (slice(None), slice(None))
             kept = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
             kept.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(kept)
