@@ -1727,8 +1727,9 @@ class ParallelGPT:
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
-        weight = self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, scale * weight, syncs)
+        dloss = scale * self.weight_of_a_target(y)
+        losses = self.pipeline.run(actions, x, y, dloss, syncs)
+        weight = dloss / scale
         total = torch.zeros_like(weight)
         for loss in losses:
             total += loss * weight
