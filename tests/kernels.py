@@ -74,7 +74,7 @@ def random(*shape, dtype=torch.float32):
 
 def no_worse_than_pytorch(ours, theirs, inputs, units=2):
     """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
-    theirs: PyTorch's ways to compute it, of which each result has its worst.
+    theirs: PyTorch's ways to compute it; each result is compared with the worst of them.
 
     Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has
     such errors, `units`. The interpreter does not round to bf16 but cuts digits off: twice the error.

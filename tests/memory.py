@@ -107,7 +107,7 @@ def half_gradients(schedule, zero):
     grads = {}
     for name, param in net.stages[dist.get_rank()].named_parameters():
         bucket = net.bucket_of[param]
-        grads[name] = bucket.shard.grad[bucket.overlap(param, bucket.own)[1]].numpy()
+        grads[name] = bucket.shard.grad[parallel.overlap(bucket, param, bucket.own)[1]].numpy()
     return grads
 
 
