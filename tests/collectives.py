@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
-from tests.links import carried, DirectGlooLink, nodes_of, NO_DOUBLING, served_by  # noqa: F401
+from tests.links import carried, nodes_of, NO_DOUBLING, served_by  # noqa: F401
 from tests.pool import close, is_plain, needs_kernels, on_ranks
 from theory.memory import tensors_in
 

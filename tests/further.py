@@ -15,9 +15,9 @@ import further.context
 import further.experts
 import kernels
 import model
-from tests.collectives import DirectGlooLink, served_by
 from tests.kernels import plain_attention, plain_gelu, random
 from tests.layouts import SMALL, case_of, differences_in
+from tests.links import DirectGlooLink, served_by
 from tests.pool import close, needs_kernels, on_ranks
 
 

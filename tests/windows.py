@@ -15,8 +15,7 @@ import fast.exchange
 import fast.recorded
 import fast.windows
 import kernels
-from tests.collectives import (
-    BIG, Case, compare_with_library, DIRECT, left_by, NTHS)
+from tests.collectives import Case, compare_with_library, DIRECT, left_by, NTHS
 from tests.links import carried, DirectGlooLink
 from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks
 
@@ -91,7 +90,7 @@ def test_kernels_sum_and_gather(name):
 
 
 @pytest.mark.parametrize("elements,async_op,ways", [
-    (1023, False, "reduce_scatter"), (1024, False, "kernel"), (1024, True, "reduce_scatter"),
+    (1023, False, "reduce_scatter"), (1024, False, "kernel"), (1 << 18, True, "reduce_scatter"),
     (22 << 20, False, "kernel"), (1 << 19, True, "reduce_scatter all_gather"), (3 << 21, True, "copies"),
     (21 << 20, True, "copies"), (22 << 20, True, "reduce_scatter all_gather")])
 def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypatch):
