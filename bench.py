@@ -299,7 +299,7 @@ def check_strategies(a):
     a.layouts, a.reasons = {}, []
     for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "batch_size": a.batch_size,
+        given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "comm": a.comm, "batch_size": a.batch_size,
                  "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
         s = Settings(**given | every[name])
         try:
