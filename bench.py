@@ -21,6 +21,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -67,12 +68,12 @@ def measure_kernels(a):
     table = Table("TB/s: the fewest bytes that must move, over seconds", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
         "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f"})
-    made = [(name, torch.bfloat16) for name in a.only] + [("elu", torch.float32)] * ("elu" in a.only)
-    for case, dtype in ((case, dtype) for name, dtype in made for case in CASES[name](Size(device, dtype, n))):
+    for case in itertools.chain(*(CASES[name](Size(device, torch.bfloat16, n)) for name in a.only)):
+        x = case.inputs[0]
         for who, seconds in seconds_of(case.who(), device, repeats).items():
             for way, t, passes, flops in zip(("forward", "backward"), seconds, case.passes, case.flops):
-                moved = passes * case.inputs[0].nbytes
-                table.row(op=f"{case.name} {str(dtype)[6:]}", way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
+                moved = passes * x.nbytes
+                table.row(op=f"{case.name} {str(x.dtype)[6:]}", way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
                           tflops=flops / t / 1e12 if flops else None, share=100 * max(moved / hbm, flops / peak) / t)
         torch._dynamo.reset()
     write_json(a.json, "kernels", device, [table])
@@ -119,7 +120,7 @@ def collectives(a):
             table.row(**measure_collective(op, 1 << log, a, device))
     for op in a.only:
         rows = [row for row in table.rows if row["op"] == op]
-        a_us, b = fit(*zip(*((row["messages"], row["most"], row["us"]) for row in rows)))
+        a_us, b = fit(*([row[key] for row in rows] for key in ("messages", "most", "us")))
         lines.row(op=op, a=a_us, b=b / 1e3)
     write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machine))
 
@@ -292,15 +293,15 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = list(pieces()) if a.without == [] else a.without
-    reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
-    asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
+    given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "comm": a.comm, "batch_size": a.batch_size,
+             "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
+    asked = a.config.experts
+    a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)
-    a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
+    a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "dense twin": twin}
     a.layouts, a.reasons = {}, []
-    for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
+    for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "comm": a.comm, "batch_size": a.batch_size,
-                 "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
         s = Settings(**given | every[name])
         try:
             check_layout(s, a.configs[name], 1, 1)

@@ -115,16 +115,14 @@ def demo_sizes():
           "gradients 4,\nAdamW 8; activations come on top.")
 
 
-def demo_memory(model, dp, tp, dtype):
+def demo_memory(model, dp):
     """The ZeRO table: bytes a GPU at each stage."""
-    config, gib = PRESETS[model], 2**30
-    print(f"{model}, {config.parameters():,} parameters, dp {dp} x tp {tp}, "
-          f"{dtype}, AdamW: GiB a GPU, without activations\n\n"
+    config = PRESETS[model]
+    print(f"{model}, {config.parameters():,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        s = Settings(dp=dp, tp=tp, zero=zero, dtype=dtype, batch_size=dp)
-        kinds = memory_bytes(config, s)
-        sizes = [kinds[kind] / gib for kind in ("parameters", "gradients", "optimizer")]
+        *sizes, _ = memory_bytes(config, Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp)).values()
+        sizes = [size / 2**30 for size in sizes]
         print(f"ZeRO-{zero}  {''.join(f'{size:12.2f}' for size in sizes)}{sum(sizes):10.2f}   {what}")
     print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
@@ -355,14 +353,14 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "sizes": (demo_sizes, {}),
     "kernels": (errors.main, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
-    "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8, "tp": 1, "dtype": "bf16"}),
+    "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),
     "data": (demo_data, {"ranks": 2}),
     "tensor": (demo_tensor, {"ranks": 2}),
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
-    "experts": (demo_experts, {"ranks": 2})}
+    "experts": (demo_experts, {"ranks": 2}),
+    "pages": (pages.pages, {"out": "runs/site"})}
 ON_RANKS = demo_collectives, demo_data, demo_tensor, demo_experts  # each rank is a process and runs the demo
-CHOICES = {"model": list(PRESETS), "dtype": ["fp32", "bf16"]}
 
 
 def main():
@@ -373,9 +371,9 @@ def main():
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             kind = positive if isinstance(default, int) else str
-            lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag))
+            choices = list(PRESETS) if flag == "model" else None
+            lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     puzzles.add_to(lessons)
-    pages.add_to(lessons)
     try:
         flags = vars(parser.parse_args())
         demo = flags.pop("demo")

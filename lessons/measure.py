@@ -19,6 +19,7 @@ import collectives as dist
 import fast
 from kernels import triton
 from safe.flags import BadInput
+from theory.memory import tensors_in
 
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
@@ -136,7 +137,7 @@ def seconds_of(functions, device, repeats):
     for i in range(-2, repeats):
         for who, (function, inputs) in functions.items():
             out, *marks = timed(function, *inputs)
-            outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+            outs = [o for o in tensors_in(out) if o.requires_grad]
             if outs:
                 marks += timed(torch.autograd.grad, outs, inputs, [torch.ones_like(o) for o in outs])[1:]
             synchronize(device)

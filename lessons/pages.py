@@ -1,6 +1,6 @@
 """Pages: the reference as a small site, prose beside the code it speaks of.
 
-    python -m lessons pages --out site    then open site/index.html in a browser
+    python -m lessons pages --out site    then open site/index.html in a browser; left out, it is runs/site
 
 A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
 numbers. Names lead to their definitions, in any file. The index is the README's reading path. Nothing is loaded from
@@ -8,7 +8,6 @@ elsewhere, and no script runs. pages.css, beside this file, is the look.
 """
 
 import ast
-import functools
 import html
 import io
 import itertools
@@ -42,7 +41,6 @@ def named(body):
             yield from ((part.id, node.lineno) for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name))
 
 
-@functools.cache
 def tree_of(file):
     return ast.parse((HERE / file).read_text())
 
@@ -271,10 +269,3 @@ def pages(out):
 {body}</main></html>
 """)
     print(f"{out}/index.html")
-
-
-def add_to(lessons):
-    """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("pages", help=pages.__doc__)
-    lesson.add_argument("--out", metavar="FOLDER", required=True, help="where the pages go")
-    lesson.set_defaults(demo=pages)

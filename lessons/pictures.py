@@ -112,16 +112,13 @@ def draw_schedules():
 
 def draw_trace(found):
     """The pipeline as it ran, from train.py's --trace."""
-    events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
-    first = min(event["ts"] for event in events)
-    spans, last = defaultdict(list), 0
-    for event in events:
-        start, end = event["ts"] - first, event["ts"] + event["dur"] - first
-        action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
-        spans[event["tid"]].append((action, start, end))
-        last = max(last, end)
-    rows = [row for _, row in sorted(spans.items())]
-    return 34 + 20 * len(rows), [*legend(6, 230, KINDS), *lanes(rows, 900 / last, 28)]
+    events = [event for event in found["traceEvents"] if event["name"].split()[0] in {*"FBIW"}]
+    first, last = min(event["ts"] for event in events), max(event["ts"] + event["dur"] for event in events)
+    spans = defaultdict(list)
+    for event in sorted(events, key=lambda event: event["tid"]):  # a rank's
+        action, start = parallel.Action(event["name"][0], **event["args"]), event["ts"] - first
+        spans[event["tid"]].append((action, start, start + event["dur"]))
+    return 34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans.values(), 900 / (last - first), 28)]
 
 
 def bars_of(what, row):
