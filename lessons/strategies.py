@@ -18,7 +18,7 @@ import kernels
 import model
 import parallel
 import train
-from fast import attention, gloo, linear, nccl, norm, recorded, rings, run, windows
+from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
@@ -215,23 +215,19 @@ def pieces():
         "tuning": [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)],   # the reference's
         "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
         "addition": plain_rows(model),                                              # added to x, and then the norm
-        "bias": plain_rows(kernels, "bias_gradient"),                               # PyTorch's sum
         "specialized": [(attention, "specialized_takes", never)],                   # the reference's forward
         "padding": [(linear, "pad_outputs", lambda x, weight: weight)],             # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist, "make_link", ring_for_ours)],                              # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
-        "copies": [(windows, "WINDOW_FROM", 1 << 62)],                              # NCCL's messages, but for sums
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
-        "doubling": [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))],  # rings alone
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(parallel.Units, "fetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's
-        "sorting": plain_rows(experts, "Experts", "through_experts"),               # by PyTorch's operations
         "grouped": plain_rows(kernels, "grouped_linear"),                           # a product for each group
         "hiding": plain_rows(experts, "visit"),                                     # all rows travel, then all compute
         "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
