@@ -5,7 +5,7 @@ H200 has time for 400 while it reads a weight of 2 bytes: it waits for memory. I
 up to 127 and a scale s, its largest weight / 127. y = s (x q^T): s comes last, and q is exact in 16 bits, bf16's, too.
 A weight is off by at most s / 2, an element of y by at most s / 2 times the sum of |x|, and by its own rounding.
 
-    python bench.py lessons --only eight-bits    times (nobody has measured them yet on a GPU), bytes, errors
+    python bench.py lessons --only eight-bits    times, bytes, errors
 
 CS336 lecture 5: low precision.
 """
@@ -46,7 +46,7 @@ def in_int8(w):
 
 
 def sixteen_and_eight_bits(device, n, side):
-    """8 rows times a matrix of twice the side. In fp16 on a CPU, because Triton's interpreter has no product in bf16."""
+    """8 rows times a matrix of twice the side, on a CPU in fp16: Triton's interpreter has no product in bf16."""
     side, dtype = 2 * side, torch.bfloat16 if device.type == "cuda" else torch.float16
     w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))
     q, scale = in_int8(w)
