@@ -6,7 +6,7 @@
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
-    python bench.py pictures FILE...      SVG of what the code does, and of files from --json and train.py --trace
+    python bench.py pictures FILE         SVG of what the code does, and of a trace of train.py --trace
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
 rows with hardware, versions and commit. Our code and PyTorch's run in the same processes and take turns, so that both
@@ -41,7 +41,7 @@ from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
 from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
-from lessons.pictures import draw_file, pictures
+from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
 from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
@@ -214,7 +214,7 @@ FLAGS = [
            default="weak"),
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--top", "layouts to print", default=15),
-    option(("pictures",), "files", "files from --json or train.py's --trace; without one, the code alone", nargs="*",
+    option(("pictures",), "file", "trace.json of train.py's --trace; left out, the code alone is drawn", nargs="?",
            metavar="FILE"),
     option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
@@ -242,7 +242,7 @@ def check(a, world):
     reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
            f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "pictures":
-        check_files(a)
+        check_file(a)
         return world if world > 1 else 4
     if a.what == "plan":
         a.gpus, a.device = a.gpus or 8, "cuda"
@@ -312,13 +312,12 @@ def check_strategies(a):
     reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run with it; {''.join(a.reasons[:1])}")
 
 
-def check_files(a):
-    """Set a.drawn, the pictures of the files. BadInput for files that cannot be drawn."""
+def check_file(a):
+    """Set a.drawn, {"pipeline": the picture of the trace}. BadInput for a file that cannot be drawn."""
     a.drawn = {}
-    for path in a.files:
-        advice = "give files that `bench.py kernels, collectives, scaling --json` or `train.py --trace` wrote"
-        with readable(path, advice), open(path) as file:
-            a.drawn |= draw_file(json.load(file))
+    if a.file:
+        with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
+            a.drawn["pipeline"] = draw_trace(json.load(file))
     if int(os.environ.get("RANK", "0")) == 0:
         check_folder(a.into, "--into")
 
