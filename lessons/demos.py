@@ -14,7 +14,7 @@ from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from lessons import kernels as errors, pages, puzzles
-from lessons.measure import say
+from lessons.measure import of_all_ranks, say
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -26,9 +26,7 @@ from theory.memory import activation_bytes, memory_bytes
 
 def say_in_order(text):
     """Print one text of each rank, in rank order, on rank 0."""
-    texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    torch_dist.gather_object(text, texts)
-    for line in texts or ():
+    for line in of_all_ranks(text):
         say(line)
 
 
