@@ -40,7 +40,7 @@ from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
 from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
-from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
+from lessons.measure import interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, write_json
 from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
 from lessons.strategies import configs_of, layouts, pieces, strategies
@@ -155,21 +155,18 @@ def scaling(a):
     names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "rows.json")
-            given = {"gpus": n, "batch_size": batch, "json": path, "micro_batches": batch // n // a.batch_size,
+        with tempfile.NamedTemporaryFile() as file:
+            given = {"gpus": n, "batch_size": batch, "json": file.name, "micro_batches": batch // n // a.batch_size,
                      **{name: getattr(a, name) for name in names if getattr(a, name)}}
             words = [f"{dashed(name)}={value}" for name, value in given.items()]
             done = subprocess.run([sys.executable, os.path.abspath(__file__), "strategies", *words, "--only", *a.only,
                                    *["--quick"] * a.quick], stdout=subprocess.DEVNULL)
             if done.returncode:  # the command has said why
                 sys.exit(done.returncode)
-            with open(path) as file:
-                rows = json.load(file)["rows"]
+            rows = json.load(file)["rows"]
         for row in rows:
             first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
-            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
-                      **{key: row[key] for key in ("strategy", "who", "ms", "tokens", "mfu")})
+            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first, **row)
     write_json(a.json, "scaling", torch.device(a.device), [table])
     return table
 
@@ -318,7 +315,7 @@ def check_file(a):
     if a.file:
         with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
             a.drawn["pipeline"] = draw_trace(json.load(file))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first():
         check_folder(a.into, "--into")
 
 
