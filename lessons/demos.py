@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import statistics
 
 import torch
@@ -200,7 +201,7 @@ def demo_data():
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
     model, came = parallel.DDP(net, bucket_mb=2), set()
-    piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
+    piece = {p: re.match(r"h\.\d+|\w+", name)[0] for name, p in net.named_parameters()}
 
     def pieces(params):
         return ", ".join(dict.fromkeys(piece[p] for p in params))

@@ -100,10 +100,11 @@ def predicted_traffic(trainer, routes=()):
     stages = stages_in(s, trainer.config, pp_rank)
     kept = [flat for model in net.stages.values() if isinstance(model, parallel.FSDP) for flat in model.units.kept]
     total, buckets, of_experts = Counter(), [], []
-    for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
-        gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
-        cut_by_ep = bucket.group == net.groups.same_experts
-        (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
+    for reducer in net.reducers:
+        for bucket in reducer.buckets:
+            gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
+            cut_by_ep = bucket.group == net.groups.same_experts
+            (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
     where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
     for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):

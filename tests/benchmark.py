@@ -317,8 +317,8 @@ BAD_BENCH = [
     ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
     ("strategies --device tpu", "--device"), ("scaling --only tp --gpus 3", "ddp, zero3, zero1, zero2"),
     ("scaling --micro-batches 2", "--micro-batches 2"), ("kernels --gpus 2", "--gpus 2"),
-    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'traceEvents'"), ("pictures --into FILE", "--into"),
-    ("pictures EMPTY", "empty.json")]
+    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'traceEvents'"), ("pictures EMPTY", "empty.json"),
+    ("pictures --into FILE", "--into")]
 
 
 @pytest.mark.parametrize("words,names", BAD_BENCH)

@@ -83,7 +83,8 @@ def test_pictures_show_the_code_and_a_trace(run_bench, tmp_path):
 
 
 def test_bars_of_zero_stages_are_as_high_as_their_bytes():
-    boxes = [box for box in drawn(lessons.pictures.draw_zero_stages()[1]) if box.tag == "rect"][4:]  # without the legend
+    boxes = [box for box in drawn(lessons.pictures.draw_zero_stages()[1]) if box.tag == "rect"][4:]  # after the legend
     values = [n for zero in range(4) for n in memory_bytes(model.PRESETS["gpt2-xl"], Settings(
         dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)).values()]
-    assert [float(box.get("height")) for box in boxes] == pytest.approx([180 * n / max(values) for n in values], abs=0.1)
+    heights = [float(box.get("height")) for box in boxes]
+    assert heights == pytest.approx([180 * n / max(values) for n in values], abs=0.1)

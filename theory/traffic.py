@@ -156,8 +156,9 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
         gathers = m * (blocks * (6 + again) - routed)
         yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
         yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
-        matrices = (routed * config.experts + first * config.seq_len) * c  # routers and positions, which tp leaves whole
-        vectors = (blocks * 6 - routed + last * 2) * c  # norms, and biases of row-parallel layers
+        # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
+        matrices = (routed * config.experts + first * config.seq_len) * c
+        vectors = (blocks * 6 - routed + last * 2) * c
         seen = matrices // (shards if s.zero else 1) + vectors // (shards if s.zero in (1, 2) else 1)
         yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
     elif s.tp > 1:  # a block: g twice forward, f twice backward
