@@ -15,7 +15,7 @@ from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from lessons import kernels as errors, pages, puzzles
-from lessons.measure import of_all_ranks, say
+from lessons.measure import of_all_ranks, readable, say
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -143,13 +143,10 @@ def demo_memory(model, dp):
 
 def costs_in(trace):
     """The median times of F, I and W in a trace of train.py, with a sum of 3."""
-    try:
-        with open(trace) as file:
-            spans = json.load(file)["traceEvents"]
+    advice = "give one with F, I and W: train.py --schedule zb-h1 --trace FOLDER writes FOLDER/trace.json"
+    with readable(f"--trace {trace}", advice), open(trace) as file:
+        spans = json.load(file)["traceEvents"]
         costs = [statistics.median(span["dur"] for span in spans if span["name"][:2] == kind + " ") for kind in "FIW"]
-    except (OSError, ValueError, KeyError) as problem:
-        raise BadInput(f"--trace {trace}: not a trace with F, I and W ({problem}); train.py --schedule zb-h1 "
-                       "--trace FOLDER writes one, FOLDER/trace.json") from problem
     return [3 * cost / sum(costs) for cost in costs]
 
 
