@@ -1,14 +1,13 @@
 """Pages: the reference as a small site, prose beside the code it speaks of.
 
-    python -m lessons pages --out site    then open site/index.html in a browser
+    python -m lessons pages --out runs/site    then open runs/site/index.html in a browser
 
 A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
-numbers. Names lead to their definitions, in any file. The index is the README's reading path. Nothing is loaded from
-elsewhere, and no script runs. pages.css, beside this file, is the look.
+numbers. Names lead to their definitions, in any file. Nothing is loaded from elsewhere, and no script runs. pages.css,
+beside this file, is the look.
 """
 
 import ast
-import functools
 import html
 import io
 import itertools
@@ -42,7 +41,6 @@ def named(body):
             yield from ((part.id, node.lineno) for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name))
 
 
-@functools.cache
 def tree_of(file):
     return ast.parse((HERE / file).read_text())
 
@@ -65,46 +63,45 @@ def targets():
 TARGETS = targets()
 
 
-class Names:
-    """What each name of a file leads to. (In the reference no local name is also a function's.)"""
+def tags_of(file):
+    """A function that gives each name of a file, in order, the tag of its definition or of its use, or None. (In the
+    reference no local name is also a function's.)"""
+    module, imported = module_of(file), {}
+    ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
+    address = owner = ""  # of the latest name, with what stands before its dots; of the latest class
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
 
-    def __init__(self, file):
-        self.module, self.imported, self.owner = module_of(file), {}, {}
-        self.ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
-        self.address = ""  # of the latest name, with what stands before its dots
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                self.imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
-            elif isinstance(node, ast.ClassDef):  # of each line in it
-                self.owner |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), f"{self.module}.{node.name}")
-
-    def tag(self, name, line, before, after):
-        """The tag that a name between two tokens gets, or None."""
+    def tag(name, line, before, after):
+        nonlocal address, owner
         if before == ".":
-            self.address += "." + name
-        elif name == "self":
-            self.address = self.owner.get(line, "")
+            address += "." + name
         else:
-            self.address = self.imported.get(name, f"{self.module}.{name}")
+            address = owner if name == "self" else imported.get(name, f"{module}.{name}")
         if keyword.iskeyword(name):
             return "b"
-        if before != "." and (line, name) in self.ids:
-            return f'dfn id="{self.ids.pop((line, name))}"'
-        if self.address in TARGETS and name != "self" and after != "=":
-            return f'a href="{TARGETS[self.address]}"'
+        if before != "." and (line, name) in ids:
+            found = ids.pop((line, name))
+            owner = f"{module}.{found}" if before == "class" else owner
+            return f'dfn id="{found}"'
+        if address in TARGETS and name != "self" and after != "=":
+            return f'a href="{TARGETS[address]}"'
+
+    return tag
 
 
 # ----------------------------------------------------------------------------------------------------------------- code
 
 def highlighted(file):
     """Html of each line: keywords <b>, strings <q>, numbers <var>, comments <em>, definitions <dfn>, uses <a>."""
-    text, names, before, out, at = (HERE / file).read_text(), Names(file), "", "", 0
+    text, tag_of, before, out, at = (HERE / file).read_text(), tags_of(file), "", "", 0
     starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # of lines, in the text
     for token, after in itertools.pairwise(tokenize.generate_tokens(io.StringIO(text).readline)):
         first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
         if token.type == tokenize.NAME:
-            tag = names.tag(token.string, token.start[0], before, after.string)
+            tag = tag_of(token.string, token.start[0], before, after.string)
         else:
             kind = tokenize.tok_name[token.type]
             tag = "q" if "STRING" in kind else {"COMMENT": "em", "NUMBER": "var"}.get(kind)
@@ -162,9 +159,8 @@ def rows_of(file):
 
 # ---------------------------------------------------------------------------------------------------------------- prose
 
-def inline(text, module=""):
-    """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module. **Bold**
-    is Markdown's. Links to docs/reading.md lead to its page; of others the text stays."""
+def inline(text, module):
+    """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module."""
     def linked(match):
         nonlocal module
         name = match[1] or match[2]
@@ -175,11 +171,7 @@ def inline(text, module=""):
         code = f"<code>{name.replace(' ', ' <wbr>')}</code>"
         return f'<a href="{TARGETS[address]}">{code}</a>' if address in TARGETS else code
 
-    text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
-    text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, text)
-    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
+    return re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, html.escape(text, quote=False))
 
 
 def is_drawn(line):
@@ -223,44 +215,18 @@ def file_page(file):
     return f'{first}<nav>{sections}</nav>\n{"".join(others)}'
 
 
-# ---------------------------------------------------------------------------------------------------------------- index
-
-def markdown(text):
-    """Html of the README's headings, paragraphs, tables, pictures and commands."""
-    out = ""
-    for block in filter(None, map(str.strip, text.split("\n\n"))):
-        if block.startswith("#"):
-            marks, _, title = block.partition(" ")
-            out += f'<h{len(marks)} id="{anchor(title)}">{inline(title)}</h{len(marks)}>\n'
-        elif block.startswith("|"):
-            head, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", line.strip("| ")) for line in block.splitlines()]
-            out += "<table>" + "".join(f"<th>{name}</th>" for name in head)
-            for row in rows:
-                cells = [f'<td title="{name}">{inline(cell)}</td>' for name, cell in zip(head, row)]
-                out += f"<tr>{''.join(cells)}</tr>\n"
-            out += "</table>\n"
-        elif picture := re.fullmatch(r"!\[(.*)\]\(.*(assets/.*)\)", block):
-            out += f"<figure>{(HERE / picture[2]).read_text()}<figcaption>{picture[1]}</figcaption></figure>\n"
-        elif block.startswith("- "):
-            out += f"<ul>{''.join(f'<li>{inline(item)}</li>' for item in block[2:].split(chr(10) + '- '))}</ul>\n"
-        elif block.startswith("```"):
-            out += "<pre>" + html.escape(block.strip("`\n")) + "</pre>\n"
-        else:
-            out += f"<p>{inline(block)}</p>\n"
-    return out
-
+# ---------------------------------------------------------------------------------------------------------------- pages
 
 def index_page():
-    """The README's beginning, and its reading path."""
-    beginning, *sections = re.split(r"^(?=## )", (HERE / "README.md").read_text(), flags=re.M)
-    return markdown(beginning + next(some for some in sections if "Reading path" in some.splitlines()[0]))
+    """Each file, with the first paragraph of its docstring."""
+    about = {file: ast.get_docstring(tree_of(file)).split("\n\n")[0] for file in FILES}
+    return "".join(f"<h3>{inline(file, '')}</h3><p>{html.escape(text)}</p>\n" for file, text in about.items())
 
 
 def pages(out):
-    """The reference as HTML, prose beside code, behind the README's reading path."""
+    """The reference as HTML, prose beside code."""
     pathlib.Path(out).mkdir(parents=True, exist_ok=True)
-    bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
-    bodies |= {module_of(file): file_page(file) for file in FILES}
+    bodies = {"index": index_page()} | {module_of(file): file_page(file) for file in FILES}
     for name, body in bodies.items():
         links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]
         pathlib.Path(out, f"{name}.html").write_text(f"""<!doctype html>
@@ -271,10 +237,3 @@ def pages(out):
 {body}</main></html>
 """)
     print(f"{out}/index.html")
-
-
-def add_to(lessons):
-    """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("pages", help=pages.__doc__)
-    lesson.add_argument("--out", metavar="FOLDER", required=True, help="where the pages go")
-    lesson.set_defaults(demo=pages)
