@@ -82,6 +82,18 @@ def zero1(rank):
     yield "weights after the step", weights
 
 
+def zero3(rank):
+    """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
+    parameters. What stays whole, `flat.stays_whole` or in `self.kept`, is not freed."""
+    from parallel import FSDP
+    net, whole = FSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
+    for layer in net.module:  # a unit each; the storage of one that is not whole has no bytes
+        layer.register_forward_hook(lambda *_: whole.append(sum(p.untyped_storage().nbytes() > 0
+                                                                for p in net.module.parameters())))
+    net(torch.ones(1, 2))
+    yield "whole units after each of 4 layers, the next one among them", str(whole)
+
+
 def g(rank):
     """g's backward: Y was the sum of all ranks' terms, and every rank has the same dY. Return the gradient of this
     rank's term, and None for the group."""
@@ -130,6 +142,19 @@ def softmax(rank):
     yield "their L", lse[0, ::9]
 
 
+def norm(rank):
+    """Layer norm's backward: of one row, compute xhat, store dx where it is `inside`, and add to this program's shares
+    of dw and db."""
+    import kernels
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, requires_grad=True) for size in ((8, 3), 3, 3)]  # so a program has several rows
+    x, weight, bias = inputs
+    kernels.LayerNorm.apply(*inputs, 0.0).backward(torch.randn(8, 3))
+    yield "dx of two rows", x.grad[:2]
+    yield "dw of eight", weight.grad
+    yield "db of eight", bias.grad
+
+
 def zigzag(rank):
     """Zigzag's slices: rank r of N has chunks r and 2N-1-r, `half` tokens each. Return which of this rank's queries see
     which of another rank's keys, two slices, and whether attention within them is causal."""
@@ -169,11 +194,13 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
     Puzzle(hook, 2, "parallel.py", "Reducer.computed", "discard"),
     Puzzle(zero1, 3, "parallel.py", "Bucket.__init__", "ranks"),
+    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", 1),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
     Puzzle(transfers, 1, "parallel.py", "lower", "SF"),
     Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
+    Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
     Puzzle(zigzag, 3, "further/context.py", "seen", "if"),
     Puzzle(expert, 2, "further/experts.py", "expert_parallel", "replace"))}
 

@@ -20,11 +20,13 @@ MISTAKES = {
              "buckets on their way after each gradient: got [3, 3, 3], should have got [0, 0, 3]"),
     "zero1": ("rank * self.numel // ranks, (rank + 1) * self.numel // ranks",  # all keep the first one
               "0, self.numel // ranks", "weights after the step: got ["),
+    "zero3": (" or flat in self.kept", "", "got [1, 1, 1, 0], should have got [1, 1, 1, 1]"),
     "g": ("grad, None", "grad / 2, None", "got [1.5, 2.0], should have got [3.0, 4.0]"),
     "vocabulary": ("total * (mine - top).exp()", "total", "loss: got 1.153, should have got 0.981"),
     "order": ("p - 1 - r", "p - r", "got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1"),
     "transfers": ("[other].append(receive)", "[other].insert(0, receive)", "deadlock"),  # all receives first
     "softmax": ("acc * alpha[:, None]", "acc", "9, 18 and 27: got ["),
+    "norm": (" - tl.sum(g, 0) / width", "", "dx of two rows: got [["),
     "zigzag": ("slice(half), False", "slice(half, None), False",
                "keys of rank 0: got [0, 1, 2, 3] x [2, 3], should have got [0, 1, 2, 3] x [0, 1]"),
     "expert": (", losses=dist.get_world_size(group)", "", "got [[1.486, 1.486]], should have got [[0.743, 0.743]]"),
@@ -93,7 +95,7 @@ def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
         return capsys.readouterr().out
 
     listed = lesson().splitlines()
-    assert len(listed) == len(PUZZLES) == 10 and max(map(len, listed)) <= 120
+    assert len(listed) == len(PUZZLES) == 12 and max(map(len, listed)) <= 120
     assert lesson("g", "--solution") == "return grad, None\n"
     assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", str(tmp_path / "g"))
     assert "# Puzzle: g's backward: " in (tmp_path / "g" / "parallel.py").read_text()
