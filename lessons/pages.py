@@ -1,10 +1,10 @@
 """Pages: the reference as a small site, prose beside the code it speaks of.
 
-    python -m lessons pages --out runs/site    then open runs/site/index.html in a browser
+    python -m lessons pages --out site    then open site/index.html in a browser; left out, it is runs/site
 
 A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
-numbers. Names lead to their definitions, in any file. Nothing is loaded from elsewhere, and no script runs. pages.css,
-beside this file, is the look.
+numbers. Names lead to their definitions, in any file. The index is the README's reading path. Nothing is loaded from
+elsewhere, and no script runs. pages.css, beside this file, is the look.
 """
 
 import ast
@@ -159,8 +159,9 @@ def rows_of(file):
 
 # ---------------------------------------------------------------------------------------------------------------- prose
 
-def inline(text, module):
-    """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module."""
+def inline(text, module=""):
+    """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module. **Bold**
+    is Markdown's. Links to docs/reading.md lead to its page; of others the text stays."""
     def linked(match):
         nonlocal module
         name = match[1] or match[2]
@@ -171,7 +172,11 @@ def inline(text, module):
         code = f"<code>{name.replace(' ', ' <wbr>')}</code>"
         return f'<a href="{TARGETS[address]}">{code}</a>' if address in TARGETS else code
 
-    return re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, html.escape(text, quote=False))
+    text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
+    text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, text)
+    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
 
 def is_drawn(line):
@@ -215,18 +220,44 @@ def file_page(file):
     return f'{first}<nav>{sections}</nav>\n{"".join(others)}'
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
+# ---------------------------------------------------------------------------------------------------------------- index
+
+def markdown(text):
+    """Html of the README's headings, paragraphs, tables, pictures and commands."""
+    out = ""
+    for block in filter(None, map(str.strip, text.split("\n\n"))):
+        if block.startswith("#"):
+            marks, _, title = block.partition(" ")
+            out += f'<h{len(marks)} id="{anchor(title)}">{inline(title)}</h{len(marks)}>\n'
+        elif block.startswith("|"):
+            head, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", line.strip("| ")) for line in block.splitlines()]
+            out += "<table>" + "".join(f"<th>{name}</th>" for name in head)
+            for row in rows:
+                cells = [f'<td title="{name}">{inline(cell)}</td>' for name, cell in zip(head, row)]
+                out += f"<tr>{''.join(cells)}</tr>\n"
+            out += "</table>\n"
+        elif picture := re.fullmatch(r"!\[(.*)\]\(.*(assets/.*)\)", block):
+            out += f"<figure>{(HERE / picture[2]).read_text()}<figcaption>{picture[1]}</figcaption></figure>\n"
+        elif block.startswith("- "):
+            out += f"<ul>{''.join(f'<li>{inline(item)}</li>' for item in block[2:].split(chr(10) + '- '))}</ul>\n"
+        elif block.startswith("```"):
+            out += "<pre>" + html.escape(block.strip("`\n")) + "</pre>\n"
+        else:
+            out += f"<p>{inline(block)}</p>\n"
+    return out
+
 
 def index_page():
-    """Each file, with the first paragraph of its docstring."""
-    about = {file: ast.get_docstring(tree_of(file)).split("\n\n")[0] for file in FILES}
-    return "".join(f"<h3>{inline(file, '')}</h3><p>{html.escape(text)}</p>\n" for file, text in about.items())
+    """The README's beginning, and its reading path."""
+    beginning, *sections = re.split(r"^(?=## )", (HERE / "README.md").read_text(), flags=re.M)
+    return markdown(beginning + next(some for some in sections if "Reading path" in some.splitlines()[0]))
 
 
 def pages(out):
-    """The reference as HTML, prose beside code."""
+    """The reference as HTML, prose beside code, behind the README's reading path."""
     pathlib.Path(out).mkdir(parents=True, exist_ok=True)
-    bodies = {"index": index_page()} | {module_of(file): file_page(file) for file in FILES}
+    bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
+    bodies |= {module_of(file): file_page(file) for file in FILES}
     for name, body in bodies.items():
         links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]
         pathlib.Path(out, f"{name}.html").write_text(f"""<!doctype html>
