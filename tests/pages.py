@@ -94,6 +94,6 @@ def test_the_index_is_the_reading_path(site):
         assert stop in index, stop
 
 
-@pytest.mark.parametrize("words", ["pages", "pages --into site"])
+@pytest.mark.parametrize("words", ["pages --out", "pages --into site"])
 def test_pages_with_bad_input_are_one_line_and_exit_code_2(words, refusal):
     refusal(words.split(), lessons.demos.main)
