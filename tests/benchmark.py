@@ -306,31 +306,6 @@ def test_weights_of_eight_bits_are_off_by_half_a_step(rows, width, out, triton_k
 H200 = theory.speed.MACHINES["h200"]
 
 
-BAD_BENCH = [
-    ("bogus", "WHAT"), ("kernels --only foo", "--only foo"), ("kernels --only elu", "want a GPU"),
-    ("plan --gpus 0", "--gpus"), ("plan --machine nope", "--machine nope"),
-    ("plan --gpus 16 --machine FILE", "network"),
-    ("plan --gpus 4 --n-head 7", "--n-embd 1603"), ("plan --model gpt5", "--model"),
-    ("collectives --only foo", "--only foo"), ("collectives --gpus 1", "--gpus 2"),
-    ("lessons --only order", "there are elu"), ("strategies --json /no/such/x.json", "--json"),
-    ("strategies --json /", "--json /"), ("strategies --only ddp7", "--only ddp7"),
-    ("strategies --only tp --gpus 3", "--tp 1"), ("strategies --gpus 2 --batch-size 3 --only ddp", "--batch-size 4"),
-    ("strategies --device tpu", "--device"), ("scaling --only tp --gpus 3", "ddp, zero3, zero1, zero2"),
-    ("scaling --micro-batches 2", "--micro-batches 2"), ("kernels --gpus 2", "--gpus 2"),
-    ("pictures nope.json", "nope.json"), ("pictures FILE", "KeyError 'rows'"), ("pictures --into FILE", "--into"),
-    ("pictures EMPTY", "empty.json")]
-
-
-@pytest.mark.parametrize("words,names", BAD_BENCH)
-def test_bad_benchmark_is_one_line_and_exit_code_2(words, names, tmp_path, monkeypatch, refusal):
-    (tmp_path / "machine.json").write_text(json.dumps({"machine": dict(dataclasses.asdict(H200), network=None)}))
-    (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
-    words = words.replace("FILE", str(tmp_path / "machine.json")).replace("EMPTY", str(tmp_path / "empty.json")).split()
-    cpu = ["--device", "cpu"] if words[0] not in ("bogus", "plan", "pictures") and "--device" not in words else []
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
-    assert names in refusal([*words, *cpu], bench.main)
-
-
 def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     bench.main()

@@ -97,9 +97,3 @@ def test_context_demo_has_equal_work_by_zigzag_alone(n, capsys):
     assert [row[1] for row in rows[n:]] == [f"{r},{2 * n - 1 - r}" for r in range(n)]  # the chunks of its queries
     longest = [float(line.split()[-1]) for line in lines if "  busiest " in line]
     assert longest == [2 + 4 * (n - 1), 2 * n] and f"are {2 * n} a rank" in lines[-1]
-
-
-@pytest.mark.parametrize("words", [["tensor", "--ranks", "0"], ["context", "--ranks", "0"], ["data", "--ranks", "two"],
-                                   ["experts", "--ranks", "-1"], ["memory", "--model", "gpt9"], []], ids=str)
-def test_demo_with_bad_input_is_one_line_and_exit_code_2(words, refusal):
-    refusal(words, lessons.demos.main)

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import os
-import pickle
 import re
 import signal
 
@@ -99,42 +97,6 @@ def test_transformers_reads_and_writes_the_same_folder(tmp_path):
         save(net, tmp_path / "ours")
         again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
         assert (again(tokens).logits - net(tokens)).abs().max() < 1e-5
-
-
-class Malice:
-    def __reduce__(self):
-        return os.system, ("touch hacked",)
-
-
-DAMAGE = {  # name: (changes of config.json, or what becomes of model.safetensors; what the error says)
-    "cut short": (lambda data: data[:-100], "model.safetensors.*cut short"),
-    "no header": (lambda data: b"\xff" * 100, "model.safetensors"),
-    "empty": (lambda data: b"", "model.safetensors"),
-    "no weights": (None, "holds no model.safetensors"),
-    "pickled code": (lambda data: pickle.dumps(Malice()), "model.safetensors: not a whole .safetensors file"),
-    "wrong shape": ({"n_positions": 11}, r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
-    "too many layers": ({"n_layer": 3}, "has no h.2."),
-    "expert missing": (lambda data: data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
-                       "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
-    "expert of another shape": (lambda data: data.replace(b"[64, 16]", b"[16, 64]"),
-                                r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_folder_is_named(tmp_path, how, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save(small(experts=2 * how.startswith("expert")), tmp_path)
-    (change, says), config, weights = DAMAGE[how], tmp_path / "config.json", tmp_path / "model.safetensors"
-    if change is None:
-        weights.unlink()
-    elif callable(change):
-        weights.write_bytes(change(weights.read_bytes()))
-    else:
-        config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(ValueError, match=says):
-        load(tmp_path)
-    assert not os.path.exists("hacked")
 
 
 LEFT_OUT = object()

@@ -8,7 +8,6 @@ import tokenize
 
 import pytest
 
-import lessons.demos
 from lessons.pages import FILES, module_of, pages
 from lessons.puzzles import HERE
 
@@ -92,8 +91,3 @@ def test_the_index_is_the_reading_path(site):
     for stop in ('<a href="train.html"><code>train.py</code></a>', '"collectives.html#ring_reduce_scatter"',
                  '"parallel.html#ShardedOptimizer"', '"further.context.html#RingAttention"'):
         assert stop in index, stop
-
-
-@pytest.mark.parametrize("words", ["pages", "pages --into site"])
-def test_pages_with_bad_input_are_one_line_and_exit_code_2(words, refusal):
-    refusal(words.split(), lessons.demos.main)

@@ -13,7 +13,6 @@ import lessons.plan
 import model
 import parallel
 import theory.clock
-import theory.speed
 import train
 from tests.benchmark import H200
 from tests.pool import close

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 import lessons.demos
-import lessons.puzzles
 from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
 from tests.pool import HERE, pools
 from tests.walls import REFERENCE, SOURCES
@@ -99,8 +98,3 @@ def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
     assert lesson("g", "--solution") == "return grad, None\n"
     assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", str(tmp_path / "g"))
     assert "# Puzzle: g's backward: " in (tmp_path / "g" / "parallel.py").read_text()
-
-
-@pytest.mark.parametrize("words", ["puzzles rings", "puzzles ring --into lessons", "puzzles ring --check lessons"])
-def test_a_puzzle_with_bad_input_is_one_line_and_exit_code_2(words, refusal):
-    refusal(words.split(), lessons.demos.main)

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import sys
 import time
 import unicodedata
@@ -26,10 +25,9 @@ from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
 from safe.checkpoints import checkpoints, open_checkpoint
 from safe.data import load_data, parts_of
 from safe.flags import Settings
-from safe.huggingface import save
 from tests.models import small
 from tests.pool import on_cpus
-from tests.runs import log_of, ran, refusal, run_training, TRAIN
+from tests.runs import log_of, ran, run_training, TRAIN
 from tests.walls import REFERENCE, reference_in
 
 
@@ -256,65 +254,6 @@ def test_numbers_without_a_tokenizer_show_as_numbers(text, vocab, tmp_path):
     flags = [*TRAIN, "--steps", "1", "--sample", "3", "--data", str(tmp_path / "x.bin")]
     assert re.search(r"---\n0( \d+){3}\n---", ran([*flags, "--vocab-size", "300"], 1, tmp_path / "log"))
     assert "---\nlow" in ran([*flags, "--tokenizer", str(vocab), "--prompt", "low"], 1, tmp_path / "log")
-
-
-REFUSALS = [  # flags, what the one line must say; words in capitals are folders
-    ("--tokenizer /no/such", "--tokenizer /no/such: vocab.json: No such file"),
-    ("--tokenizer HALF", "merges.txt: No such file"), ("--tokenizer NO_JSON", "--tokenizer "),
-    ("--tokenizer LIST", "--tokenizer "), ("--tokenizer OTHER_MERGES", "vocab.json has no 'zq'"),
-    ("--tokenizer NO_END", f"vocab.json has no '{END}'"), ("--tokenizer GAPS", "from 0 to 264"),
-    ("--tokenizer HAND --vocab-size 300", "has 265 tokens, the model 300: give the vocab.json"),
-    ("--init-from LARGE", "its 300 tokens are not bytes: give --tokenizer FOLDER"),
-    ("--init-from LARGE --tokenizer HAND", "has 265 tokens, the model 300: give the vocab.json"),
-    ("--init-from LARGE_HALF", "merges.txt: No such file"),
-    ("--tokenizer HAND --data NOTHING", "it is empty; give text"),
-    ("--tokenizer HAND --data NOTHING --out NEW", "it is empty; give text"),
-    ("--tokenizer HAND --seq-len 3 --prompt zzzz", "--prompt has 4 tokens, the model's context is of 3"),
-    ("--seq-len 3 --prompt four", "tokens, the model's context is of 3: give a shorter one, or --sample 0"),
-    ("--temperature -1", "--temperature -1"), ("--temperature nan", "--temperature nan"),
-    ("--top-k-sample -1", "--top-k-sample -1"), ("--top-k-sample x", "--top-k-sample"),
-    ("--tokenizer HAND --out FOREIGN", "name a new folder")]
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("bad_words")
-    hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
-    for name, merges, tokens in [("hand", BY_HAND, hand), ("half", [], None), ("no_json", [], None), ("list", [], []),
-                                 ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1]),
-                                 ("gaps", BY_HAND, hand)]:
-        write_vocabulary(root / name, merges, tokens)
-    os.remove(root / "half" / "merges.txt")
-    (root / "no_json" / "vocab.json").write_text("{")
-    (root / "list" / "vocab.json").write_text("[1]")
-    (root / "gaps" / "vocab.json").write_text(json.dumps({token: 2 * i for i, token in enumerate(hand)}))
-    for name in "large", "large_half":
-        save(model.GPT(model.GPTConfig(300, 16, 1, 2, 16)), root / name)
-    shutil.copy(root / "half" / "vocab.json", root / "large_half")
-    (root / "nothing").mkdir()
-    (root / "nothing" / "picture").write_bytes(b"\0\1")
-    (root / "foreign").mkdir()
-    (root / "foreign" / "log.jsonl").touch()
-    return root
-
-
-@pytest.mark.parametrize("flags, says", REFUSALS)
-def test_bad_vocabularies_and_texts_are_one_line(flags, says, folders, text, refusal):
-    words = [str(folders / word.lower()) if word.isupper() else word for word in flags.split()]
-    before = {*folders.rglob("*")}
-    assert says in refusal([*([] if "--data" in words else ["--data", text]), "--device", "cpu", *words])
-    assert {*folders.rglob("*")} == before
-
-
-def test_learning_a_vocabulary_refuses_in_one_line(tmp_path, capsys):
-    (tmp_path / "empty").touch()
-    for file, size, says in (tmp_path / "none", 300, "No such file"), (tmp_path / "empty", 300, "no text"), (
-            __file__, 256, "--vocab-size 256"), (__file__, 70000, "--vocab-size 70000"):
-        with pytest.raises(SystemExit) as exit:
-            learned(tmp_path / "out", [file], size)
-        err = capsys.readouterr().err
-        assert exit.value.code == 2 and says in err and err.count("\n") == 1, err
-    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- samples

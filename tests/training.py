@@ -1,13 +1,11 @@
 """train.py: losses, traces, profiles, data, bad input."""
 
 import contextlib
-import fcntl
 import io
 import itertools
 import json
 import os
 import re
-import shutil
 import unittest.mock
 
 import numpy as np
@@ -21,7 +19,7 @@ import parallel
 import theory.speed
 import train
 from tests.pool import GPUS, close
-from tests.runs import log_of, parse, refusal, run_training, TINY, trained
+from tests.runs import log_of, parse, run_training, trained
 from further.schedules import zero_bubble_h1
 from safe.data import load_data
 from safe.flags import BadInput, check_layout, model_config, Settings
@@ -198,103 +196,6 @@ def test_folders_of_text(tmp_path, out, resume, rest):
     out, resume = (path and str(folder / path) for path in (out, resume))
     a, b, _ = load_data(Settings(data=str(folder), out=out, resume=resume), train.Bytes())
     assert bytes(a) + bytes(b) == b"first\nsecond" + rest
-
-
-OTHER = f"{' '.join(TINY)} --data TEXT --steps 3 --lr 0.5 --out RUN --experts"
-REFUSED = [(flags, flags) for flags in (  # flags that the one line must repeat
-    "--steps -1", "--lr nan", "--lr -1", "--clip inf", "--min-lr 1", "--batch-size 0", "--micro-batches 3", "--dp 0",
-    "--virtual-stages 0", "--resume /no/such/run", "--save-every -1", "--keep -1", "--timeout 0", "--ep 0",
-    "--experts -1", "--balance-rate nan", "--seed -3", "--warmup-steps -1", "--cp 0", "--sample -5")] + [
-    # Flags, and what the one line must say. Words in capitals are the files of `bad_files`.
-    ("--model gpt5", "--model"), ("--bogus 1", "--bogus"), ("--zero 4", "--zero"), ("--keep two", "--keep"),
-    ("--dp 3", "--batch-size 18"), ("--tp 3", "--tp 1"), ("--tp 8", "--tp 4"), ("--pp 7", "--pp 6"),
-    ("--n-head 3", "--n-embd 129"), ("--seq-len 0", "--seq-len"), ("--vocab-size 100", "--vocab-size"),
-    ("--pp 2 --virtual-stages 2", "--schedule interleaved"),
-    ("--pp 2 --virtual-stages 2 --schedule interleaved", "--micro-batches 2"),
-    ("--cuda-graphs on --device cpu", "--cuda-graphs on"), ("--dtype fp64 --reduce-dtype bf16", "--reduce-dtype bf16"),
-    ("--dp 8 --zero 2 --zero-within 6", "--zero-within 6 does not divide --dp 8: give --zero-"),
-    ("--dp 2 --zero-within 2", "give --zero 1, 2 or 3"), ("--sp", "--sp cuts tokens over --tp: give --tp 2"),
-    ("--sp --tp 4 --seq-len 66", "sequences of 66 tokens cannot be cut into 4 parts: give --seq-len 68"),
-    ("--cp 4 --seq-len 20", "--cp 4: sequences of 20 tokens cannot be cut into 8 parts: give --seq-len 24"),
-    ("--cp 2 --tp 2 --sp --seq-len 6", "cannot be cut into 4 parts: give --seq-len 8"),
-    ("--cp 3 --cp-kind ulysses --seq-len 12", "does not divide the 4 heads of a rank: give --cp 1 or"),
-    ("--data /no/such/file", "/no/such/file"), ("--data EMPTY", "it is empty"), ("--data SHORT", "--seq-len"),
-    ("--data EMPTY_BIN --vocab-size 9", "0 bytes are no uint16 tokens"), ("--data ODD_BIN", "odd_bin.bin"),
-    ("--data BIG_BIN", "--vocab-size 60001"), ("--data ASCII --vocab-size 123 --prompt é", "--prompt"),
-    ("--data ASCII --vocab-size 123 --prompt " + os.fsdecode(b"\xff"), "--prompt"),
-    ("--trace FILE", "--trace"), ("--profile FILE", "--profile"), ("--out FILE", "--out"), ("--out OLD_RUN", "--out"),
-    ("--out READ_ONLY", "--out"), ("--out NO_LOCK", "--out"),
-    # experts
-    ("--dp 2 --ep 2", "give --experts 4, say, or leave --ep out"),
-    ("--ep 2 --experts 4", "--ep 2 does not divide --dp 1: give --ep 1 or --dp 2"),
-    ("--dp 6 --ep 4 --experts 3", "--ep 4 does not divide --dp 6: give --ep 1"),
-    ("--dp 4 --ep 4 --experts 6", "--ep 4 does not divide the 6 experts: give --ep 2"),
-    ("--experts 4 --top-k 5", "less than the 5 that a token goes through: give --top-k 4 or --experts 5"),
-    ("--experts 1", "give --top-k 1 or --experts 4"), ("--top-k 1", "--top-k is for a model with experts"),
-    ("--expert-every 2", "--expert-every is for a model with experts: give --experts 4"),
-    ("--experts 4 --expert-every 5", "give --expert-every 4"),
-    ("--cuda-graphs on --experts 4", "and no --experts: leave it out"),
-    # other models
-    ("--init-from /no/such/folder", "--init-from"), ("--init-from HF --n-layer 3", "--n-layer 3"),
-    ("--init-from BAD_HF", "config.json"), ("--init-from HF --dp 2 --ep 2", "the model has none: leave --ep out"),
-    ("--init-from HF --experts 4", "--experts 4: the model in --init-from has 0; leave the flag out"),
-    ("--init-from HF --top-k 2", "--top-k 2: the model in --init-from has no experts; leave the flag out"),
-    ("--init-from EXPERTS --top-k 1", "--top-k 1: the model in --init-from has 2; leave the flag out"),
-    ("--init-from BAD_EXPERTS", "config.json: model_type 'gpt2' with num_experts 2"),
-    # other runs, and this one's
-    ("--resume", "--out DIR"), ("--resume --out HF", "no complete checkpoint"), ("--resume HF", "leave --resume out"),
-    ("--resume HALF_RUN", "holds no complete checkpoint"),
-    ("--resume STEP_3 --vocab-size 300", "--vocab-size 300: the model in --resume has 256"),
-    ("--resume STEP_3 --n-layer 2", "--n-layer 2"), ("--resume STEP_3 --data ASCII", "--data"),
-    ("--resume STEP_3 --experts 4", "--experts 4: the model in --resume has 2"),
-    ("--resume STEP_3 --init-from /no", "--init-from /no beside --resume"),
-    (f"{OTHER} 2", "(--lr 0.002 there, 0.5 here): name a new folder"), (f"{OTHER} 2", "/run-2, or add --resume\n"),
-    (f"{OTHER} 4", "(--experts 2 there, 4 here; --lr 0.002 there, 0.5 here): name a"),
-    (f"{OTHER} 0", "/run-2\n"),  # --resume would refuse another number of experts
-    ("--resume STEP_3 --out RUN", "process 1 on here writes there"),
-    ("--resume STEP_3 --out NEW", "a run goes on in its own folder, from the newest checkpoint there: give --out "),
-    ("--resume STEP_2 --out RUN", "/run and move newer ones away")]
-
-
-@pytest.fixture(scope="session")
-def bad_files(text, finished_run, tmp_path_factory):
-    """{word: path}, and "folder", where the paths are."""
-    folder = tmp_path_factory.mktemp("bad")
-    paths = {"folder": folder, "TEXT": text, "STEP_2": folder / "run" / "step-00000002",
-             "STEP_3": folder / "run" / "step-00000003"}
-    for name, data in [("empty", b""), ("short", b"x" * 500), ("empty_bin.bin", b""), ("odd_bin.bin", b"123"),
-                       ("file", b""), ("ascii", b"plain text\n" * 1000),
-                       ("big_bin.bin", np.full(5000, 60000, np.uint16).tobytes())]:
-        (folder / name).write_bytes(data)
-    for name, experts in ("hf", 0), ("bad_hf", 0), ("experts", 2), ("bad_experts", 2):
-        save(model.GPT(model.GPTConfig(256, 16, 1, 2, 16, experts=experts)), folder / name)
-    (folder / "bad_hf" / "config.json").write_text("{}")
-    config = folder / "bad_experts" / "config.json"
-    config.write_text(config.read_text().replace("ringgpt_moe", "gpt2"))
-    os.makedirs(folder / "no_lock" / ".lock")
-    os.makedirs(folder / "half_run" / ".step-00000003.part")
-    os.makedirs(folder / "old_run")
-    (folder / "old_run" / "log.jsonl").touch()
-    os.mkdir(folder / "read_only", 0o555)
-    shutil.copytree(finished_run, folder / "run")
-    lock = paths["lock"] = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
-    lock.write("process 1 on here")
-    lock.flush()
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    paths = {path.stem.upper(): path for path in folder.iterdir()} | paths
-    return paths if os.geteuid() else paths | {"READ_ONLY": "/proc/run"}  # root may write anywhere, almost
-
-
-@pytest.mark.parametrize("flags,says", REFUSED)
-def test_bad_input_is_one_line_and_exit_code_2(flags, says, bad_files, refusal):
-    """And nothing is written."""
-    def files():
-        return {path: path.read_bytes() for path in bad_files["folder"].rglob("*") if path.is_file()}
-
-    before, words = files(), [str(bad_files.get(word, word)) for word in flags.split()]
-    data = [] if {"--data", "--resume"} & {*words} else ["--data", str(bad_files["ASCII"])]
-    assert says in refusal(data + words)
-    assert files() == before
 
 
 def test_restarts_on_several_nodes_need_a_new_store(monkeypatch):
