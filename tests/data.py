@@ -85,8 +85,7 @@ def stepped_by(optimizer):
 @on_both
 @pytest.mark.parametrize("kind, way", [*itertools.product(["odd", "mlp", "encoder"], ["naive", "ddp", 0, 1, 2, 3]),
                                        ("branches", "naive"), ("branches", "ddp")])
-@pytest.mark.parametrize("size", [2, 3])
-@on_ranks()
+@on_ranks(3)
 def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
     """Three steps of SGD with momentum over two micro-batches, clipped, against one process, with a forward between
     backward and step. Ranks begin with weights of their own, and the first one's win; they take different branches."""
