@@ -72,27 +72,25 @@ def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
     trained(1, flags + "whole")
 
     for stop, (size, layout) in enumerate(moves, 1):
-        assert trained(size, f"{flags}moved {layout}") == [True] * size
+        trained(size, f"{flags}moved {layout}")
         assert log_of(moved, "step") == [*steps]
         assert all(close(log_of(moved, key), log_of(whole, key)) for key in ("loss", "grad_norm", "lr")), layout
         forget(moved, *steps[stop:])  # the next layout goes on from the middle
-    biases = []
     for file in ("model", "optimizer"):
         want, got = (read_safetensors(out / f"step-{len(moves):08}" / f"{file}.safetensors") for out in (whole, moved))
         assert want.keys() == got.keys() and all(t.dtype == torch.float64 for t in got.values())
         assert all(close(got[name], t) for name, t in want.items())
-        biases += [(got[name], t) for name, t in want.items() if name.endswith("router.bias")]
-    assert len(biases) == 2 * ("experts" in model)
-    assert all(a.equal(b) and b.any() and b.equal(b.float().double()) for a, b in biases)
+        biases = [name for name in want if name.endswith("router.bias")]
+        assert bool(biases) == ("experts" in model and file == "model")
+        assert all(got[name].equal(want[name]) for name in biases)
 
 
 def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_path):
     """--plain logs the whole program's losses and knows no flag of safe/'s. Its checkpoints fit another layout, and the
     whole program goes on from them; --plain refuses one of the whole program's in one line."""
     def run(flags, codes=None, size=2):
-        return ran([*TINY, "--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4",
-                    "--save-every", "2", "--n-layer", "2", "--experts", "4", "--expert-every", "2", "--steps", "4",
-                    *flags.split()], size, tmp_path / "printed", codes)
+        return ran([*TRAIN, "--data", text, "--dtype", "fp64", "--save-every", "2", "--n-layer", "2", "--experts", "4",
+                    "--expert-every", "2", "--steps", "4", *flags.split()], size, tmp_path / "printed", codes)
 
     def rows(out):
         return log_of(out, "step", "loss", "grad_norm")
@@ -100,9 +98,8 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
     whole, plain, again = (str(tmp_path / name) for name in ("whole", "plain", "again"))
     file, last = f"{plain}/step-00000002.pt", "step-00000004"
     run(f"--dp 2 --ep 2 --out {whole}")
-    assert "--- sample, 4 tokens" in run(f"--plain --dp 2 --ep 2 --out {plain}")
+    run(f"--plain --dp 2 --ep 2 --out {plain}")
     run(f"--plain --zero 3 --resume {file} --out {again}")
-    assert "unrecognized arguments: --keep" in run("--plain --keep 2", [2, 2])
     assert sorted(os.listdir(plain)) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
     assert close(rows(plain), rows(whole)) and close(rows(again), rows(whole)[2:])
     want = read_safetensors(f"{whole}/{last}/model.safetensors")
@@ -112,14 +109,14 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
         assert close(tensors["h.1.mlp.experts.c_fc.weight"][3],
                      want["transformer.h.1.mlp.experts.3.c_fc.weight"].t(), 1e-8)
     os.remove(f"{plain}/{last}.pt")
-    assert "holds another run (--lr 0.002 there, 0.5 here)" in run(f"--out {plain} --lr 0.5", [2, 2])
+    for size, flags, says in [
+            (2, "--plain --keep 2", "unrecognized arguments: --keep"),
+            (2, f"--out {plain} --lr 0.5", "holds another run (--lr 0.002 there, 0.5 here)"),
+            (2, f"--plain --dp 2 --resume {whole}/{last}", "no file step-*.pt, as --plain writes it; leave --plain out"),
+            (1, f"--plain --resume {plain}/none", "no file step-*.pt, as --plain writes it; leave --plain out")]:
+        assert says in run(flags, [2] * size, size)
     assert "step-00000002.pt: after step 2" in run(f"--tp 2 --out {plain}")  # as the same command goes on
     assert close(rows(plain), rows(whole)) and os.path.isdir(f"{plain}/{last}")
-    assert "--- sample, 4 tokens" in run(f"--resume {file} --steps 0", size=1)
-    for wrong in f"{plain}/{last}", f"{plain}/none":
-        assert set(run(f"--plain --dp 2 --resume {wrong}", [2, 2]).splitlines()) == {
-            f"train.py: --resume {wrong}: no file step-*.pt, as --plain writes it; leave --plain out to go on from "
-            "others"}
     os.truncate(file, os.path.getsize(file) // 2)
     said = run(f"--resume {file}", [2], 1)
     assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
@@ -166,33 +163,30 @@ def test_killed_at_each_point_of_a_write(start, tmp_path):
 def test_killed_runs_lose_nothing(start, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the
     same command ends with the loss, and the files, of the run that nobody killed."""
-    flags = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/"
+    flags, out = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/", tmp_path / "run"
     start(flags + "whole", 2).said()
-    rng, killed, unfinished = np.random.default_rng(kills), 0, 0
+    draw, killed, unfinished = np.random.default_rng(kills), 0, 0
 
-    def newest(out):
+    def newest():
         return max([0] + [int(path[-8:]) for path in checkpoints(out)])
 
     while killed < kills:
-        name = f"run{killed}"
-        out = tmp_path / name
-        for _ in range(min(5, kills - killed)):  # so many times the same run, then it is let through
-            ranks = start(flags + name, 2)
-            step = rng.integers(newest(out), 30) if rng.random() < 0.8 else 0  # in training, or while they start
-            while newest(out) < step and ranks.processes[0].is_alive():
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.05 if step else 2))
-            victims = [0, 1] if rng.random() < 0.3 else [int(rng.integers(2))]
-            for rank, process in enumerate(ranks.processes):
-                process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
-            if -9 not in ranks.end():
-                break  # it was faster
-            killed += 1
-            unfinished += any(out.glob(".step*"))
-            for path in checkpoints(out):
-                open_checkpoint(path, True)
-        start(flags + name, 2).said()
-        assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
+        ranks = start(flags + "run", 2)
+        step = draw.integers(newest(), 30) if draw.random() < 0.8 else 0  # in training, or while they start
+        while newest() < step and ranks.processes[0].is_alive():
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05 if step else 2))
+        victims = [0, 1] if draw.random() < 0.3 else [int(draw.integers(2))]
+        for rank, process in enumerate(ranks.processes):
+            process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
+        killed += -9 in ranks.end()
+        unfinished += any(out.glob(".step*"))
+        for path in checkpoints(out):
+            open_checkpoint(path, True)
+        if newest() == 30 or killed == kills:
+            start(flags + "run", 2).said()
+            assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
+            shutil.rmtree(out)  # and again
     assert unfinished or kills < 100  # some of them were caught writing
     print(f"{killed} runs killed, {unfinished} of them while they wrote; none lost anything")
 
