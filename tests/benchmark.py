@@ -57,33 +57,26 @@ def doubling_up_to(size):
     return unittest.mock.patch.object(fast.rings, "DOUBLING_BYTES", both)
 
 
-TRAFFIC = {
+TRAFFIC = {  # ranks: flags
     1: ["--dtype bf16 --micro-batches 2"],
     2: ["--dp 2", "--dp 2 --zero 1 --dtype bf16", "--dp 2 --zero 2 --micro-batches 2",
         "--dp 2 --zero 3 --micro-batches 2",
-        "--cp 2 --dtype bf16", "--cp 2 --recompute block", "--cp 2 --recompute attention",
-        "--cp 2 --cp-kind ulysses --dtype bf16", "--cp 2 --cp-kind ulysses --recompute block",
-        "--cp 2 --cp-kind ulysses --recompute attention",
-        "--tp 2 --sp --micro-batches 2", "--tp 2 --sp --recompute block",
+        "--cp 2 --recompute block --dtype bf16", "--cp 2 --cp-kind ulysses --recompute attention --dtype bf16",
+        "--tp 2 --recompute block", "--tp 2 --sp --recompute block --micro-batches 2",
         "--tp 2 --sp --recompute attention --dtype bf16",
-        "--tp 2 --recompute block", "--tp 2 --recompute attention --micro-batches 2",
-        "--pp 2 --micro-batches 4 --schedule zb-h1",
+        "--pp 2 --micro-batches 4 --schedule zb-h1", "--pp 2 --micro-batches 4 --schedule zb-v",
         "--pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2",
-        "--pp 2 --micro-batches 4 --schedule zb-v", "--pp 2 --micro-batches 4 --schedule v-min",
-        "--dp 2 --experts 4 --ep 2", "--dp 2 --experts 4 --ep 2 --micro-batches 2 --expert-every 2",
+        "--dp 2 --experts 4 --ep 2 --micro-batches 2 --expert-every 2",
         "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute block",
-        "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute attention",
         "--dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1", "--dp 2 --experts 4 --zero 2",
-        "--tp 2 --experts 4 --dtype bf16", "--tp 2 --experts 4 --dtype bf16 --recompute block"],
+        "--tp 2 --experts 4 --dtype bf16 --recompute block"],
     3: ["--dp 3 --batch-size 6", "--dp 3 --zero 3 --batch-size 6 --dtype bf16",
         "--pp 3 --micro-batches 4 --schedule gpipe"],
     4: ["--dp 4 --zero 2 --zero-within 2 --micro-batches 2", "--dp 4 --zero 3 --zero-within 2",
-        "--dp 2 --tp 2 --zero 3 --micro-batches 2", "--dp 2 --pp 2 --zero 1 --micro-batches 4",
-        "--tp 2 --pp 2 --sp --micro-batches 2", "--dp 2 --tp 2 --sp --zero 1",
-        "--cp 4 --zero 3 --micro-batches 2", "--cp 2 --tp 2 --sp --zero 1",
-        "--dp 2 --tp 2 --sp --zero 3 --dtype bf16", "--tp 2 --pp 2 --micro-batches 2",
+        "--dp 2 --pp 2 --zero 1 --micro-batches 4", "--tp 2 --pp 2 --sp --micro-batches 2",
+        "--tp 2 --pp 2 --micro-batches 2", "--dp 2 --tp 2 --sp --zero 1",
+        "--dp 2 --tp 2 --sp --zero 3 --dtype bf16", "--cp 4 --zero 3 --micro-batches 2", "--cp 2 --tp 2 --sp --zero 1",
         "--dp 4 --experts 4 --ep 2 --zero 1", "--dp 4 --experts 4 --ep 2 --zero 3 --zero-within 2",
-        "--dp 2 --tp 2 --experts 4 --ep 2", "--dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16",
         "--dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute attention",
         "--dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block",
         "--dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2",
@@ -149,25 +142,18 @@ def bench_rows(run_bench, tmp_path, *words):
 CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 
 
-@pytest.mark.parametrize("size,nodes", [(2, 0), (3, 0), (4, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
+@pytest.mark.parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
 @on_ranks()
 def test_bytes_of_every_collective_are_the_formulas(nodes):
-    """An all-reduce's in rings and in log2 rounds. nodes: in nodes of so many ranks, of those that then work in two
-    levels; 0: of all."""
-    ops = ("all_reduce", *theory.traffic.HALVES) if nodes else lessons.machine.BUS
-
-    def count(op, call, elements):
-        dist.reset_traffic()
-        call()
-        assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
-
+    """An all-reduce's in rings and in log2 rounds. nodes: in two levels, nodes of so many ranks; 0: in one."""
+    ops, sizes = ["all_reduce", *theory.traffic.HALVES] if nodes else lessons.machine.BUS, (5000, 1_600_000)
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
-        for op, small, size in itertools.product(ops, (0, 1 << 30), (5000, 1_600_000)):
+        for op, small, size in itertools.product(ops, (0, 1 << 30), sizes):
             with doubling_up_to(small):
                 calls, elements = calls_of(op, size, torch.get_default_device())
-                count(op, calls["us"], elements)
-        with doubling_up_to(0):  # a ring's chunks are not all equal, because no size here divides 1003
-            count("all_reduce", lambda: dist.all_reduce(torch.zeros(1003)), 1003)
+                dist.reset_traffic()
+                calls["us"]()
+                assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
 
 
 def test_bench_collectives(run_bench, tmp_path):
@@ -210,7 +196,6 @@ def test_a_gathering_left_out_repeats_the_own_part():
     for whole in torch.zeros(6, 2), torch.zeros(2, 3, 2), torch.zeros(3, 2, 2).transpose(0, 1):
         with without_collectives():
             dist.all_gather_into_tensor(whole, own, async_op=True).wait()
-            dist.all_gather_into_tensor(whole, whole.view(2, 3, 2)[1] if len(whole) == 6 else own)
         assert torch.equal(whole.reshape(2, 3, 2), own.expand(2, 3, 2))
 
 
