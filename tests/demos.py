@@ -24,7 +24,34 @@ SHOWN = [
           --tp 8 --sp                          14.25 | 4.00
           --tp 8 --sp --recompute attention     4.25 | 3.00
           --recompute block                     2.00 | 2.00"""),
+    # Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1.
     ("collectives", 4, """
+        ring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has
+          start
+            rank 0   a···  a···  a···  a···
+            rank 1   b···  b···  b···  b···
+            rank 2   c···  c···  c···  c···
+            rank 3   d···  d···  d···  d···
+          reduce-scatter step 0: chunk r-1 goes right and is added
+            rank 0   a···  a···  ad··  a···
+            rank 1   b···  b···  b···  ab··
+            rank 2   bc··  c···  c···  c···
+            rank 3   d···  cd··  d···  d···
+          reduce-scatter step 1: chunk r-2 goes right and is added
+            rank 0   a···  acd·  ad··  a···
+            rank 1   b···  b···  abd·  ab··
+            rank 2   bc··  c···  c···  abc·
+            rank 3   bcd·  cd··  d···  d···
+          reduce-scatter step 2: chunk r-3 goes right and is added
+            rank 0   abcd  acd·  ad··  a···
+            rank 1   b···  abcd  abd·  ab··
+            rank 2   bc··  c···  abcd  abc·
+            rank 3   bcd·  cd··  d···  abcd
+          all-gather step 0: chunk r-0, complete, goes right
+            rank 0   abcd  acd·  ad··  abcd
+            rank 1   abcd  abcd  abd·  ab··
+            rank 2   bc··  abcd  abcd  abc·
+            rank 3   bcd·  cd··  abcd  abcd
           all-gather step 1: chunk r-1, complete, goes right
             rank 0   abcd  acd·  abcd  abcd
             rank 1   abcd  abcd  abd·  abcd

@@ -5,40 +5,7 @@ import json
 import pathlib
 import xml.etree.ElementTree
 
-import pytest
-
-import lessons.demos
-import lessons.pictures
 from tests.pool import HERE
-
-
-def drawn(parts):
-    """Elements of SVG text, which must be XML."""
-    return list(xml.etree.ElementTree.fromstring(f"<svg>{''.join(parts)}</svg>").iter())
-
-
-def ring_states():
-    return lessons.demos.ring_states(), lessons.pictures.draw_ring()[1]
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_ring_picture_is_the_law(pool, size):
-    """Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1; each step
-    changes no other."""
-    if pool.device_type == "cuda":
-        pytest.skip("the picture is of processes on the CPU")
-    states, (parts, *_) = zip(*pool(size).run(ring_states))
-    states = list(zip(*states))  # [state][rank][chunk]
-    assert len(states) == 2 * size - 1 and states[0] == tuple([1 << r] * size for r in range(size))
-    for s, (before, after) in enumerate(itertools.pairwise(states)):
-        for r in range(size):
-            changed = [c for c in range(size) if before[r][c] != after[r][c]]
-            assert changed == [(r - 2 - s if s < size - 1 else r - (s - size + 1) - 1) % size]
-            assert after[r][changed[0]].bit_count() == min(s + 2, size)
-    assert states[-1] == tuple([(1 << size) - 1] * size for _ in range(size))
-    colours = [element.get("fill") for element in drawn(parts)]
-    assert [colours.count(colour) for colour in lessons.pictures.COLOURS[:size]] == [
-        sum(bits >> r & 1 for state in states for row in state for bits in row) for r in range(size)]
 
 
 def fits(svg):
@@ -68,6 +35,15 @@ TRACE = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e
           "args": {"stage": 0, "micro_batch": 3}} for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
 TRACE.append({"ph": "M", "name": "thread_name", "tid": 0})
 OF_NO_FILE = "ring", "zero-stages", "schedules"
+SHOWN = {  # a picture, and what stands in it. The tallest bar is 180 high; ours are blue.
+    "attention": [">attention forward, TFLOP/s; a machine<", ">SDPA &lt;new&gt;<", "> T=4096 D=64 causal<", ">264<",
+                  'height="68.2" fill="#4c8dd6"', 'height="147.3" fill="#e0883a"', 'height="180.0" fill="#e0883a"'],
+    "all-reduce": ['height="180.0" fill="#4c8dd6"', 'height="120.0" fill="#e0883a"'],
+    "scaling": ['height="180.0" fill="#4c8dd6"', 'height="178.2" fill="#4c8dd6"'],
+    # Of five actions, equally long, the first, fourth and fifth: F, I, W. Sends are left out.
+    "pipeline": ['x="80.0" y="28.0" width="179.0" height="18.0" fill="#4c8dd6"',
+                 'x="620.0" y="28.0" width="179.0" height="18.0" fill="#e0883a"',
+                 'x="800.0" y="28.0" width="179.0" height="18.0" fill="#4ba36b"']}
 
 
 def test_pictures_show_what_files_hold(run_bench, tmp_path):
@@ -76,24 +52,10 @@ def test_pictures_show_what_files_hold(run_bench, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     printed = run_bench("pictures", *map(str, tmp_path.glob("*.json")), "--into", str(tmp_path / "made"))
     texts = {path.stem: path.read_text() for path in (tmp_path / "made").iterdir()}
-    assert set(texts) == {*OF_NO_FILE, "attention", "all-reduce", "scaling", "pipeline"}
+    assert set(texts) == {*OF_NO_FILE, *SHOWN}
     assert all(f"{name}.svg" in printed and fits(text) for name, text in texts.items())
     for name in OF_NO_FILE:
         old = pathlib.Path(HERE, "assets", f"{name}.svg").read_text()
         assert texts[name] == old, f"assets/{name}.svg is old: python bench.py pictures"
-    made = {name: drawn([text]) for name, text in texts.items()}
-
-    def bars(name, colour):  # heights, the legend's box first
-        boxes = [box for box in made[name] if box.get("fill") == colour and box.tag.endswith("rect")]
-        return [float(box.get("height")) for box in boxes][1:]
-    ours, theirs, other = lessons.pictures.COLOURS[:3]
-    tallest = 180 / (200 + 4096 / 64)
-    assert bars("attention", ours)[:2] == pytest.approx([100 * tallest] * 2, abs=0.1)
-    assert bars("attention", theirs)[:2] == pytest.approx([216 * tallest, 180], abs=0.1)
-    assert bars("all-reduce", ours) == [180] and bars("all-reduce", theirs) == [120]
-    assert bars("scaling", ours) == pytest.approx([180, 99 * 1.8], abs=0.1)
-    words = [element.text for element in made["attention"] if element.tag.endswith("text")]
-    assert {"attention forward, TFLOP/s; a machine", "SDPA <new>", "ours", " T=4096 D=64 causal", "264"} <= set(words)
-    cells = [(box.get("fill"), box.get("x"), box.get("width")) for box in made["pipeline"]
-             if box.get("height") == "18.0"]
-    assert cells == [(ours, "80.0", "179.0"), (theirs, "620.0", "179.0"), (other, "800.0", "179.0")]  # no sends
+    assert [(name, part) for name, parts in SHOWN.items() for part in parts if part not in texts[name]] == []
+    assert texts["pipeline"].count('height="18.0"') == 3
