@@ -310,6 +310,7 @@ FORGED = [  # the manifest is made to match, so only the contents can tell
      "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
     (WEIGHTS, edited(b"[64, 16]", b"[16, 64]"),
      "h.0.mlp.experts.0.c_proj.weight is (16, 64), config.json makes it (64, 16)"),
+    (CONFIG, cut, "config.json: "),
     (CONFIG, edited(b'"n_positions": 16', b'"n_positions": 12'),
      "wpe.weight is (16, 16), config.json makes it (12, 16)"),
     (CONFIG, edited(b'"n_layer": 1', b'"n_layer": 3'), "has no h.2.")]

@@ -27,7 +27,7 @@ from safe.checkpoints import checkpoints, open_checkpoint
 from safe.data import load_data, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
-from tests.models import small
+from tests.models import CHANGES, small
 from tests.pool import on_cpus
 from tests.runs import log_of, ran, run_training, TRAIN
 from tests.walls import REFERENCE, reference_in
@@ -234,9 +234,6 @@ def test_a_run_says_what_its_tokens_are(text, vocab, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
-
-CHANGES = {}, {"tied": False, "activation": "elu"}, {"experts": 3, "expert_every": 2}
-
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_cached_logits_are_those_without(change):
