@@ -22,7 +22,7 @@ import collectives as dist
 import parallel
 from tests.pool import on_gpus, HERE, close
 from tests.runs import (
-    end_of, log_of, processes, ran, Ranks, run_training, slow, start, TINY, TRAIN, trained)
+    end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, open_checkpoint
 from safe.files import read_safetensors
 from safe.folder import Log
@@ -85,12 +85,12 @@ def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
         assert all(got[name].equal(want[name]) for name in biases)
 
 
-def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_path):
+def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_path):
     """--plain logs the whole program's losses and knows no flag of safe/'s. Its checkpoints fit another layout, and the
     whole program goes on from them; --plain refuses one of the whole program's in one line."""
     def run(flags, codes=None, size=2):
-        return ran([*TRAIN, "--data", text, "--dtype", "fp64", "--save-every", "2", "--n-layer", "2", "--experts", "4",
-                    "--expert-every", "2", "--steps", "4", *flags.split()], size, tmp_path / "printed", codes)
+        return start(f"--dtype fp64 --save-every 2 --n-layer 2 --experts 4 --expert-every 2 --steps 4 {flags}",
+                     size).said(codes)
 
     def rows(out):
         return log_of(out, "step", "loss", "grad_norm")
@@ -124,18 +124,16 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
 
 def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
     def run(flags):
-        return ran(["--device", "cpu", "--prompt", "line", *flags.split()], 1, tmp_path / "log")
+        return ran(["--device", "cpu", *flags.split(), str(out)], 1, tmp_path / "log")
 
     out = tmp_path / "run"
     start("--steps 3 --seed 5 --save-every 2 --out OUT/run").said()
-    longer = run(f"--resume --out {out} --steps 5 --lr 0.005 --log-every 1 --sample 6")
-    assert "step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here" in longer, longer
+    assert ("step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here"
+            in run("--steps 5 --lr 0.005 --log-every 1 --resume --out"))
+    run("--sample 6 --steps 0 --resume")  # leaves nothing
     assert log_of(out, "step") == [1, 2, 3, 4, 5]
     assert open_checkpoint(out / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
-    files = sorted(os.listdir(out))
-    sample = run(f"--sample 6 --steps 0 --resume {out}")
-    assert sample.split("---")[-2] == longer.split("---")[-2]  # the same six bytes after "line"
-    assert files == sorted(os.listdir(out)) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
+    assert sorted(os.listdir(out)) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
 
 
 def test_killed_at_each_point_of_a_write(start, tmp_path):

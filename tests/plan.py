@@ -8,7 +8,6 @@ import pathlib
 import pytest
 
 import bench
-import further.context
 import lessons.plan
 import model
 import parallel
@@ -17,13 +16,11 @@ import train
 from tests.benchmark import H200
 from tests.pool import close
 from tests.runs import parse
-from further.context import own_tokens
 from lessons.plan import HALVES, all_layouts, describe_layout
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
 from theory.speed import mfu, mfu_note, predict, ring_hides, stage_seconds
-from theory.traffic import messages
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
@@ -110,22 +107,13 @@ def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, v):
     assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 
 
-@pytest.mark.parametrize("dtype,factors", [("bf16", (2, 2.4)), ("fp32", (4, 3.2))])
-def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, factors):
-    """The formula, from the messages of a step and the pairs of query and key that each rank computes."""
-    flops, link, cp = 400e12, 300e9, 4
-    config = model.GPTConfig(256, 64 * cp, 1, 4, 48)
-    held = [own_tokens(config.seq_len, rank, cp, "ring") for rank in range(cp)]
-    s = layout(f"--cp {cp} --batch-size 1 --dtype {dtype}")
-    sent = {item.what: item for item in messages(config, s, [(0, range(3))], []) if item.axis == "cp"}
-    keys, grads = (sent[what].elements[0] * sent[what].width for what in ("keys and values", "their gradients"))
-    assert sent["keys and values"].times == 2 * (cp - 1) == 2 * sent["their gradients"].times
-    rows, seen, _ = further.context.seen(2, 1, 32)
-    pairs = len(held[2][rows]) * len(held[1][seen])  # a query and a key: 2C FLOPs in each product
-    steps = (keys, 2), (keys + grads, 5)             # bytes, products; FLOPs grow with (T/N)^2, bytes with T/N
-    for (sent_bytes, products), tokens, factor in zip(steps, ring_hides(flops, link, train.DTYPES[dtype]), factors):
-        assert close(tokens, 64 * (sent_bytes / link) / (products * 2 * 48 * pairs / flops))
-        assert close(tokens, factor * flops / link)
+@pytest.mark.parametrize("dtype, width", [("bf16", 2), ("fp32", 4)])
+def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
+    """A rank's t queries see t/2 of another rank's keys: 2C FLOPs for each pair in each product, two forward and five
+    backward. A token's key and value are 2C numbers of `width` bytes; backward sends their gradients, too, in float32."""
+    flops, link = 400e12, 300e9
+    for tokens, sent, products in zip(ring_hides(flops, link, train.DTYPES[dtype]), (2 * width, 2 * width + 8), (2, 5)):
+        assert close(sent * tokens / link, products * tokens**2 / flops)
 
 
 def test_mfu_of_long_sequences_counts_what_the_mask_leaves():

@@ -28,8 +28,8 @@ from safe.data import load_data, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import CHANGES, small
-from tests.pool import on_cpus
-from tests.runs import log_of, ran, run_training, TRAIN
+from tests.pool import close, on_cpus
+from tests.runs import log_of, start, trained
 from tests.walls import REFERENCE, reference_in
 
 
@@ -199,38 +199,33 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------------------ programs
 
 @on_cpus
-def test_runs_on_words_log_the_same_losses_and_show_text(pool, text, vocab, tmp_path, reference_in):
-    """Two ranks of the whole program, and the reference alone. A checkpoint has the tokenizer's files, for --init-from
-    and --resume; the reference's has their folder's name."""
-    flags = [*TRAIN, "--data", text, "--dtype", "fp64", "--tokenizer", str(vocab), "--steps", "3", "--out"]
-    whole, plain = tmp_path / "whole", tmp_path / "plain"
-    pool(2).run(run_training, [*flags, str(whole), "--tp", "2"])
-    said = ran([*flags, str(plain), "--save-every", "3", "--sample", "4", "--prompt", "line"], 1, tmp_path / "1",
-               folder=reference_in(REFERENCE))
+def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, tmp_path, reference_in):
+    """Two ranks of the whole program, and the reference alone. A checkpoint has the tokenizer's files, the reference's
+    has their folder's name."""
+    flags = f"--dtype fp64 --tokenizer {vocab} --steps 3 --out OUT/"
+    trained(2, flags + "whole --tp 2")
+    said = start(flags + "plain --save-every 3 --sample 4 --prompt line", folder=reference_in(REFERENCE)).said()
     assert "mode     plain" in said and "tokens ---\nline" in said
-    assert np.allclose(log_of(plain, "loss"), log_of(whole, "loss"), 1e-10, 0)
-    (path,), (file,) = checkpoints(whole), checkpoints(plain)
+    assert close(log_of(tmp_path / "plain", "loss"), log_of(tmp_path / "whole", "loss"))
+    (path,), (file,) = checkpoints(tmp_path / "whole"), checkpoints(tmp_path / "plain")
     assert Tokenizer(path).files == Tokenizer(vocab).files and open_checkpoint(path, True).config.vocab_size == 600
     for checkpoint, folder in (path, path), (file, vocab):
-        said = ran(["--device", "cpu", "--resume", checkpoint, *"--steps 0 --sample 8 --prompt föx".split()], 1,
-                   tmp_path / "2")
+        said = start(f"--dtype fp64 --resume {checkpoint} --steps 0 --sample 8 --prompt föx").said()
         assert f"tokens   of {folder}: 600" in said and "tokens ---\nföx" in said
 
 
-SAID_OF_TOKENS = [  # flags of a run, and what it says; words in capitals are files
-    ("--data TEXT --vocab-size 300 --out BYTES", "tokens   are bytes, 256 of the vocabulary's 300 numbers"),
-    ("--data TEXT --init-from BYTES/step-00000001 --seq-len 16", "tokens   are bytes, 256"),  # of ours alone
-    ("--data TEXT --tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
-    ("--data NUMBERS --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
-    ("--data NUMBERS --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
+SAID_OF_TOKENS = [  # flags of a run, and what it says
+    ("--vocab-size 300 --out OUT/bytes", "tokens   are bytes, 256 of the vocabulary's 300 numbers"),
+    ("--init-from OUT/bytes/step-00000001 --seq-len 16", "tokens   are bytes, 256"),  # only ours says so
+    ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
+    ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
+    ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 
 
-def test_a_run_says_what_its_tokens_are(text, vocab, tmp_path):
-    words = {"TEXT": text, "VOCAB": vocab, "NUMBERS": tmp_path / "x.bin", "BYTES": tmp_path / "bytes"}
-    (np.arange(5000) % 300).astype(np.uint16).tofile(words["NUMBERS"])
+def test_a_run_says_what_its_tokens_are(start, vocab, tmp_path):
+    (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
     for flags, says in SAID_OF_TOKENS:
-        flags = re.sub("[A-Z]+", lambda word: str(words[word[0]]), flags)
-        assert re.search(says, ran([*TRAIN, "--steps", "1", *flags.split()], 1, tmp_path / "log")), says
+        assert re.search(says, start("--steps 1 " + flags.replace("VOCAB", str(vocab))).said()), says
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
