@@ -85,7 +85,8 @@ def node_of(rank):
 
 
 class Handle:
-    """What `async_op=True` returns. wait(): until the result may be used; raises what went wrong in the operation."""
+    """What `async_op=True` returns. wait(): until the result may be used. On CPUs the caller waits, and gets what went
+    wrong in the operation as an exception. On GPUs the current stream waits, and Python goes on."""
 
     def __init__(self, wait=lambda: None, is_completed=lambda: True):
         self.wait, self.is_completed = wait, is_completed
@@ -138,7 +139,8 @@ class Link:
         """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
 
         With `async_op` return a handle at once. The operation then runs beside the caller, after those before it.
-        arguments: those of torch.distributed's function of this name.
+        The operation has its tensors already. arguments: those of torch.distributed's function of this name, so that a
+        stream knows which memory to keep, and `Library` what to call.
         """
         log = _traffic[name]
         log.calls += 1
@@ -164,7 +166,7 @@ class Link:
             body()
             done = self.stream.record_event()
         for t in tensors_in(arguments.values()):
-            t.record_stream(self.stream)  # the allocator must not reuse their memory before
+            t.record_stream(self.stream)  # the allocator must not reuse their memory before the stream is done
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
     def exchange(self, sends=(), receives=()):
@@ -336,7 +338,7 @@ def _average(op, tensor, size):
 def _flat(tensor):
     """(K,) view of the tensor, or, if it is not contiguous, of a copy, which `_unflatten` copies back."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat.as_strided((len(flat),), (1,))  # stride 1, which torch leaves open for tensors of fewer than 2 elements
+    return flat.as_strided((len(flat),), (1,))  # stride 1, to be sent as bytes: torch leaves it open below 2 elements
 
 
 def _unflatten(flat, tensor):
@@ -369,11 +371,11 @@ def _blocks(tensor, sizes, n):
 #     all-gather       send chunk r-s, receive chunk r-1-s as it is
 #
 # Each rank sends N-1 chunks of K/N elements: (N-1)/N x K for either half, 2(N-1)/N x K for the two in a row.
-# Reduce-scatter of 3 ranks. After step s rank r has the sum of chunk r-2-s over the ranks r-1-s to r:
+# Reduce-scatter of 3 ranks. After step s rank r has the sum of chunk r-2-s over the ranks r-1-s to r. Chunk: ranks:
 #
 #                 rank 0        rank 1        rank 2
-#     step 0      1 of 2, 0     2 of 0, 1     0 of 1, 2
-#     step 1      0 of 1, 2, 0  1 of 2, 0, 1  2 of 0, 1, 2       rank r has chunk r of all
+#     step 0      1: 2+0        2: 0+1        0: 1+2
+#     step 1      0: 1+2+0      1: 2+0+1      2: 0+1+2           rank r has chunk r of all
 
 def ring_reduce_scatter(link, chunks, op, sums=None):
     """Combine chunk c of all ranks on rank c, and return it. sums: room for a chunk, which then takes the partial sums;

@@ -243,7 +243,7 @@ def grouped_linear(x, weight, bias, counts):
 #
 #     y = xhat w + b        dw = sum over rows of dy xhat        db = sum over rows of dy
 #
-# x moves all of its row through m and k: both projections of g = dy w are taken out of the gradient,
+# Each x also changes m and k of its row. So from g = dy w go the mean, through m, and the part along xhat, through k:
 #
 #     dx = k (g - mean(g) - xhat mean(g xhat))
 #
@@ -351,8 +351,8 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #
 #     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = dS K / sqrt(D)     dK = dS^T Q / sqrt(D)
 #
-# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id: no second pass over the
-# keys.
+# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id, because dP_ij = dO_i . V_j
+# and sum_j P_ij V_j = O_i: no second pass over the keys.
 #
 # Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
@@ -712,7 +712,8 @@ def cross_entropy(logits, targets):
 # 32768 x 768 x 3072 with GELU: 386 us in the tiles of fast/linear.py, 340 us for cuBLAS and then the GELU kernel).
 
 def tile_of(program, tall, wide, group):
-    """(row, column) of the tile that a program computes. C has `tall` rows and `wide` columns of tiles."""
+    """(row, column) of the tile that a program computes. C has `tall` rows and `wide` columns of tiles. With tall 4,
+    wide 3, group 2 programs 0 to 5 compute (0, 0) (1, 0) (0, 1) (1, 1) (0, 2) (1, 2), program 6 (2, 0)."""
     first = program // (group * wide) * group  # the first row of tiles of this program's group
     height = min(tall - first, group)  # the last group may be lower
     return first + program % (group * wide) % height, program % (group * wide) // height

@@ -6,6 +6,7 @@
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     pipeline    layers are spread over ranks: GPipe and 1F1B, as lists of actions
     norm        one gradient norm over any combination
+    whole       whole tensors from cut ones and back, for checkpoints
     recipe      `parallelize` puts them together, in an order that works
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
@@ -79,7 +80,7 @@ class Place:
     add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
                             # saw T/N tokens each
     twins: int = 1          # parameters of this rank that are one: the ends of a tied embedding, if both live here
-    replicas: object = None  # an expert's: the group that keeps the same expert, and averages its gradient
+    same_expert: object = None  # an expert's: the group that keeps the same one, and averages its gradient
     losses: int = 1         # an expert's gradient is of the sum of so many ranks' losses, so it is divided by them
     decays: bool = None     # whether it has weight decay; None: as its shape says
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
@@ -121,7 +122,7 @@ class Bucket:
 
     def __init__(self, params, group, reduce_dtype=None):
         self.place = place_of(params[0])
-        self.group = self.place.replicas or group_or_world(group)
+        self.group = self.place.same_expert or group_or_world(group)
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, params[0].device
         self.total_dtype = self.dtype  # ZeRO adds 16-bit gradients up in float32
@@ -168,25 +169,6 @@ class Bucket:
             total /= self.place.losses
         return total.to(self.reduce_dtype or total.dtype)
 
-    def overlap(self, param, part):
-        """What of a parameter lies in `part`, a slice of the vector: (where in the flat parameter, where in `part`)."""
-        start = self.first[param]
-        low = max(start, part.start)
-        high = max(low, min(start + param.numel(), part.stop))
-        return slice(low - start, high - start), slice(low - part.start, high - part.start)
-
-    def gather_one(self, param, local):
-        """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard
-        of the vector of all. Call it on all ranks."""
-        whole, width = local.new_empty(param.shape), len(local)
-        for rank in range(self.numel // width):  # one turn where nothing is sharded
-            there, here = self.overlap(param, slice(rank * width, (rank + 1) * width))
-            if rank * width == self.own.start:
-                whole.view(-1)[there] = local[here]
-            if width < self.numel and here.start < here.stop:
-                dist.broadcast(whole.view(-1)[there], group=self.group, group_src=rank)
-        return whole
-
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
     """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
@@ -205,8 +187,9 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
 class Reducer:
     """Sends buckets while backward still computes: each leaves when its last gradient is there.
 
-    All ranks must start the same collectives in the same order, so buckets leave in the order of the list. A parameter
-    that gets no gradient therefore holds up its bucket and all later ones, until `finish`.
+    All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
+    leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket and all later ones,
+    until `finish`.
 
     send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
     every_backward: gradients leave in each backward, as ZeRO-2 wants; else in the step's last one alone.
@@ -300,8 +283,13 @@ class Reducer:
 def call_when_computed(params, method):
     """Let autograd call method(param) when a backward has added all it has to param.grad."""
     method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
+
+    def call(param):
+        if alive := method():
+            alive(param)
+
     for param in params:
-        param.register_post_accumulate_grad_hook(lambda p: (alive := method()) and alive(p))
+        param.register_post_accumulate_grad_hook(call)
 
 
 def all_reduce_bucket(bucket):
@@ -335,7 +323,7 @@ class DDP(nn.Module):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=place_of(tensor).replicas or self.group, group_src=0)
+            dist.broadcast(tensor.detach(), group=place_of(tensor).same_expert or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets(self.params, bucket_mb, self.group)
         self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
@@ -396,8 +384,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # learning rates are changed here
+        super().__init__(self.inner.param_groups, self.inner.defaults)  # PyTorch's makes groups and a state of its own
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # so that a new lr reaches the inner
         # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
@@ -519,8 +507,8 @@ class FlatParameter(Bucket):
         self.shard.data = self.shard.data.clone()  # so that the other values can go
         self.dtype = compute_dtype or self.dtype
         self.weights = self.zeros(self.dtype)
-        # Autograd raises an error if the version counter of a saved tensor has changed. To refill `weights` would
-        # change it, so each parameter is made from .data, which gives it a counter of its own.
+        # Autograd raises an error if the version counter of a saved tensor has changed. Resizing changes none.
+        # To refill `weights` would, so each parameter is made from .data, which gives it a counter of its own.
         new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
@@ -554,7 +542,8 @@ class FlatParameter(Bucket):
 
 
 def free_and_scatter(flat):
-    """What FSDP does when a unit's last gradient is there, and the buckets before it have left."""
+    """What FSDP does when a unit's last gradient is there, and the buckets before it have left. A layer's backward
+    makes dx together with dW, so nothing still needs the unit's weights."""
     flat.free()
     return reduce_scatter_bucket(flat)
 
@@ -587,9 +576,9 @@ class Units:
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
         self.in_backward = False
         units = [*flats_of]
-        for before, unit, after in zip([None, *units], units, [*units[1:], None]):
-            unit.register_forward_pre_hook(partial(self.before_forward, after))
-            unit.register_forward_hook(partial(self.after_forward, before))
+        for previous, unit, following in zip([None, *units], units, [*units[1:], None]):
+            unit.register_forward_pre_hook(partial(self.before_forward, following))
+            unit.register_forward_hook(partial(self.after_forward, previous))
 
     # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
     # inside of units.) Backward has gathered the unit then, and will free it.
@@ -609,10 +598,10 @@ class Units:
                 flat.free()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:  # any: by the first of several outputs
-            hook = partial(self.before_backward, unit, next_in_backward)
+            hook = partial(self.before_backward, next_in_backward, unit)
             register_multi_grad_hook(tensors, hook, mode="any")
 
-    def before_backward(self, unit, next_in_backward, grad):
+    def before_backward(self, next_in_backward, unit, grad):
         self.in_backward = True
         self.gather(unit)
         for flat in self.flats_of[unit]:
@@ -620,11 +609,13 @@ class Units:
         self.fetch(next_in_backward)
 
     def gather(self, unit):
+        """The unit is whole when this returns."""
         for flat in self.flats_of[unit]:
             flat.start()
             flat.wait()
 
     def fetch(self, unit):
+        """Begin to gather a unit, for which `gather` will wait."""
         for flat in self.flats_of.get(unit, ()):
             flat.start()
 
@@ -668,7 +659,9 @@ class FSDP(nn.Module):
         self.units = Units(flats_of, self.reducers[0].expect)
 
     def forward(self, *args, **kwargs):
-        self.units.free()  # the optimizer may have changed the shards, so no unit is whole any more
+        # The optimizer may have changed the shards, so no unit is whole any more. (Between micro-batches of a pipeline
+        # this drops a kept unit, too, which its backward gathers again.)
+        self.units.free()
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
@@ -701,14 +694,14 @@ class FSDP(nn.Module):
         """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
         every = self.module.named_parameters(remove_duplicate=False)
         named = [(name, param, self.bucket_of[param]) for name, param in every]
-        return {name: flat.gather_one(param, flat.shard.detach()) for name, param, flat in named}
+        return {name: gather_one(flat, param, flat.shard.detach()) for name, param, flat in named}
 
     @torch.no_grad()
     def load(self, get):
         """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
         for name, param in self.module.named_parameters():
             flat = self.bucket_of[param]
-            there, here = flat.overlap(param, flat.own)
+            there, here = overlap(flat, param, flat.own)
             flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
@@ -832,7 +825,7 @@ class Cut:
 
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
-    linear = staticmethod(Linear.linear)
+    linear = staticmethod(Linear.linear)  # a schedule with I and W puts its own in place
 
     def __init__(self, layer, group, f, parts=1):
         super().__init__()
@@ -1335,7 +1328,8 @@ class Pipeline:
             self.hand_on(Action("SB", s, i), dx)
 
     def is_last_backward(self, action):
-        """Whether no later action of the stage computes gradients of the same parameters."""
+        """Whether no later action of the stage computes gradients of the same parameters: I those of norms, W those of
+        matrices, B both."""
         return all(self.last[half, action.stage] == action for half in halves(action))
 
     def hand_on(self, send, tensor):
@@ -1378,12 +1372,15 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(place, groups):
-    """How often the same gradient of a parameter counts if every rank of the groups adds up its squares.
+    """How often the same gradient counts if all ranks of the groups add up its squares: ranks x equal x twins / parts.
 
-    8 ranks: dp 2, tp 2, pp 2, ZeRO-1. The shard of a norm's weight is cut over dp and pp, into 4 parts: 8 / 4 = 2 ranks
-    hold the same. The shard of a tied embedding is cut over all three, 8 parts, but stages 0 and 1 have the same
-    gradient since theirs were added up: 8 / 8 x 2 = 2. (Sequence parallelism adds a norm's gradient over tp, whose
-    ranks held the same weight all along, so that changes nothing: only an `add_over` inside of `cut_over` counts.)
+    parts: in how many parts of the model `cut_over` leaves the parameter; each stage has a part of its own. equal: how
+    many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages do.
+    8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp, so 8 / 4 = 2 ranks hold the
+    same. The shard of a tied embedding is cut over all three, but 2 of its 8 parts are equal: 8 x 2 / 8 = 2.
+
+    Sequence parallelism adds a norm's gradient up over tp, too. But these ranks hold one part, not several, so only an
+    `add_over` inside of `cut_over` counts.
     """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
@@ -1432,6 +1429,50 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     if max_norm and parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+# -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
+#
+# Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
+# that, with ZeRO, what `overlap` says lies in its shard. Back: `gather_one`, then `gather_cuts`.
+
+def cut_like(param, whole):
+    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
+    for cut in place_of(param).cuts:
+        whole = cut.part(whole)
+    return whole
+
+
+def gather_cuts(param, local, shape):
+    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
+    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
+    for cut in place_of(param).cuts:
+        whole.append(cut.part(whole[-1]))
+    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
+        local = cut.gather(local, before.shape)
+    return local
+
+
+def overlap(bucket, param, part):
+    """What of a parameter lies in `part`, a slice of its bucket's vector: (where in the flat parameter, where in
+    `part`)."""
+    start = bucket.first[param]
+    low = max(start, part.start)
+    high = max(low, min(start + param.numel(), part.stop))
+    return slice(low - start, high - start), slice(low - part.start, high - part.start)
+
+
+def gather_one(bucket, param, local):
+    """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard of
+    the bucket's vector. Call it on all ranks."""
+    whole, width = local.new_empty(param.shape), len(local)
+    for rank in range(bucket.numel // width):  # one turn where nothing is sharded
+        there, here = overlap(bucket, param, slice(rank * width, (rank + 1) * width))
+        if rank * width == bucket.own.start:
+            whole.view(-1)[there] = local[here]
+        if width < bucket.numel and here.start < here.stop:
+            dist.broadcast(whole.view(-1)[there], group=bucket.group, group_src=rank)
+    return whole
 
 
 # --------------------------------------------------------------------------------------------------------------- recipe
@@ -1538,7 +1579,8 @@ def make_groups(mesh, layout, homes, tied):
 
 
 def ranks_of_replicas(mesh):
-    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp."""
+    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
+    tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
     return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
 
 
@@ -1582,23 +1624,6 @@ def add_up_twins(params):
     total = sum(param.grad for param in twins)
     for param in twins:
         param.grad.copy_(total)
-
-
-def cut_like(param, whole):
-    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in place_of(param).cuts:
-        whole = cut.part(whole)
-    return whole
-
-
-def gather_cuts(param, local, shape):
-    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
-    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in place_of(param).cuts:
-        whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
-        local = cut.gather(local, before.shape)
-    return local
 
 
 class ParallelGPT:
@@ -1685,8 +1710,8 @@ class ParallelGPT:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over each parameter's `add_over`. Last, because shards are small. (A tied embedding has a place, and so a
-        bucket, of its own, so the shards of its ends match.)"""
+        """Over each parameter's `add_over`, in a message each: they are few, and by now small shards. (A tied
+        embedding has a place, and so a bucket, of its own, so the shards of its ends match.)"""
         for param in self.params:
             for group in place_of(param).add_over:
                 dist.all_reduce(param.grad, group=group)
@@ -1702,11 +1727,11 @@ class ParallelGPT:
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
-        dloss = scale * self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, dloss, syncs)
-        total = torch.zeros_like(dloss)
+        weight = self.weight_of_a_target(y)
+        losses = self.pipeline.run(actions, x, y, scale * weight, syncs)
+        total = torch.zeros_like(weight)
         for loss in losses:
-            total += loss * dloss / scale  # dloss / scale: the weight of a target
+            total += loss * weight
         if self.layout.pp > 1:
             dist.all_reduce(total, group=self.groups.pp)  # the other stages have none
         return total
@@ -1750,7 +1775,7 @@ class ParallelGPT:
             local = stepped.detach()
             if key is not None:
                 local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-            local = bucket.gather_one(param, local) if bucket else local
+            local = gather_one(bucket, param, local) if bucket else local
             local = gather_cuts(param, local, shape)
         if self.layout.pp > 1:
             local = local.clone()
@@ -1765,6 +1790,6 @@ class ParallelGPT:
             names.setdefault(len(self.homes) - 1, "lm_head.weight")
         for stage in names.keys() & self.stages.keys():
             param, stepped, bucket = self.kept(stage, names[stage])
-            there, here = bucket.overlap(param, bucket.own) if bucket else (slice(None), slice(None))
+            there, here = overlap(bucket, param, bucket.own) if bucket else (slice(None), slice(None))
             kept = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
             kept.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(kept)

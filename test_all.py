@@ -2,7 +2,7 @@
 
 A strategy is right if it equals one process: in float64, where a logic error stands out from rounding by ten orders of
 magnitude, on gloo. So the same training step runs in every layout, and loss, each gathered gradient, the gradient norm,
-and the weights after three clipped SGD steps (which, unlike Adam's, do not forgive a wrong factor) must agree to 1e-10.
+and the weights after two clipped SGD steps (which, unlike Adam's, do not forgive a wrong factor) must agree to 1e-10.
 And a test must be able to fail: each strategy runs again with its collective taken out, and must then be found wrong.
 
 Layouts are rows of one table in tests/layouts.py. A row that names what it is wrong without runs twice: in the whole

@@ -30,7 +30,8 @@ FILES = "vocab.json", "merges.txt"
 # --------------------------------------------------------------------------------------------------- pieces and letters
 
 def ranges(points):
-    """Code points, in order, as the inside of a character class: "0-9" and so on."""
+    """Code points, in order, as the inside of a character class: "0-9" and so on. Those of a run are as far from their
+    places in the list."""
     text = ""
     for _, run in itertools.groupby(points, lambda point, place=itertools.count(): point - next(place)):
         run = list(run)

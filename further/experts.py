@@ -242,10 +242,10 @@ def through_experts(mlps, rows, counts):
     return y.index_select(0, order.argsort())
 
 
-def expert_parallel(module, group, copies):
-    """Let each rank of the group keep E/N of a GPT's experts, in place. copies: the ranks that keep the same ones."""
+def expert_parallel(module, group, same_experts):
+    """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group."""
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
-                param.place = replace(param.place, replicas=copies, losses=dist.get_world_size(group))
+                param.place = replace(param.place, same_expert=same_experts, losses=dist.get_world_size(group))
         experts.mlps = partial(visit, experts.mlps, group)

@@ -28,7 +28,7 @@ def average_between(reducers, group):
     """
     under_way = []
     for bucket in itertools.chain(*(reducer.buckets for reducer in reducers)):
-        if bucket.shard.grad is not None and not bucket.place.replicas:
+        if bucket.shard.grad is not None and not bucket.place.same_expert:
             message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
             handle = dist.all_reduce(message, dist.ReduceOp.AVG, group, async_op=True)
             under_way.append((bucket, handle, message))

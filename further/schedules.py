@@ -109,7 +109,8 @@ def repeat(p, m, down, up, pause=0):
     call what one micro-batch needs the building block.
 
     Down the V, a micro-batch's F starts `down` units later on each next rank; up the V, `up` units later. Then comes
-    the `pause`, and I goes back in the same steps. Without it I would want the very units that F's take, for some p.
+    the `pause`, and I goes back in the same steps. It is the shortest with which a rank's two F and two I start in
+    different units of the 6.
     A rank's two stages together hold a micro-batch for about 2 (p-1) (down + up) units, so they hold a sixth as many.
     For p = 2, down = up = 1, a rank's second stage in brackets:
 
@@ -163,14 +164,18 @@ def dualpipe_v(p, m, v=2):
     hides.
 
     The phases are DeepSeek's. The digit of a word says which of the rank's two stages runs its next micro-batch.
-    Fewer than 2p micro-batches run as the first m of 2p.
+    Fewer than 2p micro-batches run as the first m of 2p. For p = 2, m = 4, a rank's second stage in brackets:
+
+        rank 0  F0  F1  F2 (F0)(I0)(W0)(F1) F3 (I1)(W1)(F2) I0 (I2) W0 (W2)(F3) I1 (I3) I2  W1  I3 (W3) W2  W3
+        rank 1  F0 (F0) F1 (F1) F2 (I0)(W0)(F2) I0  W0  F3 (I1)(W1)(F3) I1 (I2) I2 (I3) I3  W1 (W2) W2 (W3) W3
     """
     lists = []
     for rank in range(p):
         later = p - 1 - rank
-        phases = [("F0", 2 * later), ("F0 F1", rank + 1), ("I1 F1", later),
-                  ("F0 I1 F1 I0", max(m, 2 * p) - 2 * p + rank + 1),
-                  ("I1 F1 I0", later), ("I1 I0", rank + 1), ("I0", later)]
+        phases = [("F0", 2 * later), ("F0 F1", rank + 1),             # fill: down the V, then up, too
+                  ("I1 F1", later),                                   # the first gradients, while all F0 so far wait
+                  ("F0 I1 F1 I0", max(m, 2 * p) - 2 * p + rank + 1),  # steady
+                  ("I1 F1 I0", later), ("I1 I0", rank + 1), ("I0", later)]  # drain, in the opposite order
         stages = {"0": rank, "1": 2 * p - 1 - rank}
         following = defaultdict(itertools.count)  # word -> the micro-batches that it runs, one after the other
         actions = []

@@ -85,8 +85,8 @@ BUGS = [
         "loss wrong after a step; norm x 0.149; gradients wrong"),
     Bug("Experts' gradients are of several ranks' losses", "deepspeedai/DeepSpeed#5618",
         "further/experts.py expert_parallel",
-        "param.place = replace(param.place, replicas=copies, losses=dist.get_world_size(group))",
-        "param.place = replace(param.place, replicas=copies)",
+        "param.place = replace(param.place, same_expert=same_experts, losses=dist.get_world_size(group))",
+        "param.place = replace(param.place, same_expert=same_experts)",
         "experts=4 tokens=8 n_layer=1 dp=2 ep=2",
         "loss wrong after a step; norm x 1.19; gradients x 2 in 4 of 17, as h.0.mlp.experts.c_fc.weight"),
     Bug("A micro-batch's gradient overwrites the ones before", "ServiceNow/Fast-LLM#551",
@@ -152,7 +152,7 @@ def factor(ours, theirs, tolerance):
 
 
 def symptom(results, want, tolerance):
-    """How the three steps that all ranks ran differ from one process, in a line."""
+    """How the steps that all ranks ran differ from one process, in a line."""
     losses, norms, gradients, weights = results[0]
     said = []
     if how := factor(losses[0], want[0][0], tolerance):
@@ -183,10 +183,9 @@ def test_a_line_makes_the_bug_that_shipped(bug, plain_pool, tmp_path):
     """Without it test_layout_equals_one_process is green, which has the same row."""
     copy_with(bug, tmp_path)
     (layout, optimizer, micro_batches, change), options = layouts.arguments_of(layouts.case_of(bug.layout))
-    sizes = (options[name] for name in ("batch", "tokens", "bias", "clip", "holes"))
     results = plain_pool(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches,
                                                          change, **options)
-    want = layouts.one_process(optimizer, *sizes, **change)
+    want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
     assert symptom(results, want, 2**-5 if "dtype" in options else 1e-10) == bug.symptom
 
 

@@ -131,7 +131,7 @@ def in_layout_on_tape(*args, without=None, **options):
 def test_replayed_graphs_equal_one_process(pool, row):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
-    assert not any(differences_in(pool, case_of(row), run=in_layout_on_tape))
+    assert not any(differences_in(pool, case_of("steps=3 " + row), run=in_layout_on_tape))
 
 
 def recorded_net(**options):
@@ -165,7 +165,7 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
 @pytest.mark.parametrize("row", ["zero=2 without=begin", "zero=3 without=begin", "zero=2 without=settle"])
 def test_replayed_graphs_of_zero_are_wrong_without(pool, row):
     """The place where micro-batches add up; the wait for what one has sent."""
-    assert all(differences_in(pool, case_of("dp=2 micro_batches=4 " + row), run=in_layout_on_tape))
+    assert all(differences_in(pool, case_of("steps=3 dp=2 micro_batches=4 " + row), run=in_layout_on_tape))
 
 
 @pytest.mark.parametrize("zero, micro_batches", [(0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])

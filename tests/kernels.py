@@ -73,8 +73,8 @@ def random(*shape, dtype=torch.float32):
 
 
 def no_worse_than_pytorch(ours, theirs, inputs, units=2):
-    """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs. theirs:
-    PyTorch's ways to compute it, of which each result has its worst.
+    """Results and all gradients of `ours` against float64: within 1.1 of PyTorch's own error on the same inputs.
+    theirs: PyTorch's ways to compute it; each result is compared with the worst of them.
 
     Where PyTorch is exact by luck (one element), half a unit in the last place is allowed; in float32, where exp has
     such errors, `units`. The interpreter does not round to bf16 but cuts digits off: twice the error.
@@ -257,8 +257,8 @@ def rows_of_kernels():
 def test_kernel(either_way, dtype, row):
     """A GPU multiplies and adds attention's scores with one rounding, the interpreter with two: there float32 may be
     four units off, or PyTorch's luck with the instructions of one CPU or another decides. Rows so wide that several
-    programs of layer norm share one: test_python_kernels_py. In float32 ours and cuBLAS add a column's rows one after the
-    other, PyTorch's fastest attention in groups: of 1000 rows they are off by 8e-7 and 5e-7 (H200)."""
+    programs of layer norm share one: test_python_kernels_py. In float32 ours and cuBLAS add a column's rows one after
+    the other, PyTorch's fastest attention in groups: of 1000 rows they are off by 8e-7 and 5e-7 (H200)."""
     scores = "attention" in row.name
     ways = [row.plain] + [sdpa_kernel(SDPBackend.MATH)(row.plain)] * (scores and dtype == torch.float32)
     no_worse_than_pytorch(row.ours, ways, row.inputs(dtype), 4 if scores and not GPUS else 2)

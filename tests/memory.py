@@ -130,7 +130,8 @@ def half_gradients(schedule, zero):
     grads, buckets = {}, net.reducers[0].bucket_of
     for stage in net.stages.values():
         for name, param in stage.named_parameters():
-            grads[name] = buckets[param].shard.grad[buckets[param].overlap(param, buckets[param].own)[1]].numpy()
+            bucket = buckets[param]
+            grads[name] = bucket.shard.grad[parallel.overlap(bucket, param, bucket.own)[1]].numpy()
     return grads
 
 
