@@ -1,11 +1,9 @@
 """Bugs that real systems shipped, each as one changed line of the reference. docs/bugs.md says what users saw."""
 
-import contextlib
 import importlib
 import math
 import re
 import sys
-import unittest.mock
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ import torch
 from tests import layouts
 from tests.breaks import HERE, REFERENCE
 from tests.pool import close
+from tests.puzzles import ranks
 from tests.walls import copy_reference
 
 
@@ -114,30 +113,14 @@ def copy_with(bug, folder):
     file.write_text("".join(lines))
 
 
-@contextlib.contextmanager
-def reference_from(folder):
-    """Inside, tests/layouts.py runs the reference whose copy lies in a folder."""
-    def leave():
-        names = [name for name in sys.modules if name.split(".")[0] in REFERENCE]
-        return {name: sys.modules.pop(name) for name in names}
-
-    kept = leave()
-    sys.path.insert(0, str(folder))
-    try:
-        dist, kernels, model, parallel = map(importlib.import_module, REFERENCE[:4])
-        with unittest.mock.patch.multiple(layouts, dist=dist, kernels=kernels, model=model, parallel=parallel):
-            yield
-        for link in {link for links in dist._links.values() for link in links.values()}:
-            link.close()
-    finally:
-        sys.path.remove(str(folder))
-        leave()
-        sys.modules.update(kept)
-
-
 def in_layout_by(folder, *args, **options):
-    with reference_from(folder):
-        return layouts.in_layout(*args, **options)
+    """tests/layouts.py runs the reference whose copy lies in a folder; so from now on in this process."""
+    sys.path.insert(0, str(folder))
+    for name in [*sys.modules]:
+        if name.split(".")[0] in REFERENCE:
+            del sys.modules[name]
+    layouts.dist, layouts.kernels, layouts.model, layouts.parallel = map(importlib.import_module, REFERENCE[:4])
+    return layouts.in_layout(*args, **options)
 
 
 def factor(ours, theirs, tolerance):
@@ -179,12 +162,12 @@ def symptom(results, want, tolerance):
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.thread)
-def test_a_line_makes_the_bug_that_shipped(bug, plain_pool, tmp_path):
+def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     """Without it test_layout_equals_one_process is green, which has the same row."""
     copy_with(bug, tmp_path)
     (layout, optimizer, micro_batches, change), options = layouts.arguments_of(layouts.case_of(bug.layout))
-    results = plain_pool(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches,
-                                                         change, **options)
+    results = ranks(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches, change,
+                                                    **options)
     want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
     assert symptom(results, want, 2**-5 if "dtype" in options else 1e-10) == bug.symptom
 
