@@ -1,7 +1,6 @@
 """bench.py: traffic is the formulas', tables are whole, bad input is one line."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import sys
@@ -46,9 +45,9 @@ from theory.speed import Machine
 
 def trainer_of(flags):
     """A Trainer of random tokens with train.py's flags."""
-    s = parse("--dp 1 --batch-size 8 --dtype fp32".split() + flags.split())
-    sizes = {name: getattr(s, name) for name in train.SIZES if getattr(s, name)}
-    return make_trainer(dataclasses.replace(model.GPTConfig(67, 16, 3, 4, 48), **sizes), s, torch.get_default_device())
+    sizes = "--vocab-size 67 --seq-len 16 --n-layer 3 --n-head 4 --n-embd 48 --batch-size 8"
+    s = parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split())
+    return make_trainer(train.config_of(s), s, torch.get_default_device())
 
 
 def doubling_up_to(size):
@@ -229,10 +228,9 @@ def test_a_dense_twin_takes_as_many_flops():
                    model.GPTConfig(n_layer=6, experts=16, top_k=1)):
         dense, routed, twin = configs_of(config)
         assert dense.experts == twin.experts == 0 and routed.experts == (config.experts or 8)
-        routers = sum(map(routed.has_experts, range(config.n_layer))) * routed.experts * config.n_embd
-        vectors = sum(map(routed.has_experts, range(config.n_layer))) * (routed.top_k - 1) * config.n_embd
-        assert twin.parameters() == routed.active_parameters() - routers - vectors
-    assert configs_of(model.GPTConfig())[2].inner == 6 * 128
+        blocks = sum(map(routed.has_experts, range(config.n_layer)))
+        others = blocks * config.n_embd * (routed.experts + routed.top_k - 1)  # routers, k - 1 biases
+        assert twin.parameters() == routed.active_parameters() - others
 
 
 def test_flops_and_bytes_of_a_grouped_product_are_those_of_its_tensors():
@@ -248,30 +246,28 @@ def test_line_through_times_is_found():
     assert np.allclose(fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
 
 
-def lessons_of(monkeypatch, tmp_path, device):
+@pytest.mark.parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves
+    ("cpu", {("precision", "bfloat16"): 2}), (KERNEL_DEVICE, {("fusion", "ours"): 7, ("elu", "ours"): 8.5 / 2})])
+def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
+    """On a CPU all that needs no Triton."""
+    on_triton = ("fusion", "ours") in fewer
+    if on_triton:
+        request.getfixturevalue("triton_kernels")
+    else:
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
     path = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["bench.py", "lessons", "--quick", "--device", device, "--json", str(path)])
     bench.main()
     rows = json.loads(path.read_text())["rows"]
-    assert all(row["ms"] > 0 for row in rows)
-    return {(row["lesson"], row["way"]): row["fewer"] for row in rows}
+    found = {(row["lesson"], row["way"]): row["fewer"] for row in rows}
+    wanted = {name for name, lesson in lessons.gpu.LESSONS.items() if on_triton or not lesson.on_triton}
+    assert all(row["ms"] > 0 for row in rows) and {name for name, _ in found} == wanted
+    assert fewer.items() <= found.items() and 1.5 < found.get(("eight-bits", "8 bits"), 1.6) < 2  # tiny rows count
 
 
-def test_bench_lessons(monkeypatch, tmp_path):
-    """On a CPU: all that needs no Triton."""
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
-    found = lessons_of(monkeypatch, tmp_path, "cpu")
-    assert {name for name, _ in found} == {name for name, some in lessons.gpu.LESSONS.items() if not some.on_triton}
-    assert len(found) == 2 * len({name for name, _ in found}) and found["precision", "bfloat16"] == 2
+def test_lessons_name_what_to_read():
     for lesson in lessons.gpu.LESSONS.values():
         assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
-
-
-def test_lessons_on_triton(monkeypatch, tmp_path, triton_kernels):
-    found = lessons_of(monkeypatch, tmp_path, KERNEL_DEVICE)
-    assert {name for name, _ in found} == {*lessons.gpu.LESSONS}
-    assert found["fusion", "ours"] == 7 and found["elu", "ours"] == 8.5 / 2
-    assert 1.5 < found["eight-bits", "8 bits"] < 2  # tiny rows and scales count
 
 
 @pytest.mark.parametrize("rows, width, out", [(1, 64, 64), (8, 300, 70), (16, 520, 33)])

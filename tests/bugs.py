@@ -137,13 +137,10 @@ def factor(ours, theirs, tolerance):
 def symptom(results, want, tolerance):
     """How the steps that all ranks ran differ from one process, in a line."""
     losses, norms, gradients, weights = results[0]
-    said = []
-    if how := factor(losses[0], want[0][0], tolerance):
-        said.append(f"loss {how}")
-    elif factor(losses, want[0], tolerance):
-        said.append("loss wrong after a step")
-    if how := factor(norms[0], want[1][0], tolerance):
-        said.append(f"norm {how}")
+    loss, norm = factor(losses[0], want[0][0], tolerance), factor(norms[0], want[1][0], tolerance)
+    if not loss and factor(losses, want[0], tolerance):
+        loss = "wrong after a step"
+    said = [f"loss {loss}"] * bool(loss) + [f"norm {norm}"] * bool(norm)
     found = defaultdict(list)
     for name, gradient in gradients.items():
         found[factor(gradient, want[2][name], tolerance)].append(name)

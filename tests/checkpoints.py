@@ -112,7 +112,7 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     for size, flags, says in [
             (2, "--plain --keep 2", "unrecognized arguments: --keep"),
             (2, f"--out {plain} --lr 0.5", "holds another run (--lr 0.002 there, 0.5 here)"),
-            (2, f"--plain --dp 2 --resume {whole}/{last}", "no file step-*.pt, as --plain writes it; leave --plain out"),
+            (2, f"--plain --dp 2 --resume {whole}/{last}", "no file step-*.pt, as --plain writes it; leave --plain"),
             (1, f"--plain --resume {plain}/none", "no file step-*.pt, as --plain writes it; leave --plain out")]:
         assert says in run(flags, [2] * size, size)
     assert "step-00000002.pt: after step 2" in run(f"--tp 2 --out {plain}")  # as the same command goes on
