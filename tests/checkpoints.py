@@ -63,7 +63,7 @@ MOVES = [  # a model, and through which layouts a run of it moves
                                  (2, "--pp 2 --schedule zb-v"), (2, "--dp 2 --ep 2 --zero 3")])]
 
 
-@pytest.mark.parametrize("model,moves", MOVES, ids=["dense", "experts"])
+@pytest.mark.parametrize("model,moves", MOVES)
 def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
     """From the middle of one layout to the middle of the next: one process's losses, weights and moments, and to the
     bit its routers' biases, which move by whole steps."""

@@ -97,10 +97,9 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert close(updates[0], updates[1], 1e-6) and close(updates[0], updates[2], 1e-6)  # each rank's Nth of all
 
 
-@pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2),
-                                        ("zb-v", 1), ("v-half", 1), ("dualpipe-v", 1)])
-def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, v):
-    machine = dataclasses.replace(FAST, elementwise=3e12)  # W no longer than F, else ZB-H1 idles more
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"])
+def test_the_lecture_s_bubble_is_that_of_the_clock(schedule):
+    machine, v = dataclasses.replace(FAST, elementwise=3e12), 1 + (schedule == "interleaved")  # W <= F, or ZB-H1 idles
     s = layout(f"--pp 4 --micro-batches 8 --schedule {schedule} --virtual-stages {v}")
     stages = theory.clock.stages_in(s, EVEN, 1)
     timeline = simulate(parallel.SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))

@@ -189,7 +189,7 @@ def run_short(line, folder):
     words = [word.replace("runs/", f"{folder}/") for word in words]
     if program == "train.py":
         words += ["--sample", "0", "--eval-every", "0"] + ["--steps", "2"] * ("--resume" not in words)
-    elif program == "bench.py" and words[0] not in ("plan", "pictures"):
+    elif program == "bench.py":
         words += ["--quick"]
     path = "lessons/__main__.py" if program == "lessons" else program
     return ran(words, processes, folder / "log", program=path, launcher="fork" if processes == 1 else None)

@@ -86,8 +86,7 @@ def reference_in(tmp_path_factory):
 
 @on_cpus
 @pytest.mark.parametrize("size, flags, rooms", [(*program, REFERENCE) for program in PROGRAMS]
-                         + [(*program, CORE) for program in OF_DP_ALONE],
-                         ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
+                         + [(*program, CORE) for program in OF_DP_ALONE])
 def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, size, flags,
                                                                    rooms):
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
