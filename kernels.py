@@ -639,7 +639,8 @@ def softmax_sums(z, targets, first=0):
     z may be a slice of the vocabulary, from logit `first` on: z_t is 0 where the target's logit is on another slice."""
     if not on_triton(z):
         z, (column, here) = at_least_float32(z), column_of(targets, first, z.shape[1])
-        top, picked = z.amax(-1), z.gather(1, column).squeeze(1) * here
+        top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # a slice may have no logit above -inf
+        picked = z.gather(1, column).squeeze(1).masked_fill(~here, 0)
         return top, (z - top.unsqueeze(-1)).exp().sum(-1), picked
     top, total, picked = torch.empty(3, len(z), dtype=torch.float32, device=z.device)
     _softmax_sums[(len(z),)](z, targets, top, total, picked, first, z.shape[1], z.stride(0), 4096, num_warps=4)

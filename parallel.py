@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -397,7 +398,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank in a run of as many ranks."""
+        """Load what `state_dict` returned on this rank in a run of as many ranks. Weights are loaded before the optimizer
+        is made: its float32 masters are copies of them."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -773,6 +775,7 @@ class CopyToGroup(torch.autograd.Function):
         return x.view_as(x)  # autograd needs a new tensor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grad = grad.clone(memory_format=torch.contiguous_format)  # because autograd may still need the incoming one
         dist.all_reduce(grad, group=ctx.group)
@@ -789,6 +792,7 @@ class ReduceFromGroup(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None
 
@@ -904,6 +908,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return kernels.summed_loss(top, *sums, targets)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         z, targets, top, total = ctx.saved_tensors
         return kernels.softmax_minus_onehot(z.detach(), targets, top, total, grad, ctx.first), None, None, None
@@ -964,6 +969,7 @@ class Trade(torch.autograd.Function):
         return there(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return ctx.back(grad, ctx.group), None, None, None
 
@@ -1566,7 +1572,7 @@ def make_groups(mesh, layout, homes, tied):
         groups.replicas, _ = make(replicas.tolist())
     dist.over_nodes(groups.replicas, replicas.tolist())  # they send most, so they cross nodes in two levels
     groups.within = groups.replicas
-    if layout.zero_within not in (None, layout.dp * layout.cp):
+    if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
         groups.within, groups.between = groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
     groups.ep, groups.same_experts = None, None
     if layout.ep > 1:
@@ -1631,7 +1637,7 @@ class ParallelGPT:
 
         net = parallelize(config, Layout(dp=2, tp=2), device)
         optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
-        optimizer.zero_grad()
+        net.zero_grad()
         loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
@@ -1640,6 +1646,7 @@ class ParallelGPT:
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
         self.stages, self.homes = stages, homes
+        self.optimizer = None  # until make_optimizer
         self.routers = {}
         if config.experts:
             from further.experts import routers
@@ -1678,6 +1685,12 @@ class ParallelGPT:
             self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
         return self.optimizer
 
+    def zero_grad(self):
+        """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
+        for reducer in self.reducers:
+            reducer.forget()
+        self.optimizer.zero_grad()
+
     def actions(self, m, training=True):
         """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
         layout = self.layout
@@ -1696,6 +1709,8 @@ class ParallelGPT:
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
         Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
+        if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
+            raise RuntimeError("a second forward_backward before zero_grad(): give one call all micro-batches of a step")
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)
@@ -1722,13 +1737,16 @@ class ParallelGPT:
         return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
     def run(self, x, y, actions, scale, syncs):
+        if self.layout.shards_in_optimizer and not self.optimizer:
+            raise RuntimeError("call make_optimizer() first: it gives the layers their 16 bits, and itself the masters")
         if self.layout.cp > 1:
             from further.context import own_tokens
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
-        weight = self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, scale * weight, syncs)
+        dloss = scale * self.weight_of_a_target(y)
+        losses = self.pipeline.run(actions, x, y, dloss, syncs)
+        weight = dloss / scale
         total = torch.zeros_like(weight)
         for loss in losses:
             total += loss * weight
@@ -1777,8 +1795,8 @@ class ParallelGPT:
                 local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
             local = gather_one(bucket, param, local) if bucket else local
             local = gather_cuts(param, local, shape)
+        local = local.clone()  # not what the optimizer steps
         if self.layout.pp > 1:
-            local = local.clone()
             dist.broadcast(local, group=self.groups.pp, group_src=self.homes[owner])
         return local
 

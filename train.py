@@ -261,7 +261,7 @@ class Trainer:
         """One optimizer step. Returns (loss, of which the mean over replicas is the batch's; norm before clipping)."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
-        self.optimizer.zero_grad()
+        self.net.zero_grad()
         loss = self.net.forward_backward(x, y, scale=scale)  # averages gradients over replicas, too
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
@@ -421,7 +421,10 @@ class Run:
             s.vocab_size = len(vocabulary)
         self.s, self.config, self.saved, self.source = s, config_of(s), None, None
         texts = read_texts([pathlib.Path(s.data)] if s.data else standard_library())
-        self.data = *split(vocabulary.tokens_of(texts)), vocabulary
+        tokens = vocabulary.tokens_of(texts)
+        if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
+            refuse(f"--vocab-size {self.config.vocab_size}: the text has token {tokens.max()}, so give a larger one")
+        self.data = *split(tokens), vocabulary
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
                                     weights_only=True)

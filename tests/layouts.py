@@ -495,6 +495,48 @@ def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, z
     assert net.clip_grad_norm_(1.0) == 0
 
 
+@on_both
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
+    """zero_grad() drops an unfinished step, at any of its backwards; without it a second forward_backward is refused. A
+    whole parameter is no view of what is stepped."""
+    device = torch.get_default_device()
+    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, zero=zero, dtype=torch.float64), device)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (t.to(device).split(2)[:2] for t in tokens_of(0))
+    net.forward_backward(x, y)
+    before = net.whole_parameter("wpe.weight")
+    kept = before.clone()
+    with pytest.raises(RuntimeError, match="before zero_grad"):
+        net.forward_backward(x, y)
+    net.optimizer.step()
+    assert before.equal(kept)
+    net.zero_grad()
+    net.forward_backward(x, y)
+    norm = net.clip_grad_norm_(0)
+    for raises in 0, 1:  # the micro-batch in whose backward wpe's gradient, one of the last, cannot be computed
+        calls = itertools.count()
+        hook = net.module(0).wpe.weight.register_hook(lambda grad: None if next(calls) < raises else 1 / 0)
+        net.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            net.forward_backward(x, y)
+        hook.remove()
+        net.zero_grad()
+        net.forward_backward(x, y)
+        assert close(net.clip_grad_norm_(0), norm)
+
+
+def test_layers_of_16_bits_want_their_optimizer_first(pool):
+    pool(1).run(forward_without_optimizer)
+
+
+def forward_without_optimizer():
+    net = parallel.parallelize(SMALL, parallel.Layout(dtype=torch.bfloat16), torch.get_default_device())
+    with pytest.raises(RuntimeError, match="call make_optimizer"):
+        net.forward(*([t.to(net.device)] for t in tokens_of(0)))
+
+
 def refused(message, *args, **options):
     with pytest.raises(ValueError, match=message):
         in_layout(*args, **options)
