@@ -6,7 +6,7 @@
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
-    python bench.py pictures FILE...      SVG of what the code does, and of files from --json and train.py --trace
+    python bench.py pictures FILE         SVG of what the code does, and of a trace of train.py --trace
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
 rows with hardware, versions and commit. Our code and PyTorch's run in the same processes and take turns, so that both
@@ -21,6 +21,7 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -39,8 +40,8 @@ from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
 from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
-from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, write_json
-from lessons.pictures import draw_file, pictures
+from lessons.measure import interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, write_json
+from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
 from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
@@ -67,12 +68,12 @@ def measure_kernels(a):
     table = Table("TB/s: the fewest bytes that must move, over seconds", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
         "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f"})
-    made = [(name, torch.bfloat16) for name in a.only] + [("elu", torch.float32)] * ("elu" in a.only)
-    for case, dtype in ((case, dtype) for name, dtype in made for case in CASES[name](Size(device, dtype, n))):
+    for case in itertools.chain(*(CASES[name](Size(device, torch.bfloat16, n)) for name in a.only)):
+        x = case.inputs[0]
         for who, seconds in seconds_of(case.who(), device, repeats).items():
             for way, t, passes, flops in zip(("forward", "backward"), seconds, case.passes, case.flops):
-                moved = passes * case.inputs[0].nbytes
-                table.row(op=f"{case.name} {str(dtype)[6:]}", way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
+                moved = passes * x.nbytes
+                table.row(op=f"{case.name} {str(x.dtype)[6:]}", way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
                           tflops=flops / t / 1e12 if flops else None, share=100 * max(moved / hbm, flops / peak) / t)
         torch._dynamo.reset()
     write_json(a.json, "kernels", device, [table])
@@ -119,7 +120,7 @@ def collectives(a):
             table.row(**measure_collective(op, 1 << log, a, device))
     for op in a.only:
         rows = [row for row in table.rows if row["op"] == op]
-        a_us, b = fit(*zip(*((row["messages"], row["most"], row["us"]) for row in rows)))
+        a_us, b = fit(*([row[key] for row in rows] for key in ("messages", "most", "us")))
         lines.row(op=op, a=a_us, b=b / 1e3)
     write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machine))
 
@@ -154,21 +155,18 @@ def scaling(a):
     names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "rows.json")
-            given = {"gpus": n, "batch_size": batch, "json": path, "micro_batches": batch // n // a.batch_size,
+        with tempfile.NamedTemporaryFile() as file:
+            given = {"gpus": n, "batch_size": batch, "json": file.name, "micro_batches": batch // n // a.batch_size,
                      **{name: getattr(a, name) for name in names if getattr(a, name)}}
             words = [f"{dashed(name)}={value}" for name, value in given.items()]
             done = subprocess.run([sys.executable, os.path.abspath(__file__), "strategies", *words, "--only", *a.only,
                                    *["--quick"] * a.quick], stdout=subprocess.DEVNULL)
             if done.returncode:  # the command has said why
                 sys.exit(done.returncode)
-            with open(path) as file:
-                rows = json.load(file)["rows"]
+            rows = json.load(file)["rows"]
         for row in rows:
             first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
-            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first,
-                      **{key: row[key] for key in ("strategy", "who", "ms", "tokens", "mfu")})
+            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first, **row)
     write_json(a.json, "scaling", torch.device(a.device), [table])
     return table
 
@@ -213,7 +211,7 @@ FLAGS = [
            default="weak"),
     option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number(("plan",), "--top", "layouts to print", default=15),
-    option(("pictures",), "files", "files from --json or train.py's --trace; without one, the code alone", nargs="*",
+    option(("pictures",), "file", "trace.json of train.py's --trace; left out, the code alone is drawn", nargs="?",
            metavar="FILE"),
     option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
@@ -241,7 +239,7 @@ def check(a, world):
     reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
            f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "pictures":
-        check_files(a)
+        check_file(a)
         return world if world > 1 else 4
     if a.what == "plan":
         a.gpus, a.device = a.gpus or 8, "cuda"
@@ -292,15 +290,15 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = list(pieces()) if a.without == [] else a.without
-    reject(a.without and a.comm != "ours", f"--comm {a.comm}: --without times ours; leave --comm out")
-    asked, (a.config, routed, twin) = a.config.experts > 0, configs_of(a.config)
+    given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "comm": a.comm, "batch_size": a.batch_size,
+             "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
+    asked = a.config.experts
+    a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)
-    a.configs = {name: {"experts": routed, "dense twin": twin}.get(name, a.config) for name in every}
+    a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "dense twin": twin}
     a.layouts, a.reasons = {}, []
-    for name in a.only or [name for name in every if asked or name not in ("experts", "dense twin")]:
+    for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "batch_size": a.batch_size,
-                 "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
         s = Settings(**given | every[name])
         try:
             check_layout(s, a.configs[name], 1, 1)
@@ -311,14 +309,13 @@ def check_strategies(a):
     reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run with it; {''.join(a.reasons[:1])}")
 
 
-def check_files(a):
-    """Set a.drawn, the pictures of the files. BadInput for files that cannot be drawn."""
+def check_file(a):
+    """Set a.drawn, {"pipeline": the picture of the trace}. BadInput for a file that cannot be drawn."""
     a.drawn = {}
-    for path in a.files:
-        advice = "give files that `bench.py kernels, collectives, scaling --json` or `train.py --trace` wrote"
-        with readable(path, advice), open(path) as file:
-            a.drawn |= draw_file(json.load(file))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if a.file:
+        with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
+            a.drawn["pipeline"] = draw_trace(json.load(file))
+    if is_first():
         check_folder(a.into, "--into")
 
 

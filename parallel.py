@@ -398,8 +398,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank in a run of as many ranks. Weights are loaded before the optimizer
-        is made: its float32 masters are copies of them."""
+        """Load what `state_dict` returned on this rank in a run of as many ranks. Weights of 16 bits are loaded before
+        the optimizer is made, which copies them into its masters."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -1710,7 +1710,7 @@ class ParallelGPT:
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
         Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
-            raise RuntimeError("a second forward_backward before zero_grad(): give one call all micro-batches of a step")
+            raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)

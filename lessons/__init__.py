@@ -1,4 +1,4 @@
-"""What the reading path runs: demos, GPU lessons, claims, pictures, peers, measuring.
+"""What the reading path runs: demos, puzzles, pages, GPU lessons, pictures, peers, measuring.
 
 `python -m lessons --help` lists the demos.
 """

@@ -3,8 +3,10 @@
 import os
 import sys
 
-if sys.argv[1:2] == ["puzzles"]:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: a puzzle's kernels run on the CPU
+import torch
+
+if sys.argv[1:2] == ["puzzles"] or sys.argv[1:2] == ["kernels"] and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it decorates a kernel, which then runs on the CPU
 
 from lessons.demos import main  # noqa: E402
 

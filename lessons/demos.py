@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import statistics
 
 import torch
@@ -14,7 +15,7 @@ from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from lessons import kernels as errors, pages, puzzles
-from lessons.measure import say
+from lessons.measure import of_all_ranks, readable, say
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -26,9 +27,7 @@ from theory.memory import activation_bytes, memory_bytes
 
 def say_in_order(text):
     """Print one text of each rank, in rank order, on rank 0."""
-    texts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    torch_dist.gather_object(text, texts)
-    for line in texts or ():
+    for line in of_all_ranks(text):
         say(line)
 
 
@@ -115,16 +114,14 @@ def demo_sizes():
           "gradients 4,\nAdamW 8; activations come on top.")
 
 
-def demo_memory(model, dp, tp, dtype):
+def demo_memory(model, dp):
     """The ZeRO table: bytes a GPU at each stage."""
-    config, gib = PRESETS[model], 2**30
-    print(f"{model}, {config.parameters():,} parameters, dp {dp} x tp {tp}, "
-          f"{dtype}, AdamW: GiB a GPU, without activations\n\n"
+    config = PRESETS[model]
+    print(f"{model}, {config.parameters():,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        s = Settings(dp=dp, tp=tp, zero=zero, dtype=dtype, batch_size=dp)
-        kinds = memory_bytes(config, s)
-        sizes = [kinds[kind] / gib for kind in ("parameters", "gradients", "optimizer")]
+        *sizes, _ = memory_bytes(config, Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp)).values()
+        sizes = [size / 2**30 for size in sizes]
         print(f"ZeRO-{zero}  {''.join(f'{size:12.2f}' for size in sizes)}{sum(sizes):10.2f}   {what}")
     print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
@@ -146,13 +143,10 @@ def demo_memory(model, dp, tp, dtype):
 
 def costs_in(trace):
     """The median times of F, I and W in a trace of train.py, with a sum of 3."""
-    try:
-        with open(trace) as file:
-            spans = json.load(file)["traceEvents"]
+    advice = "give one with F, I and W: train.py --schedule zb-h1 --trace FOLDER writes FOLDER/trace.json"
+    with readable(f"--trace {trace}", advice), open(trace) as file:
+        spans = json.load(file)["traceEvents"]
         costs = [statistics.median(span["dur"] for span in spans if span["name"][:2] == kind + " ") for kind in "FIW"]
-    except (OSError, ValueError, KeyError) as problem:
-        raise BadInput(f"--trace {trace}: not a trace with F, I and W ({problem}); train.py --schedule zb-h1 "
-                       "--trace FOLDER writes one, FOLDER/trace.json") from problem
     return [3 * cost / sum(costs) for cost in costs]
 
 
@@ -204,7 +198,7 @@ def demo_data():
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
     model, came = parallel.DDP(net, bucket_mb=2), set()
-    piece = {p: ".".join(name.split(".")[:2 if name.startswith("h.") else 1]) for name, p in net.named_parameters()}
+    piece = {p: re.match(r"h\.\d+|\w+", name)[0] for name, p in net.named_parameters()}
 
     def pieces(params):
         return ", ".join(dict.fromkeys(piece[p] for p in params))
@@ -355,14 +349,14 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "sizes": (demo_sizes, {}),
     "kernels": (errors.main, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
-    "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8, "tp": 1, "dtype": "bf16"}),
+    "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),
     "data": (demo_data, {"ranks": 2}),
     "tensor": (demo_tensor, {"ranks": 2}),
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
-    "experts": (demo_experts, {"ranks": 2})}
+    "experts": (demo_experts, {"ranks": 2}),
+    "pages": (pages.pages, {"out": "runs/site"})}
 ON_RANKS = demo_collectives, demo_data, demo_tensor, demo_experts  # each rank is a process and runs the demo
-CHOICES = {"model": list(PRESETS), "dtype": ["fp32", "bf16"]}
 
 
 def main():
@@ -373,9 +367,9 @@ def main():
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             kind = positive if isinstance(default, int) else str
-            lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag))
+            choices = list(PRESETS) if flag == "model" else None
+            lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     puzzles.add_to(lessons)
-    pages.add_to(lessons)
     try:
         flags = vars(parser.parse_args())
         demo = flags.pop("demo")

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import os
-import sys
 import warnings
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ import kernels
 from fast import linear, norm
 from kernels import HAVE_TRITON, tile_of
 from lessons.measure import patched, plain_rows
+from theory.memory import tensors_in
 
 
 class Case(NamedTuple):
@@ -50,7 +49,8 @@ class Size(NamedTuple):
 
 
 def elu(size):
-    yield Case("ELU", kernels.elu, kernels.elu_reference, [size.random(size.n)], (2, 3))
+    for dtype in dict.fromkeys([size.dtype, torch.float32]):
+        yield Case("ELU", kernels.elu, kernels.elu_reference, [size._replace(dtype=dtype).random(size.n)], (2, 3))
 
 
 def gelu(size):
@@ -119,12 +119,11 @@ def errors(function, exact, inputs):
     values = []
     for f, dtype in ((function, inputs[0].dtype), (exact, torch.float64)):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-        outputs = f(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = tensors_in(f(*leaves))
         torch.manual_seed(0)
         grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
         values.append([outputs, torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()])
-    return [max(float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(*parts))
+    return [max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(*parts))
             for parts in zip(*values) if parts[0]]
 
 
@@ -141,9 +140,6 @@ def main():
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
-    if not gpu and not kernels.INTERPRETED:  # Triton reads the variable below when it decorates a kernel: start again
-        words = [sys.executable, "-m", "lessons", *sys.argv[1:]]
-        os.execve(sys.executable, words, {**os.environ, "TRITON_INTERPRET": "1"})
     kernels.use("triton")
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)

@@ -19,6 +19,7 @@ import collectives as dist
 import fast
 from kernels import triton
 from safe.flags import BadInput
+from theory.memory import tensors_in
 
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
@@ -99,14 +100,19 @@ class Table:
                       for key, (_, form, place) in self.columns.items()))
 
 
+def is_first():
+    """Whether this is rank 0, or will start the ranks."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def say(text):
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first():
         print(text, flush=True)
 
 
 def write_json(path, what, device, tables, **more):
     """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
-    if not path or int(os.environ.get("RANK", "0")):
+    if not path or not is_first():
         return
     here, commit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
     with contextlib.suppress(OSError):  # where there is no git
@@ -136,7 +142,7 @@ def seconds_of(functions, device, repeats):
     for i in range(-2, repeats):
         for who, (function, inputs) in functions.items():
             out, *marks = timed(function, *inputs)
-            outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+            outs = [o for o in tensors_in(out) if o.requires_grad]
             if outs:
                 marks += timed(torch.autograd.grad, outs, inputs, [torch.ones_like(o) for o in outs])[1:]
             synchronize(device)
@@ -154,9 +160,8 @@ def left_out(function):
             args[0].copy_(args[1])
         elif function.__name__ == "all_gather_into_tensor":
             whole, own = args[:2]
-            for part in whole.view(-1, *own.shape):
-                if part.data_ptr() != own.data_ptr():
-                    part.copy_(own)
+            for part in whole.view(-1, *own.shape):  # one of them may be `own`
+                part.copy_(own)
         return dist.Handle()  # whoever waits finds it done
     return call
 

@@ -1,6 +1,6 @@
 """Pages: the reference as a small site, prose beside the code it speaks of.
 
-    python -m lessons pages --out site    then open site/index.html in a browser
+    python -m lessons pages --out site    then open site/index.html in a browser; left out, it is runs/site
 
 A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
 numbers. Names lead to their definitions, in any file. The index is the README's reading path. Nothing is loaded from
@@ -8,7 +8,6 @@ elsewhere, and no script runs. pages.css, beside this file, is the look.
 """
 
 import ast
-import functools
 import html
 import io
 import itertools
@@ -42,7 +41,6 @@ def named(body):
             yield from ((part.id, node.lineno) for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name))
 
 
-@functools.cache
 def tree_of(file):
     return ast.parse((HERE / file).read_text())
 
@@ -65,46 +63,45 @@ def targets():
 TARGETS = targets()
 
 
-class Names:
-    """What each name of a file leads to. (In the reference no local name is also a function's.)"""
+def tags_of(file):
+    """A function that gives each name of a file, in order, the tag of its definition or of its use, or None. (In the
+    reference no local name is also a function's.)"""
+    module, imported = module_of(file), {}
+    ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
+    address = owner = ""  # of the latest name, with what stands before its dots; of the latest class
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
 
-    def __init__(self, file):
-        self.module, self.imported, self.owner = module_of(file), {}, {}
-        self.ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
-        self.address = ""  # of the latest name, with what stands before its dots
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                self.imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
-            elif isinstance(node, ast.ClassDef):  # of each line in it
-                self.owner |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), f"{self.module}.{node.name}")
-
-    def tag(self, name, line, before, after):
-        """The tag that a name between two tokens gets, or None."""
+    def tag(name, line, before, after):
+        nonlocal address, owner
         if before == ".":
-            self.address += "." + name
-        elif name == "self":
-            self.address = self.owner.get(line, "")
+            address += "." + name
         else:
-            self.address = self.imported.get(name, f"{self.module}.{name}")
+            address = owner if name == "self" else imported.get(name, f"{module}.{name}")
         if keyword.iskeyword(name):
             return "b"
-        if before != "." and (line, name) in self.ids:
-            return f'dfn id="{self.ids.pop((line, name))}"'
-        if self.address in TARGETS and name != "self" and after != "=":
-            return f'a href="{TARGETS[self.address]}"'
+        if before != "." and (line, name) in ids:
+            found = ids.pop((line, name))
+            owner = f"{module}.{found}" if before == "class" else owner
+            return f'dfn id="{found}"'
+        if address in TARGETS and name != "self" and after != "=":
+            return f'a href="{TARGETS[address]}"'
+
+    return tag
 
 
 # ----------------------------------------------------------------------------------------------------------------- code
 
 def highlighted(file):
     """Html of each line: keywords <b>, strings <q>, numbers <var>, comments <em>, definitions <dfn>, uses <a>."""
-    text, names, before, out, at = (HERE / file).read_text(), Names(file), "", "", 0
+    text, tag_of, before, out, at = (HERE / file).read_text(), tags_of(file), "", "", 0
     starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # of lines, in the text
     for token, after in itertools.pairwise(tokenize.generate_tokens(io.StringIO(text).readline)):
         first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
         if token.type == tokenize.NAME:
-            tag = names.tag(token.string, token.start[0], before, after.string)
+            tag = tag_of(token.string, token.start[0], before, after.string)
         else:
             kind = tokenize.tok_name[token.type]
             tag = "q" if "STRING" in kind else {"COMMENT": "em", "NUMBER": "var"}.get(kind)
@@ -271,10 +268,3 @@ def pages(out):
 {body}</main></html>
 """)
     print(f"{out}/index.html")
-
-
-def add_to(lessons):
-    """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("pages", help=pages.__doc__)
-    lesson.add_argument("--out", metavar="FOLDER", required=True, help="where the pages go")
-    lesson.set_defaults(demo=pages)

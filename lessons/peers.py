@@ -11,16 +11,15 @@ import collectives as dist
 import model
 import train
 from lessons.measure import patched, plain_rows
-from model import GPT, materialize, shapes
+from model import buffers, GPT, materialize, shapes
 from theory.clock import homes_in, stages_in
 
 
 def random_source(config, device):
-    """A function from names to weights, drawn on the device: for GPT-2 XL a CPU needs longer than the benchmark."""
-    sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config)}
-    return lambda name: (torch.zeros(config.experts, device=device) if name.endswith("router.bias") else
-                         torch.ones(sizes[name], device=device) if len(sizes[name]) == 1 else
-                         torch.randn(sizes[name], device=device).mul_(0.02))
+    """A function from names to weights, matrices near 0 and vectors near 1. They are drawn on the device, because for
+    GPT-2 XL a CPU needs longer than the benchmark."""
+    sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config), **buffers(config)}
+    return lambda name: torch.randn(sizes[name], device=device).mul_(0.02).add_(len(sizes[name]) == 1)
 
 
 # The peers: the same strategies of PyTorch's own parts, so that our times can be judged. Each is a builder(config, s,

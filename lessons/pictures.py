@@ -1,4 +1,4 @@
-"""SVG of what the code does, and of files from --json and --trace."""
+"""SVG of what the code does, and of a trace."""
 
 import html
 import itertools
@@ -17,7 +17,7 @@ from theory.memory import memory_bytes
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 #
-# Pictures are SVG text: words, boxes, and charts made of both. Colours are of middle brightness, on no background, so
+# Pictures are SVG text: words and boxes. Colours are of middle brightness, on no background, so
 # that a picture can be read on a light page and on a dark one. A picture is (height, [parts]), 1000 wide.
 
 COLOURS = "#4c8dd6", "#e0883a", "#4ba36b", "#9a6fc4", "#c2577a", "#888"
@@ -38,23 +38,6 @@ def legend(y, step, some):
     """some: {text: colour}"""
     for i, (text, colour) in enumerate(some.items()):
         yield box(20 + step * i, y, 10, 10, colour) + words(35 + step * i, y + 9, text, 11, "start")
-
-
-def chart(title, groups, y=0):
-    """Bars side by side, 1000 x 280. groups: {label: {bar: value}}"""
-    bars = [bar for group in groups.values() for bar in group]
-    colours = dict(zip(dict.fromkeys(bars), itertools.cycle(COLOURS)))
-    unit, step = 180 / max(max(group.values()) for group in groups.values()), 960 / (len(bars) + len(groups) - 1)
-    x = 20.0
-    yield words(x, y + 14, title, 13, "start")
-    yield from legend(y + 24, 960 / max(5, len(colours)), colours)
-    for label, group in groups.items():
-        yield words(x + step * len(group) / 2, y + 260, label, 12)
-        for bar, value in group.items():
-            yield box(x, y + 240 - value * unit, 0.9 * step, value * unit, colours[bar])
-            yield words(x + 0.45 * step, y + 236 - value * unit, f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
-            x += step
-        x += step
 
 
 # The next pictures need no file. They call the code's own functions, the ring's on all ranks.
@@ -78,10 +61,21 @@ def draw_ring():
 
 
 def draw_zero_stages():
-    kinds = [memory_bytes(PRESETS["gpt2-xl"], Settings(
+    """Bars side by side."""
+    stages = [memory_bytes(PRESETS["gpt2-xl"], Settings(
         dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)) for zero in range(4)]
-    return 280, chart("GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB of a rank", {
-        f"ZeRO-{zero}": {kind: n / 2**30 for kind, n in some.items()} for zero, some in enumerate(kinds)})
+    colours = dict(zip(stages[0], COLOURS))
+    unit, step, x = 180 / max(max(kinds.values()) for kinds in stages), 960 / 19, 20.0  # 16 bars and 3 gaps
+    title = "GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB of a rank"
+    out = [words(20, 14, title, 13, "start"), *legend(24, 960 / 5, colours)]
+    for zero, kinds in enumerate(stages):
+        out.append(words(x + 2 * step, 260, f"ZeRO-{zero}", 12))
+        for kind, n in kinds.items():
+            out.append(box(x, 240 - n * unit, 0.9 * step, n * unit, colours[kind]))
+            out.append(words(x + 0.45 * step, 236 - n * unit, f"{n / 2**30:.3g}"))
+            x += step
+        x += step
+    return 280, out
 
 
 KINDS = {"F forward": COLOURS[0], "B backward: I and W in one": COLOURS[4], "I gradient of the input": COLOURS[1],
@@ -112,51 +106,17 @@ def draw_schedules():
 
 def draw_trace(found):
     """The pipeline as it ran, from train.py's --trace."""
-    events = [event for event in found["traceEvents"] if event["ph"] == "X" and event["name"].split()[0] in {*"FBIW"}]
-    first = min(event["ts"] for event in events)
-    spans, last = defaultdict(list), 0
-    for event in events:
-        start, end = event["ts"] - first, event["ts"] + event["dur"] - first
-        action = parallel.Action(event["name"][0], event["args"]["stage"], event["args"]["micro_batch"])
-        spans[event["tid"]].append((action, start, end))
-        last = max(last, end)
-    rows = [row for _, row in sorted(spans.items())]
-    return 34 + 20 * len(rows), [*legend(6, 230, KINDS), *lanes(rows, 900 / last, 28)]
-
-
-def bars_of(what, row):
-    """(picture, chart, group, bar, value) of each bar that a row of `bench.py WHAT --json` gives."""
-    if what == "kernels":
-        for op, key, unit in ("attention", "tflops", "TFLOP/s"), ("layer norm", "tb", "TB/s"):
-            if row["op"].startswith(op):
-                chart = f"{op} {row['way']}, {unit}"
-                yield op.replace(" ", "-"), chart, row["op"].removeprefix(op), row["who"], row[key]
-    elif what == "collectives" and row["op"] == "all_reduce" and row.get("bus", 0) > 1:
-        for who, key in ("ours", "bus"), ("torch", "torch_bus"):
-            yield "all-reduce", "all-reduce, bus GB/s by size", f"{row['size']:,.0f} KiB", who, row[key]
-    elif what == "scaling":
-        group, bar = f"{row['kind']} {row['gpus']}", f"{row['strategy']} {row['who']}"
-        yield "scaling", "tokens/s a GPU, % of one GPU's", group, bar, row["efficiency"]
-
-
-def draw_file(found):
-    """{picture: (height, parts)} of a file's trace or rows. KeyError, ValueError: there is nothing to draw in it."""
-    if "traceEvents" in found:
-        return {"pipeline": draw_trace(found)}
-    drawn, charts = {}, {}
-    for row in found["rows"]:
-        for picture, title, group, bar, value in bars_of(found["what"], row):
-            charts.setdefault((picture, title), defaultdict(dict))[group][bar] = value
-    if not charts:
-        raise ValueError("nothing to draw")
-    for (picture, title), groups in charts.items():
-        height, parts = drawn.get(picture, (0, []))
-        drawn[picture] = height + 280, [*parts, *chart(f"{title}; {found['hardware']}", groups, height)]
-    return drawn
+    events = [event for event in found["traceEvents"] if event["name"].split()[0] in {*"FBIW"}]
+    first, last = min(event["ts"] for event in events), max(event["ts"] + event["dur"] for event in events)
+    spans = defaultdict(list)
+    for event in sorted(events, key=lambda event: event["tid"]):  # a rank's
+        action, start = parallel.Action(event["name"][0], **event["args"]), event["ts"] - first
+        spans[event["tid"]].append((action, start, start + event["dur"]))
+    return 34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans.values(), 900 / (last - first), 28)]
 
 
 def pictures(a):
-    """Write SVG pictures of what the code does, and of the rows and traces in files."""
+    """Write SVG pictures of what the code does, and of a trace."""
     dist.initialize("cpu")
     ours = {"ring": draw_ring(), "zero-stages": draw_zero_stages(), "schedules": draw_schedules()}
     for name, (height, parts) in (ours | a.drawn).items():

@@ -23,7 +23,6 @@ def divisors(n):
 WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV needs an overlap.
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1))
 HALVES = "zb-h1", "zb-v", "v-half"  # W must come late, so blocks are not recomputed
-WAYS = ("none", False), ("attention", False), ("block", False), ("none", True), ("block", True)  # (recompute, sp)
 
 
 @functools.cache
@@ -58,9 +57,9 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
         shards = [(zero, within) for zero in range(4 if dp * cp > 1 else 1)
                   for within in [None] + [local] * (zero > 0 and 1 < local < dp * cp)]
         sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
-        worth, ways = WORTH[:None if pp > 1 else 1], WAYS[:5 if tp > 1 else 3]
-        for size, (schedule, v), (zero, within), (recompute, sp), ep in itertools.product(
-                sizes, worth, shards, ways, divisors(max(1, config.experts))):
+        for size, (schedule, v), (zero, within), recompute, sp, ep in itertools.product(
+                sizes, WORTH[:None if pp > 1 else 1], shards, ("none", "attention", "block"), {False, tp > 1},
+                divisors(max(1, config.experts))):
             m = each // size
             if not can_run(schedule, pp, m, v) or schedule in HALVES and (m < pp or recompute != "none"):
                 continue

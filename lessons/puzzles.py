@@ -18,10 +18,10 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
 from typing import Callable, NamedTuple
 
@@ -31,7 +31,7 @@ from torch import nn
 
 import kernels
 from safe import launch
-from safe.flags import BadInput
+from safe.flags import reject
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 FILES = ["model.py", "kernels.py", "collectives.py", "parallel.py", "train.py",
@@ -50,21 +50,20 @@ def ring(rank):
     dist.reduce_scatter_tensor(part, whole)
     yield "reduce-scatter", part
     yield "the input of reduce-scatter, afterwards", whole
-    largest = (rank + 1) * torch.arange(1.0, 7)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    yield "all-reduce of the maximum", largest
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    yield "all-reduce of the maximum", whole
 
 
 def hook(rank):
     """When buckets leave: backward has computed this parameter's gradient. Take it out of `missing` (it may be out
     already), and let every bucket leave that is complete, in the order of the list."""
     from parallel import DDP
-    factors = nn.ParameterList([torch.tensor(2.0), torch.tensor(3.0), torch.tensor(5.0)])
+    factors = nn.ParameterList(map(torch.tensor, (2.0, 3.0, 5.0)))
     net, under_way = DDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
     for p in factors:
         p.register_post_accumulate_grad_hook(lambda p: under_way.append(len(net.reducer.under_way)))
-    first, second, third = reversed(factors) if rank else factors  # so on rank 1 gradients come in another order
-    ((rank + 1) * first * second * third).backward()
+    product = math.prod(reversed(factors) if rank else factors)  # so on rank 1 gradients come in another order
+    ((rank + 1) * product).backward()
     yield "buckets on their way after each gradient", str(under_way)
     net.finish_grad_sync()
     yield "averaged gradients", torch.stack([p.grad for p in factors])
@@ -74,7 +73,7 @@ def zero1(rank):
     """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, the
     slice of it that is this rank's."""
     from parallel import ShardedOptimizer
-    weights = nn.Parameter(torch.tensor([10.0, 20, 30, 40, 50]))
+    weights = nn.Parameter(torch.arange(10.0, 60, 10))
     optimizer = ShardedOptimizer([weights], torch.optim.SGD, lr=1.0)
     ((rank + 1) * torch.arange(1, 6) * weights).sum().backward()
     optimizer.finish_grad_sync()
@@ -125,15 +124,10 @@ def order(rank):
 def transfers(rank):
     """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to this rank's
     list, and put the receive (`other_end` of the send) into the other's, so that no ranks wait for each other."""
-    from parallel import check, lower, schedules, ScheduleError
-    said = "schedules that run"
-    for name, schedule in schedules().items():
-        try:
-            check(lower(schedule(3, 3, 2)))
-        except ScheduleError as error:
-            said = f"{name}: {error}"
-            break
-    yield "lowered lists", said
+    from parallel import check, lower, schedules
+    for schedule in schedules().values():
+        check(lower(schedule(3, 3, 2)))
+    yield "lowered lists", "can run"
 
 
 def softmax(rank):
@@ -141,22 +135,21 @@ def softmax(rank):
     down what they held before. A row that has seen no key yet has m = -inf: never compute -inf - -inf."""
     import kernels
     kernels.tile_rows = lambda D: 16  # so that 32 keys are two blocks
-    q = torch.ones(1, 1, 34, 16)
-    q[:, :, 32] = -1
-    k, v = torch.tensor([[0, math.log(3) / 4], [2, 6]]).repeat_interleave(256, 1).view(2, 1, 1, 32, 16)
-    o, lse = kernels.attention_forward(q, k, v, True)  # scores 0 in the first block, log(3) or -log(3) in the second
-    yield "O of a query without keys, and of two others", o[0, 0, [0, 32, 33], 0]
-    yield "their L", lse[0, [0, 32, 33]]
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(1, 1, 34, 16), torch.randn(2, 1, 1, 32, 16)
+    o, lse = kernels.attention_forward(q, k, v, True)
+    yield "O of queries 0 (without keys), 9, 18 and 27", o[0, 0, ::9, 0]
+    yield "their L", lse[0, ::9]
 
 
 def norm(rank):
     """Layer norm's backward: of one row, compute xhat, store dx where it is `inside`, and add to this program's shares
     of dw and db."""
     import kernels
-    x = torch.tensor([[1.0, 2, 6], [0, 4, 8]]).repeat(4, 1).requires_grad_()  # a program has several rows
-    weight, bias = torch.tensor([[1.0, 2, 3], [0, 0, 0]]).unbind()
-    y = kernels.LayerNorm.apply(x, weight.requires_grad_(), bias.requires_grad_(), 0.0)
-    y.backward(torch.tensor([[1.0, 0, 2], [0, 1, 2]]).repeat(4, 1))
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, requires_grad=True) for size in ((8, 3), 3, 3)]  # so a program has several rows
+    x, weight, bias = inputs
+    kernels.LayerNorm.apply(*inputs, 0.0).backward(torch.randn(8, 3))
     yield "dx of two rows", x.grad[:2]
     yield "dw of eight", weight.grad
     yield "db of eight", bias.grad
@@ -175,13 +168,10 @@ def zigzag(rank):
 def expert(rank):
     """An expert's scale: say in the parameter's place who averages its gradient, and of how many ranks' losses that is
     the sum. `replace` copies a place with some fields changed."""
-    from further.experts import expert_parallel, MixtureOfExperts, split_experts
-    from model import GPTConfig
+    from further.experts import expert_parallel, split_experts
+    from model import GPT, GPTConfig
     from parallel import DDP, make_mesh
-    layer = MixtureOfExperts(GPTConfig(n_embd=2, n_head=1, experts=2))
-    for t in [*layer.parameters(), *layer.buffers()]:
-        nn.init.zeros_(t)
-    layer.router.weight.data[1] = 50  # scores 0.5 and 1, so each token weighs the experts 1/3 and 2/3
+    layer = GPT(GPTConfig(n_layer=1, n_embd=2, n_head=1, experts=2)).h["0"].mlp
     expert_parallel(layer, *split_experts(make_mesh("cpu", dp=2), 2))
     net = DDP(layer)
     net(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
@@ -190,55 +180,46 @@ def expert(rank):
 
 
 class Puzzle(NamedTuple):
-    """first: a name; the hole begins at the statement that mentions it first. Left out, it is the whole body.
-    until: a name; the hole ends before the statement that mentions it. Left out, at the end of the block."""
+    """The hole begins at the function's first statement that mentions a word, as far inside as one does. It has so many
+    statements; None: all to the end of the block."""
     example: Callable
     ranks: int
     file: str
     function: str
-    first: str = None
-    until: str = None
+    word: str
+    statements: int = None
 
 
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
     Puzzle(hook, 2, "parallel.py", "Reducer.computed", "discard"),
     Puzzle(zero1, 3, "parallel.py", "Bucket.__init__", "ranks"),
-    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", "tensors"),
-    Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward"),
-    Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", "save_for_backward"),
-    Puzzle(order, 3, "parallel.py", "one_f_one_b"),
-    Puzzle(transfers, 1, "parallel.py", "lower", "send"),
+    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", 1),
+    Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
+    Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
+    Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
+    Puzzle(transfers, 1, "parallel.py", "lower", "SF"),
     Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
     Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
-    Puzzle(zigzag, 3, "further/context.py", "seen"),
+    Puzzle(zigzag, 3, "further/context.py", "seen", "if"),
     Puzzle(expert, 2, "further/experts.py", "expert_parallel", "replace"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- holes
 
-def mentions(statement, name):
-    return name in re.findall(r"\w+", ast.unparse(statement))
-
-
-def from_mention(block, name):
-    """The innermost block's statements from the first that mentions a name."""
-    rest = list(itertools.dropwhile(lambda statement: not mentions(statement, name), block))
-    return rest and (from_mention(getattr(rest[0], "body", []), name) or rest)
+def from_word(block, word):
+    """The innermost block's statements from the first that mentions a word."""
+    rest = [*itertools.dropwhile(lambda statement: not re.search(rf"\b{word}\b", ast.unparse(statement)), block)]
+    return rest and (from_word(getattr(rest[0], "body", []), word) or rest)
 
 
 def hole(puzzle):
-    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError or ValueError if a name is
-    not there."""
+    """(lines of the reference's file, the slice of them that is the puzzle's). LookupError if a name is not there."""
     text = (HERE / puzzle.file).read_text()
     node = ast.parse(text)
     for name in puzzle.function.split("."):
         node = {getattr(inner, "name", ""): inner for inner in node.body}[name]
-    block = node.body[1:] if ast.get_docstring(node) else node.body
-    if puzzle.first:
-        block = from_mention(block, puzzle.first)
-    if puzzle.until:
-        block = block[:[mentions(statement, puzzle.until) for statement in block].index(True)]
+    block = from_word(node.body, puzzle.word)[:puzzle.statements]
     return text.splitlines(), slice(block[0].lineno - 1, block[-1].end_lineno)
 
 
@@ -255,8 +236,7 @@ def empty(puzzle):
 def write(puzzle, folder, body):
     """The reference's files, with a body, a text whose lines begin at column 0, in the hole."""
     lines, part = hole(puzzle)
-    before = lines[part.start]
-    lines[part] = textwrap.indent(body, before[:len(before) - len(before.lstrip())]).splitlines()
+    lines[part] = textwrap.indent(body, re.match(" *", lines[part.start])[0]).splitlines()
     for file in FILES:
         path = pathlib.Path(folder, file)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -295,31 +275,25 @@ def problems(puzzle, folder):
             if found[what] != wanted[what]]
 
 
-def run_rank(puzzle, folder, rank, meeting):
-    """One process of a check. What it says goes into a file."""
+def run_rank(puzzle, folder, rank, place):
+    """`problems`, in a new process. Ranks meet in the file `place`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(1)  # a fork has no others
-    torch_dist.init_process_group("gloo", f"file://{meeting}/place", rank=rank, world_size=puzzle.ranks)
-    signal.alarm(SECONDS)  # which ends this process, even while it waits
-    pathlib.Path(meeting, str(rank)).write_text("".join(f"rank {rank}: {line}\n" for line in problems(puzzle, folder)))
-    torch_dist.barrier()  # before it the others may still wait for messages
-    os._exit(0)
+    torch_dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=puzzle.ranks)
+    return problems(puzzle, folder)
 
 
 def check(puzzle, folder):
     """Print "green", or what is wrong on which rank, with exit code 1."""
-    context, said = multiprocessing.get_context("fork" if launch.may_fork() else "spawn"), ""
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = [(puzzle, os.path.abspath(folder), rank, meeting) for rank in range(puzzle.ranks)]
-        processes = [context.Process(target=run_rank, args=some, daemon=True) for some in arguments]
-        for process in processes:
-            process.start()
-        for rank, process in enumerate(processes):
-            process.join()
-            place = pathlib.Path(meeting, str(rank))
-            late = f"rank {rank}: no result within {SECONDS} s; does it wait for a message that nobody sends?\n"
-            said += place.read_text() if place.exists() else late
-    print(said or "green\n", end="")
+    late = f"no result within {SECONDS} s; does it wait for a message that nobody sends?"
+    start, end, said = "fork" if launch.may_fork() else "spawn", time.monotonic() + SECONDS, []
+    with tempfile.TemporaryDirectory() as meeting, multiprocessing.get_context(start).Pool(puzzle.ranks) as pool:
+        given = puzzle, os.path.abspath(folder)
+        answers = [pool.apply_async(run_rank, (*given, rank, f"{meeting}/place")) for rank in range(puzzle.ranks)]
+        for rank, answer in enumerate(answers):
+            answer.wait(end - time.monotonic())
+            said += [f"rank {rank}: {line}" for line in (answer.get() if answer.ready() else [late])]
+    print("\n".join(said) or "green")
     sys.exit(bool(said))
 
 
@@ -333,16 +307,15 @@ def puzzles(name, into, check_in, shows_solution):
     if shows_solution:
         print(solution(puzzle))
     if into:
-        if os.path.exists(into):
-            raise BadInput(f"--into {into}: it is there already; give a new folder, e.g. {into}-2")
+        reject(os.path.exists(into), f"--into {into}: it is there already; give a new folder, e.g. {into}-2")
         write(puzzle, into, empty(puzzle))
         print(f"{into}/{puzzle.file}, {puzzle.function}: write what is missing, then\n"
               f"python -m lessons puzzles {name} --check {into}")
     if check_in:
-        if not os.path.exists(os.path.join(check_in, puzzle.file)):
-            raise BadInput(f"--check {check_in}: no {puzzle.file} is there; write it first: --into {check_in}")
-        if puzzle.file == "kernels.py" and not kernels.HAVE_TRITON:
-            raise BadInput(f"--check: {name} needs Triton, which is not installed; take another one, e.g. ring")
+        reject(not os.path.exists(os.path.join(check_in, puzzle.file)),
+               f"--check {check_in}: no {puzzle.file} is there; write it first: --into {check_in}")
+        reject(puzzle.file == "kernels.py" and not kernels.HAVE_TRITON,
+               f"--check: {name} needs Triton, which is not installed; take another one, e.g. ring")
         check(puzzle, check_in)
 
 

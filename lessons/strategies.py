@@ -12,14 +12,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as torch_dist
-import torch.nn.functional as F
 
 import collectives as dist
 import kernels
 import model
 import parallel
 import train
-from fast import attention, gloo, linear, nccl, norm, recorded, rings, run, windows
+from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
@@ -41,7 +40,7 @@ from theory.traffic import messages
 
 # ----------------------------------------------------------------------------------------------------------- strategies
 
-def layouts(n, m, virtual, experts=8):
+def layouts(n, m, virtual, experts):
     """{strategy: its fields of train.py's Settings} for n processes. experts: how many the strategy "experts" has."""
     every = {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     # Random tokens teach a router nothing, and training on them would soon send all tokens to a few experts.
@@ -101,14 +100,14 @@ def predicted_traffic(trainer, routes=()):
     stages = stages_in(s, trainer.config, pp_rank)
     kept = [flat for model in net.stages.values() if isinstance(model, parallel.FSDP) for flat in model.units.kept]
     total, buckets, of_experts = Counter(), [], []
-    for bucket in (bucket for reducer in net.reducers for bucket in reducer.buckets):
-        gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
-        is_experts = s.ep > 1 and bucket.group == net.groups.same_experts
-        (of_experts if is_experts else buckets).append((bucket.numel, gathers))
+    for reducer in net.reducers:
+        for bucket in reducer.buckets:
+            gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
+            cut_by_ep = bucket.group == net.groups.same_experts
+            (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    partial = sum(p.numel() for p in net.params if net.groups.tp in parallel.place_of(p).add_over)
     where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
-    for item in messages(trainer.config, s, stages, buckets, tp_rank, partial, of_experts, rows):
+    for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):
         link = dist.link_of(where[item.axis] if item.axis in where else getattr(net.groups, item.axis))
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
@@ -203,16 +202,6 @@ def ring_for_ours(group, comm):
     return watched_link(group, "ring" if comm == "ours" else comm)
 
 
-def grouped_by_library(x, weight, bias, counts):
-    """kernels.grouped_linear by PyTorch's own product, which takes 16-bit tensors on GPUs. It takes no bias, so another
-    product adds each row's, because that has a fast gradient."""
-    y = torch._grouped_mm(x, weight.transpose(1, 2), counts.cumsum(0).int())
-    if bias is None:
-        return y
-    group = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
-    return torch.addmm(y, F.one_hot(group, len(counts)).to(x.dtype), bias)
-
-
 def add_and_norm(x, residual, weight, bias, eps=1e-5):
     """norm.add_layer_norm without its kernel."""
     x = x if residual is None else x + residual
@@ -227,33 +216,22 @@ def pieces():
         "tuning": [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)],   # the reference's
         "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
         "addition": plain_rows(model),                                              # added to x, and then the norm
-        "bias": plain_rows(kernels, "bias_gradient"),                               # PyTorch's sum
         "specialized": [(attention, "specialized_takes", never)],                   # the reference's forward
         "padding": [(linear, "pad_outputs", lambda x, weight: weight)],             # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist, "make_link", ring_for_ours)],                              # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
-        "copies": [(windows, "WINDOW_FROM", 1 << 62)],                              # NCCL's messages, but for sums
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
-        "doubling": [(rings, "DOUBLING_BYTES", dict.fromkeys(rings.DOUBLING_BYTES, 0))],  # rings alone
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(parallel.Units, "fetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's
-        "sorting": plain_rows(experts, "Experts", "through_experts"),               # by PyTorch's operations
-        "grouped": [(kernels, "grouped_linear", grouped_by_library)],               # PyTorch's grouped product
+        "grouped": plain_rows(kernels, "grouped_linear"),                           # a product for each group
         "hiding": plain_rows(experts, "visit"),                                     # all rows travel, then all compute
         "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
-
-
-def used(piece, s, config):
-    """Whether a layout of a model uses this piece of fast/, as far as it can be told without a GPU."""
-    return {"mailboxes": s.device == "cpu", "early": s.dp > 1 and s.zero < 2, "fetching": s.zero == 3, "rows": s.sp,
-            "patience": s.pp > 1, "ring": s.cp > 1 and s.cp_kind == "ring", "sorting": config.experts > 0,
-            "grouped": config.experts > 0, "hiding": s.ep > 1, "exchange": s.ep > 1}.get(piece, True)
 
 
 def without(a, device):
@@ -262,8 +240,6 @@ def without(a, device):
         "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
 
     def seconds(name, piece=None):
-        if not used(piece, a.layouts[name], a.configs[name]):
-            return None
         with patched([*pieces().get(piece, ()), (dist, "_links", defaultdict(dict))]):
             trainer = make_trainer(a.configs[name], a.layouts[name], device)
             trainer.step(0)
@@ -276,8 +252,8 @@ def without(a, device):
 
     for name in a.layouts:
         first = seconds(name)
-        row = {piece: seconds(name, piece) for piece in (*a.without, "again")}
-        table.row(strategy=name, ms=1e3 * first, **{piece: took and took / first for piece, took in row.items()})
+        ratios = {piece: seconds(name, piece) / first for piece in (*a.without, "again")}
+        table.row(strategy=name, ms=1e3 * first, **ratios)
     write_json(a.json, "without", device, [table], model=a.model)
     return table
 
@@ -288,20 +264,16 @@ def in_a_row(a, device):
     return 3 if device.type == "cuda" and not a.quick else 1
 
 
-def warm_up(step, s, config):
-    """Run one untimed step, because the first one takes longer. A model with experts takes 64, in which the routers'
-    biases move less and less and even out the loads, as training soon would. Then the biases stay, so that all steps
-    take equally long."""
-    for i in range(64 if config.experts else 1):
-        s.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
-        step()
-    s.balance_rate = 0.0
-
-
 def build_ours(config, s, device):
+    """A trainer that has run a few steps, because the first ones take longer. With experts it has run 64, in which the
+    routers' biases move less and less and even out the loads, as training soon would. Then the biases stay, so that all
+    steps take equally long."""
     trainer = make_trainer(config, s, device)
     trainer.step(0)
-    warm_up(lambda: trainer.step(1), s, config)
+    for i in range(64 if config.experts else 1):
+        s.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
+        trainer.step(1)
+    s.balance_rate = 0.0
     return trainer
 
 
@@ -346,9 +318,6 @@ def measure_strategy(name, s, a, device, machine):
 
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     more = memory_and_traffic(trainer)
-    for group in trainer.net.all_groups():
-        dist.use(group, a.comm)
-    trainer.net.pipeline.graphs = no_graphs()  # a graph sends as it was recorded
     steps = {"ours": lambda: trainer.step(2)}
     if peer:
         batches = trainer.micro_batches(trainer.train_data, 0, 0)

@@ -215,9 +215,9 @@ def test_strategies_of_pytorch_take_the_worlds_group():
 
 @on_cpus
 def test_bench_strategies_without_a_piece(pool):
-    """What stands in a piece's place is in use while a step is timed. A layout without the piece has no time."""
+    """What stands in a piece's place is in use while a step is timed, where the layout uses that piece."""
     found = pool(2).run(times_without, ["addition", "fetching"])[0]
-    assert found["zero1"]["fetching"] is None and found["zero1"]["addition"] > 0
+    assert found["zero1"]["fetching"] < 2 * found["zero1"]["again"] and found["zero1"]["addition"] > 0
     assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
     assert all(hasattr(owner, attribute) for rows in lessons.strategies.pieces().values()
                for owner, attribute, _ in rows)

@@ -3,9 +3,16 @@
 import itertools
 import json
 import pathlib
+import re
 import xml.etree.ElementTree
 
+import pytest
+
+import lessons.pictures
+import model
+from safe.flags import Settings
 from tests.pool import HERE
+from theory.memory import memory_bytes
 
 
 def fits(svg):
@@ -25,37 +32,31 @@ def fits(svg):
     return apart and all(x >= 0 and y >= 0 and x_end <= right and y_end <= bottom for x, y, x_end, y_end in taken)
 
 
-FILES_DRAWN = {
-    "kernels": [{"op": f"attention T={t} D=64 causal", "way": way, "who": who, "tflops": x, "tb": 1}
-                for t in (1024, 4096)
-                for way in ("forward", "backward") for who, x in (("ours", 100), ("SDPA <new>", 200 + t / 64))],
-    "collectives": [{"op": "all_reduce", "size": 1024, "bus": 3, "torch_bus": 2}, {"op": "all_reduce", "a": 1, "b": 2}],
-    "scaling": [{"kind": "weak", "gpus": n, "strategy": "ddp", "who": "ours", "efficiency": 101 - n} for n in (1, 2)]}
 TRACE = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1,
           "args": {"stage": 0, "micro_batch": 3}} for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
 TRACE.append({"ph": "M", "name": "thread_name", "tid": 0})
 OF_NO_FILE = "ring", "zero-stages", "schedules"
-SHOWN = {  # a picture, and what stands in it. The tallest bar is 180 high; ours are blue.
-    "attention": [">attention forward, TFLOP/s; a machine<", ">SDPA &lt;new&gt;<", "> T=4096 D=64 causal<", ">264<",
-                  'height="68.2" fill="#4c8dd6"', 'height="147.3" fill="#e0883a"', 'height="180.0" fill="#e0883a"'],
-    "all-reduce": ['height="180.0" fill="#4c8dd6"', 'height="120.0" fill="#e0883a"'],
-    "scaling": ['height="180.0" fill="#4c8dd6"', 'height="178.2" fill="#4c8dd6"'],
-    # Of five actions, equally long, the first, fourth and fifth: F, I, W. Sends are left out.
-    "pipeline": ['x="80.0" y="28.0" width="179.0" height="18.0" fill="#4c8dd6"',
-                 'x="620.0" y="28.0" width="179.0" height="18.0" fill="#e0883a"',
-                 'x="800.0" y="28.0" width="179.0" height="18.0" fill="#4ba36b"']}
+SHOWN = [  # of five actions, equally long, the first, fourth and fifth: F, I, W. Sends are left out.
+    'x="80.0" y="28.0" width="179.0" height="18.0" fill="#4c8dd6"',
+    'x="620.0" y="28.0" width="179.0" height="18.0" fill="#e0883a"',
+    'x="800.0" y="28.0" width="179.0" height="18.0" fill="#4ba36b"']
 
 
-def test_pictures_show_what_files_hold(run_bench, tmp_path):
-    files = {what: {"what": what, "hardware": "a machine", "rows": rows} for what, rows in FILES_DRAWN.items()}
-    for name, found in {**files, "trace": {"traceEvents": TRACE}}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    printed = run_bench("pictures", *map(str, tmp_path.glob("*.json")), "--into", str(tmp_path / "made"))
+def test_pictures_show_the_code_and_a_trace(run_bench, tmp_path):
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": TRACE}))
+    printed = run_bench("pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made"))
     texts = {path.stem: path.read_text() for path in (tmp_path / "made").iterdir()}
-    assert set(texts) == {*OF_NO_FILE, *SHOWN}
+    assert set(texts) == {*OF_NO_FILE, "pipeline"}
     assert all(f"{name}.svg" in printed and fits(text) for name, text in texts.items())
     for name in OF_NO_FILE:
         old = pathlib.Path(HERE, "assets", f"{name}.svg").read_text()
         assert texts[name] == old, f"assets/{name}.svg is old: python bench.py pictures"
-    assert [(name, part) for name, parts in SHOWN.items() for part in parts if part not in texts[name]] == []
-    assert texts["pipeline"].count('height="18.0"') == 3
+    assert all(part in texts["pipeline"] for part in SHOWN) and texts["pipeline"].count('height="18.0"') == 3
+
+
+def test_bars_of_zero_stages_are_as_high_as_their_bytes():
+    heights = re.findall(r'<rect [^>]*height="(.*?)"', "".join(lessons.pictures.draw_zero_stages()[1]))
+    values = [n for zero in range(4) for n in memory_bytes(model.PRESETS["gpt2-xl"], Settings(
+        dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)).values()]
+    bars = [float(height) for height in heights[4:]]  # after the legend
+    assert bars == pytest.approx([180 * n / max(values) for n in values], abs=0.1)

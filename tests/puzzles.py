@@ -26,11 +26,11 @@ MISTAKES = {
     "vocabulary": ("total * (mine - top).exp()", "total", "loss: got 1.153, should have got 0.981"),
     "order": ("p - 1 - r", "p - r", "got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1"),
     "transfers": ("[other].append(receive)", "[other].insert(0, receive)", "deadlock"),  # all receives first
-    "softmax": ("acc * alpha[:, None]", "acc", "and of two others: got ["),
+    "softmax": ("acc * alpha[:, None]", "acc", "9, 18 and 27: got ["),
     "norm": (" - tl.sum(g, 0) / width", "", "dx of two rows: got [["),
     "zigzag": ("slice(half), False", "slice(half, None), False",
                "keys of rank 0: got [0, 1, 2, 3] x [2, 3], should have got [0, 1, 2, 3] x [0, 1]"),
-    "expert": (", losses=dist.get_world_size(group)", "", "got [[2.0, 2.0]], should have got [[1.0, 1.0]]"),
+    "expert": (", losses=dist.get_world_size(group)", "", "got [[1.486, 1.486]], should have got [[0.743, 0.743]]"),
 }
 
 
@@ -62,9 +62,9 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
 
 
 @pytest.mark.parametrize("moved", [{"function": "Reducer.compute"}, {"function": "Reduce.computed"},
-                                   {"first": "discarded"}, {"until": "discarded"}], ids=str)
+                                   {"word": "discarded"}], ids=str)
 def test_a_name_that_moved_is_found_out(moved):
-    with pytest.raises((LookupError, ValueError)):
+    with pytest.raises(LookupError):
         hole(PUZZLES["hook"]._replace(**moved))
 
 

@@ -173,7 +173,7 @@ REFUSED = {
         scaling --only tp --gpus 3 --device cpu | ddp, zero3, zero1, zero2
         scaling --micro-batches 2 --device cpu | --micro-batches 2
         pictures nope.json                  | nope.json
-        pictures MACHINE                    | KeyError 'rows'
+        pictures MACHINE                    | KeyError 'traceEvents'
         pictures --into MACHINE             | --into
         pictures TRACE                      | trace.json""",
     lessons.demos.main: """
@@ -182,8 +182,8 @@ REFUSED = {
         data --ranks two                    | --ranks
         experts --ranks -1                  | --ranks
         memory --model gpt9                 | --model
-        pages                               | --out
-        pages --into HF                     | --out
+        pages --out                         | --out
+        pages --into HF                     | --into
         puzzles rings                       | rings
         puzzles ring --into HF              | --into
         puzzles ring --check HF             | --check"""}

@@ -35,13 +35,13 @@ def split_pieces(config, stages):
 
 
 @functools.cache
-def homes(schedule, p, v):
-    """Where stages live, {stage: rank}."""
+def placed(schedule, p, v):
     return parallel.place_stages(parallel.Layout(pp=p, schedule=schedule, virtual_stages=v))
 
 
 def homes_in(s):
-    return homes(s.schedule, s.pp, s.virtual_stages)
+    """Where stages live in layout s, {stage: rank}."""
+    return placed(s.schedule, s.pp, s.virtual_stages)
 
 
 def stages_in(s, config, rank):

@@ -150,7 +150,7 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 
 
 @functools.cache
-def held(schedule, p, m, v):
+def held_by_ranks(schedule, p, m, v):
     """Micro-batches whose activations each pipeline rank holds at once."""
     lists = parallel.SCHEDULES[schedule](p, m, v)
     stages = len(parallel.homes_of(lists)) // p
@@ -162,7 +162,7 @@ def needed_bytes(config, s):
     i = min(config.expert_every, config.n_layer)
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
-    peak = held(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
+    peak = held_by_ranks(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
     of_ranks = [[pieces for _, pieces in stages_in(s, config, rank)] for rank in range(s.pp)]
-    return again - kept + max(sum(memory_bytes(config, s, pieces, math.ceil(held_here)).values())
-                              for pieces, held_here in zip(of_ranks, peak))
+    return again - kept + max(sum(memory_bytes(config, s, pieces, math.ceil(held)).values())
+                              for pieces, held in zip(of_ranks, peak))

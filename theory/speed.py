@@ -81,8 +81,7 @@ def message_seconds(item, n, machine, here):
     If a node has several of the ranks but not all, the group works in two levels, and each rank sends its part through
     its own network card. If a node has one of them, that rank has a card, too.
     """
-    halves = item.op in ("all_reduce", *HALVES)
-    here = here if halves or here == n else 1
+    here = here if item.op in ("all_reduce", *HALVES) or here == n else 1
     total = 0.0
     for elements, count in Counter(item.elements).items():
         parts = [(1, item.op, elements, here == n)] if here in (1, n) else in_two_levels(

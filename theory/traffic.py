@@ -125,14 +125,13 @@ def messages_of_experts(config, s, routed, rows):
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
 
-def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(), rows=None):
+def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's [(number, pieces)].
     buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
         but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
-    partial: how many elements of gradients --sp sums over tp; None: estimate it.
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
@@ -157,9 +156,11 @@ def messages(config, s, stages, buckets, tp_rank=0, partial=None, of_experts=(),
         gathers = m * (blocks * (6 + again) - routed)
         yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
         yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
-        seen = (blocks * 6 + routed * (config.experts - 1) + first * config.seq_len + last * 2) * c  # routers are whole
-        seen //= shards if s.zero in (1, 2) else 1
-        yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen if partial is None else partial], wide)
+        # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
+        matrices = (routed * config.experts + first * config.seq_len) * c
+        vectors = (blocks * 6 - routed + last * 2) * c
+        seen = matrices // (shards if s.zero else 1) + vectors // (shards if s.zero in (1, 2) else 1)
+        yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
     elif s.tp > 1:  # a block: g twice forward, f twice backward
         yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
     if s.cp > 1:
