@@ -32,6 +32,7 @@ from tests.puzzles import *  # noqa: E402, F403
 from tests.pages import *  # noqa: E402, F403
 from tests.runs import *  # noqa: E402, F403
 from tests.training import *  # noqa: E402, F403
+from tests.refusals import *  # noqa: E402, F403
 from tests.launching import *  # noqa: E402, F403
 from tests.benchmark import *  # noqa: E402, F403
 from tests.plan import *  # noqa: E402, F403

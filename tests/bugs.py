@@ -1,11 +1,9 @@
 """Bugs that real systems shipped, each as one changed line of the reference. docs/bugs.md says what users saw."""
 
-import contextlib
 import importlib
 import math
 import re
 import sys
-import unittest.mock
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ import torch
 from tests import layouts
 from tests.breaks import HERE, REFERENCE
 from tests.pool import close
+from tests.puzzles import ranks
 from tests.walls import copy_reference
 
 
@@ -114,38 +113,14 @@ def copy_with(bug, folder):
     file.write_text("".join(lines))
 
 
-@contextlib.contextmanager
-def reference_from(folder):
-    """Inside, tests/layouts.py runs the reference whose copy lies in a folder."""
-    def leave():
-        names = [name for name in sys.modules if name.split(".")[0] in REFERENCE]
-        return {name: sys.modules.pop(name) for name in names}
-
-    kept = leave()
-    sys.path.insert(0, str(folder))
-    try:
-        dist, kernels, model, parallel = map(importlib.import_module, REFERENCE[:4])
-        with unittest.mock.patch.multiple(layouts, dist=dist, kernels=kernels, model=model, parallel=parallel):
-            yield
-        for link in {link for links in dist._links.values() for link in links.values()}:
-            link.close()
-    finally:
-        sys.path.remove(str(folder))
-        leave()
-        sys.modules.update(kept)
-
-
 def in_layout_by(folder, *args, **options):
-    with reference_from(folder) if folder else contextlib.nullcontext():
-        return layouts.in_layout(*args, **options)
-
-
-def steps_of(pool, case, folder=None):
-    """What all ranks get in a layout, by the reference in a folder, or as it is; and what one process gets."""
-    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(case)
-    want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
-    ranks = math.prod(layout.values())
-    return pool(ranks).run(in_layout_by, folder, layout, optimizer, micro_batches, change, **options), want
+    """tests/layouts.py runs the reference whose copy lies in a folder; so from now on in this process."""
+    sys.path.insert(0, str(folder))
+    for name in [*sys.modules]:
+        if name.split(".")[0] in REFERENCE:
+            del sys.modules[name]
+    layouts.dist, layouts.kernels, layouts.model, layouts.parallel = map(importlib.import_module, REFERENCE[:4])
+    return layouts.in_layout(*args, **options)
 
 
 def factor(ours, theirs, tolerance):
@@ -162,13 +137,10 @@ def factor(ours, theirs, tolerance):
 def symptom(results, want, tolerance):
     """How the steps that all ranks ran differ from one process, in a line."""
     losses, norms, gradients, weights = results[0]
-    said = []
-    if how := factor(losses[0], want[0][0], tolerance):
-        said.append(f"loss {how}")
-    elif factor(losses, want[0], tolerance):
-        said.append("loss wrong after a step")
-    if how := factor(norms[0], want[1][0], tolerance):
-        said.append(f"norm {how}")
+    loss, norm = factor(losses[0], want[0][0], tolerance), factor(norms[0], want[1][0], tolerance)
+    if not loss and factor(losses, want[0], tolerance):
+        loss = "wrong after a step"
+    said = [f"loss {loss}"] * bool(loss) + [f"norm {norm}"] * bool(norm)
     found = defaultdict(list)
     for name, gradient in gradients.items():
         found[factor(gradient, want[2][name], tolerance)].append(name)
@@ -187,12 +159,14 @@ def symptom(results, want, tolerance):
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.thread)
-def test_a_line_makes_the_bug_that_shipped(bug, plain_pool, tmp_path):
-    case = layouts.case_of(bug.layout)
-    tolerance = 2**-5 if "dtype" in case else 1e-10
+def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
+    """Without it test_layout_equals_one_process is green, which has the same row."""
     copy_with(bug, tmp_path)
-    right, wrong = (symptom(*steps_of(plain_pool, case, folder), tolerance) for folder in (None, tmp_path))
-    assert right == "weights right" and wrong == bug.symptom
+    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(layouts.case_of(bug.layout))
+    results = ranks(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches, change,
+                                                    **options)
+    want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
+    assert symptom(results, want, 2**-5 if "dtype" in options else 1e-10) == bug.symptom
 
 
 def test_docs_tell_of_each_bug():

@@ -2,11 +2,9 @@
 
 import errno
 import itertools
-import json
 import math
 import os
 import pathlib
-import pickle
 import re
 import shutil
 import signal
@@ -22,12 +20,11 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
-from tests.models import Malice
 from tests.pool import on_gpus, HERE, close
 from tests.runs import (
-    end_of, log_of, processes, ran, Ranks, refusal, run_training, slow, start, TINY, TRAIN, trained)
-from safe.checkpoints import checkpoints, crc_of, open_checkpoint
-from safe.files import crc_of_file, read_safetensors
+    end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
+from safe.checkpoints import checkpoints, open_checkpoint
+from safe.files import read_safetensors
 from safe.folder import Log
 from safe.reports import nothing_else_lost
 from safe.run import NotFinite
@@ -66,7 +63,7 @@ MOVES = [  # a model, and through which layouts a run of it moves
                                  (2, "--pp 2 --schedule zb-v"), (2, "--dp 2 --ep 2 --zero 3")])]
 
 
-@pytest.mark.parametrize("model,moves", MOVES, ids=["dense", "experts"])
+@pytest.mark.parametrize("model,moves", MOVES)
 def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
     """From the middle of one layout to the middle of the next: one process's losses, weights and moments, and to the
     bit its routers' biases, which move by whole steps."""
@@ -75,27 +72,25 @@ def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
     trained(1, flags + "whole")
 
     for stop, (size, layout) in enumerate(moves, 1):
-        assert trained(size, f"{flags}moved {layout}") == [True] * size
+        trained(size, f"{flags}moved {layout}")
         assert log_of(moved, "step") == [*steps]
         assert all(close(log_of(moved, key), log_of(whole, key)) for key in ("loss", "grad_norm", "lr")), layout
         forget(moved, *steps[stop:])  # the next layout goes on from the middle
-    biases = []
     for file in ("model", "optimizer"):
         want, got = (read_safetensors(out / f"step-{len(moves):08}" / f"{file}.safetensors") for out in (whole, moved))
         assert want.keys() == got.keys() and all(t.dtype == torch.float64 for t in got.values())
         assert all(close(got[name], t) for name, t in want.items())
-        biases += [(got[name], t) for name, t in want.items() if name.endswith("router.bias")]
-    assert len(biases) == 2 * ("experts" in model)
-    assert all(a.equal(b) and b.any() and b.equal(b.float().double()) for a, b in biases)
+        biases = [name for name in want if name.endswith("router.bias")]
+        assert bool(biases) == ("experts" in model and file == "model")
+        assert all(got[name].equal(want[name]) for name in biases)
 
 
-def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_path):
+def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_path):
     """--plain logs the whole program's losses and knows no flag of safe/'s. Its checkpoints fit another layout, and the
     whole program goes on from them; --plain refuses one of the whole program's in one line."""
     def run(flags, codes=None, size=2):
-        return ran([*TINY, "--data", text, "--dtype", "fp64", "--device", "cpu", "--eval-every", "0", "--sample", "4",
-                    "--save-every", "2", "--n-layer", "2", "--experts", "4", "--expert-every", "2", "--steps", "4",
-                    *flags.split()], size, tmp_path / "printed", codes)
+        return start(f"--dtype fp64 --save-every 2 --n-layer 2 --experts 4 --expert-every 2 --steps 4 {flags}",
+                     size).said(codes)
 
     def rows(out):
         return log_of(out, "step", "loss", "grad_norm")
@@ -103,9 +98,8 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
     whole, plain, again = (str(tmp_path / name) for name in ("whole", "plain", "again"))
     file, last = f"{plain}/step-00000002.pt", "step-00000004"
     run(f"--dp 2 --ep 2 --out {whole}")
-    assert "--- sample, 4 tokens" in run(f"--plain --dp 2 --ep 2 --out {plain}")
+    run(f"--plain --dp 2 --ep 2 --out {plain}")
     run(f"--plain --zero 3 --resume {file} --out {again}")
-    assert "unrecognized arguments: --keep" in run("--plain --keep 2", [2, 2])
     assert sorted(os.listdir(plain)) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
     assert close(rows(plain), rows(whole)) and close(rows(again), rows(whole)[2:])
     want = read_safetensors(f"{whole}/{last}/model.safetensors")
@@ -115,14 +109,14 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
         assert close(tensors["h.1.mlp.experts.c_fc.weight"][3],
                      want["transformer.h.1.mlp.experts.3.c_fc.weight"].t(), 1e-8)
     os.remove(f"{plain}/{last}.pt")
-    assert "holds another run (--lr 0.002 there, 0.5 here)" in run(f"--out {plain} --lr 0.5", [2, 2])
+    for size, flags, says in [
+            (2, "--plain --keep 2", "unrecognized arguments: --keep"),
+            (2, f"--out {plain} --lr 0.5", "holds another run (--lr 0.002 there, 0.5 here)"),
+            (2, f"--plain --dp 2 --resume {whole}/{last}", "no file step-*.pt, as --plain writes it; leave --plain"),
+            (1, f"--plain --resume {plain}/none", "no file step-*.pt, as --plain writes it; leave --plain out")]:
+        assert says in run(flags, [2] * size, size)
     assert "step-00000002.pt: after step 2" in run(f"--tp 2 --out {plain}")  # as the same command goes on
     assert close(rows(plain), rows(whole)) and os.path.isdir(f"{plain}/{last}")
-    assert "--- sample, 4 tokens" in run(f"--resume {file} --steps 0", size=1)
-    for wrong in f"{plain}/{last}", f"{plain}/none":
-        assert set(run(f"--plain --dp 2 --resume {wrong}", [2, 2]).splitlines()) == {
-            f"train.py: --resume {wrong}: no file step-*.pt, as --plain writes it; leave --plain out to go on from "
-            "others"}
     os.truncate(file, os.path.getsize(file) // 2)
     said = run(f"--resume {file}", [2], 1)
     assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
@@ -130,18 +124,16 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(text, tmp_pa
 
 def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
     def run(flags):
-        return ran(["--device", "cpu", "--prompt", "line", *flags.split()], 1, tmp_path / "log")
+        return ran(["--device", "cpu", *flags.split(), str(out)], 1, tmp_path / "log")
 
     out = tmp_path / "run"
     start("--steps 3 --seed 5 --save-every 2 --out OUT/run").said()
-    longer = run(f"--resume --out {out} --steps 5 --lr 0.005 --log-every 1 --sample 6")
-    assert "step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here" in longer, longer
+    assert ("step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here"
+            in run("--steps 5 --lr 0.005 --log-every 1 --resume --out"))
+    run("--sample 6 --steps 0 --resume")  # leaves nothing
     assert log_of(out, "step") == [1, 2, 3, 4, 5]
     assert open_checkpoint(out / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
-    files = sorted(os.listdir(out))
-    sample = run(f"--sample 6 --steps 0 --resume {out}")
-    assert sample.split("---")[-2] == longer.split("---")[-2]  # the same six bytes after "line"
-    assert files == sorted(os.listdir(out)) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
+    assert sorted(os.listdir(out)) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
 
 
 def test_killed_at_each_point_of_a_write(start, tmp_path):
@@ -169,33 +161,30 @@ def test_killed_at_each_point_of_a_write(start, tmp_path):
 def test_killed_runs_lose_nothing(start, tmp_path, kills):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the
     same command ends with the loss, and the files, of the run that nobody killed."""
-    flags = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/"
+    flags, out = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/", tmp_path / "run"
     start(flags + "whole", 2).said()
-    rng, killed, unfinished = np.random.default_rng(kills), 0, 0
+    draw, killed, unfinished = np.random.default_rng(kills), 0, 0
 
-    def newest(out):
+    def newest():
         return max([0] + [int(path[-8:]) for path in checkpoints(out)])
 
     while killed < kills:
-        name = f"run{killed}"
-        out = tmp_path / name
-        for _ in range(min(5, kills - killed)):  # so many times the same run, then it is let through
-            ranks = start(flags + name, 2)
-            step = rng.integers(newest(out), 30) if rng.random() < 0.8 else 0  # in training, or while they start
-            while newest(out) < step and ranks.processes[0].is_alive():
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.05 if step else 2))
-            victims = [0, 1] if rng.random() < 0.3 else [int(rng.integers(2))]
-            for rank, process in enumerate(ranks.processes):
-                process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
-            if -9 not in ranks.end():
-                break  # it was faster
-            killed += 1
-            unfinished += any(out.glob(".step*"))
-            for path in checkpoints(out):
-                open_checkpoint(path, True)
-        start(flags + name, 2).said()
-        assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
+        ranks = start(flags + "run", 2)
+        step = draw.integers(newest(), 30) if draw.random() < 0.8 else 0  # in training, or while they start
+        while newest() < step and ranks.processes[0].is_alive():
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05 if step else 2))
+        victims = [0, 1] if draw.random() < 0.3 else [int(draw.integers(2))]
+        for rank, process in enumerate(ranks.processes):
+            process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
+        killed += -9 in ranks.end()
+        unfinished += any(out.glob(".step*"))
+        for path in checkpoints(out):
+            open_checkpoint(path, True)
+        if newest() == 30 or killed == kills:
+            start(flags + "run", 2).said()
+            assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
+            shutil.rmtree(out)  # and again
     assert unfinished or kills < 100  # some of them were caught writing
     print(f"{killed} runs killed, {unfinished} of them while they wrote; none lost anything")
 
@@ -350,72 +339,3 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(start, text, tmp_path):
     assert re.search(r"resume   \S+/run/step-00000\d+: after step \d+\n", said), said
     assert close(log_of(out, "loss"), log_of(tmp_path / "one", "loss")) and log_of(out, "step") == [1, 20, 40, 60]
     assert end_of(out)[0] == 60
-
-
-@pytest.fixture(scope="session")
-def finished_run(text, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    ran([*TRAIN, "--data", text, "--steps", "3", "--save-every", "1", "--experts", "2", "--out",
-         str(folder / "run")], 1, folder / "log")
-    return folder / "run"
-
-
-def gone(data):
-    return None
-
-
-def cut(data):
-    return data[:-10]
-
-
-def flipped(data):
-    return data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1:]
-
-
-def pickled(data):
-    return pickle.dumps({"wte.weight": Malice()})
-
-
-def edited(old, new):
-    return lambda data: data.replace(old, new)
-
-
-MANIFEST, CONFIG, WEIGHTS, MOMENTS = "manifest.json", "config.json", "model.safetensors", "optimizer.safetensors"
-DAMAGE = [  # a file, what becomes of its bytes, whether the manifest is made to match, what the one line must say
-    (MANIFEST, gone, False, "manifest.json: No such file"), (MANIFEST, cut, False, "manifest.json: "),
-    (MANIFEST, edited(b"skipped", b"skjpped"), False, "manifest.json: it does not match its own checksum"),
-    (MANIFEST, edited(b'"format": 1', b'"format": 2'), True, "its format is 2"),
-    (WEIGHTS, cut, False, "model.safetensors: it has"), (WEIGHTS, flipped, False, "model.safetensors: its checksum"),
-    (WEIGHTS, pickled, True, "model.safetensors: not a whole .safetensors file"),
-    (MOMENTS, gone, False, "optimizer.safetensors: No such file"),
-    (MOMENTS, flipped, False, "optimizer.safetensors: its checksum"),
-    (MOMENTS, pickled, True, "optimizer.safetensors: not a whole .safetensors file"),
-    (CONFIG, flipped, False, "config.json: its checksum"),
-    (CONFIG, edited(b'"n_positions": 16', b'"n_positions": 12'), True,
-     "wpe.weight is (16, 16), config.json makes it (12, 16)")]
-
-
-@pytest.mark.parametrize("file,change,matching,says", DAMAGE)
-def test_damaged_checkpoint_is_one_line_and_exit_code_2(file, change, matching, says, finished_run, tmp_path,
-                                                        monkeypatch, refusal):
-    """Where the manifest is made to match what was forged, only the contents can tell."""
-    step = tmp_path / "step-00000003"
-    shutil.copytree(finished_run / step.name, step)
-    data = change((step / file).read_bytes())
-    (step / file).unlink() if data is None else (step / file).write_bytes(data)
-    if matching:
-        manifest = json.loads((step / MANIFEST).read_text())
-        del manifest["crc32"]
-        if file in manifest["files"]:
-            manifest["files"][file] = {"bytes": len(data), "crc32": crc_of_file(step / file)}
-        (step / MANIFEST).write_text(json.dumps(manifest | {"crc32": crc_of(manifest)}))
-    monkeypatch.chdir(tmp_path)
-    assert says in refusal(["--device", "cpu", "--resume", str(step)])
-    assert not os.path.exists("hacked")
-
-
-def test_bad_input_ends_real_processes_before_they_meet(finished_run, tmp_path):
-    for size, flags, says in [(1, ["--resume", str(finished_run), "--tp", "3"], "--tp 3"),
-                              (2, ["--resume", "/no/such", "--dp", "2"], "/no/such")]:
-        said = ran(flags, size, tmp_path / "log", [2] * size)
-        assert said.count("\n") == 1 and says in said, said

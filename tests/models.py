@@ -3,10 +3,7 @@
 import itertools
 import json
 import math
-import os
-import pickle
 import re
-import signal
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import nn
 import model
 import safe.huggingface
 from safe.files import read_safetensors
-from safe.huggingface import load, save, write_hf
+from safe.huggingface import load, save
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
@@ -72,18 +69,18 @@ def tensors_of(net):
     return {name: t.t() if name.endswith(safe.huggingface.TRANSPOSED) else t for name, t in found.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("change", [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"},
-                                    {"experts": 3, "expert_every": 2}], ids=str)
-def test_hugging_face_folder_round_trip(tmp_path, change, dtype):
+CHANGES = [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"}, {"experts": 3, "expert_every": 2}]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_hugging_face_folder_round_trip(tmp_path, change):
     net = small(**change)
     for name, bias in net.named_buffers():
         bias += torch.tensor([0.1, -0.3, 0.2])
-    write_hf(tmp_path, net.config, {**dict(net.named_parameters()), **dict(net.named_buffers())}.get, dtype)
+    save(net, tmp_path)
     again, written, ours = load(tmp_path), read_safetensors(tmp_path / "model.safetensors"), tensors_of(net)
     assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
-    assert all(a.dtype == torch.float32 and a.equal(b) for a, b in zip(again.buffers(), net.buffers(), strict=True))
-    assert written.keys() == ours.keys() and all(written[name].equal(t.to(dtype)) for name, t in ours.items())
+    assert written.keys() == ours.keys() and all(written[name].equal(t) for name, t in ours.items())
 
 
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):
@@ -101,61 +98,9 @@ def test_transformers_reads_and_writes_the_same_folder(tmp_path):
         assert (again(tokens).logits - net(tokens)).abs().max() < 1e-5
 
 
-class Malice:
-    def __reduce__(self):
-        return os.system, ("touch hacked",)
-
-
-DAMAGE = {  # name: (changes of config.json, or what becomes of model.safetensors; what the error says)
-    "cut short": (lambda data: data[:-100], "model.safetensors.*cut short"),
-    "no header": (lambda data: b"\xff" * 100, "model.safetensors"),
-    "empty": (lambda data: b"", "model.safetensors"),
-    "no weights": (None, "holds no model.safetensors"),
-    "pickled code": (lambda data: pickle.dumps(Malice()), "model.safetensors: not a whole .safetensors file"),
-    "wrong shape": ({"n_positions": 11}, r"wpe.weight is \(10, 16\), config.json makes it \(11, 16\)"),
-    "too many layers": ({"n_layer": 3}, "has no h.2."),
-    "expert missing": (lambda data: data.replace(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
-                       "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
-    "expert of another shape": (lambda data: data.replace(b"[64, 16]", b"[16, 64]"),
-                                r"h.0.mlp.experts.0.c_proj.weight is \(16, 64\), config.json makes it \(64, 16\)"),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_folder_is_named(tmp_path, how, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save(small(experts=2 * how.startswith("expert")), tmp_path)
-    (change, says), config, weights = DAMAGE[how], tmp_path / "config.json", tmp_path / "model.safetensors"
-    if change is None:
-        weights.unlink()
-    elif callable(change):
-        weights.write_bytes(change(weights.read_bytes()))
-    else:
-        config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(ValueError, match=says):
-        load(tmp_path)
-    assert not os.path.exists("hacked")
-
-
 LEFT_OUT = object()
 HF_VALUES = [LEFT_OUT, None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, math.nan, 10**9, 2**31, 2**40, 2**63,
              10**400, "", "x", "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
-
-
-def says_of(folder, within=5):
-    """The error of reading a folder, None if it is read. It must come within so many seconds; 2 ms is usual."""
-    def too_long(*_):
-        raise TimeoutError("it did not end")
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, within)
-    try:
-        load(folder)
-    except BaseException as error:  # noqa: BLE001  whatever a wrong value ends in
-        return error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("experts", [0, 2])
@@ -164,25 +109,18 @@ def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     save(small(experts=experts), tmp_path)
     path, refused = tmp_path / "config.json", 0
     config = json.loads(path.read_text())
-    path.write_text("{")
-    assert str(says_of(tmp_path)).startswith(f"{path}: ")
     keys = ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
             "layer_norm_epsilon", "tie_word_embeddings", "model_type", *safe.huggingface.HF_FIXED]
     keys += ["num_experts", "num_experts_per_tok", "decoder_sparse_step"] if experts else []
-    assert set(keys) <= set(config)
-    named = rf"{re.escape(str(tmp_path))}/(config.json|model.safetensors): .*"
-    may_load = [(int, 1), (int, 2), (int, 16), (bool, True), (bool, False), (type(None), None)]
     for key, value in itertools.product(keys, HF_VALUES):
-        changed = {**config, key: value}
-        if value is LEFT_OUT:
-            del changed[key]
-        path.write_text(json.dumps(changed))
-        error = says_of(tmp_path)
-        if error is None:
-            loads = [(type(config[key]), config[key]), *may_load]
-            assert value is LEFT_OUT or (type(value), value) in loads, (key, value)
-        else:
+        path.write_text(json.dumps({name: old for name, old in config.items() if name != key}
+                                   | ({} if value is LEFT_OUT else {key: value})))
+        try:
+            load(tmp_path)
+        except ValueError as error:
             refused += 1
-            one_line = re.fullmatch(f"{named}{key}.*", str(error))
-            assert type(error) is ValueError and one_line, (key, value, repr(error))
+            assert re.fullmatch(rf"{tmp_path}/(config.json|model.safetensors): .*{key}.*", str(error)), (key, value)
+        else:
+            may_load = value is LEFT_OUT or repr(value) in (repr(config[key]), "1", "2", "16", "True", "False", "None")
+            assert may_load, (key, value)
     assert refused > 300

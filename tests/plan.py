@@ -8,23 +8,19 @@ import pathlib
 import pytest
 
 import bench
-import further.context
 import lessons.plan
 import model
 import parallel
 import theory.clock
-import theory.speed
 import train
 from tests.benchmark import H200
 from tests.pool import close
 from tests.runs import parse
-from further.context import own_tokens
 from lessons.plan import HALVES, all_layouts, describe_layout
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
 from theory.speed import mfu, mfu_note, predict, ring_hides, stage_seconds
-from theory.traffic import messages
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
@@ -101,32 +97,22 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert close(updates[0], updates[1], 1e-6) and close(updates[0], updates[2], 1e-6)  # each rank's Nth of all
 
 
-@pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2),
-                                        ("zb-v", 1), ("v-half", 1), ("dualpipe-v", 1)])
-def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, v):
-    machine = dataclasses.replace(FAST, elementwise=3e12)  # W no longer than F, else ZB-H1 idles more
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"])
+def test_the_lecture_s_bubble_is_that_of_the_clock(schedule):
+    machine, v = dataclasses.replace(FAST, elementwise=3e12), 1 + (schedule == "interleaved")  # W <= F, or ZB-H1 idles
     s = layout(f"--pp 4 --micro-batches 8 --schedule {schedule} --virtual-stages {v}")
     stages = theory.clock.stages_in(s, EVEN, 1)
     timeline = simulate(parallel.SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))
     assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 
 
-@pytest.mark.parametrize("dtype,factors", [("bf16", (2, 2.4)), ("fp32", (4, 3.2))])
-def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, factors):
-    """The formula, from the messages of a step and the pairs of query and key that each rank computes."""
-    flops, link, cp = 400e12, 300e9, 4
-    config = model.GPTConfig(256, 64 * cp, 1, 4, 48)
-    held = [own_tokens(config.seq_len, rank, cp, "ring") for rank in range(cp)]
-    s = layout(f"--cp {cp} --batch-size 1 --dtype {dtype}")
-    sent = {item.what: item for item in messages(config, s, [(0, range(3))], []) if item.axis == "cp"}
-    keys, grads = (sent[what].elements[0] * sent[what].width for what in ("keys and values", "their gradients"))
-    assert sent["keys and values"].times == 2 * (cp - 1) == 2 * sent["their gradients"].times
-    rows, seen, _ = further.context.seen(2, 1, 32)
-    pairs = len(held[2][rows]) * len(held[1][seen])  # a query and a key: 2C FLOPs in each product
-    steps = (keys, 2), (keys + grads, 5)             # bytes, products; FLOPs grow with (T/N)^2, bytes with T/N
-    for (sent_bytes, products), tokens, factor in zip(steps, ring_hides(flops, link, train.DTYPES[dtype]), factors):
-        assert close(tokens, 64 * (sent_bytes / link) / (products * 2 * 48 * pairs / flops))
-        assert close(tokens, factor * flops / link)
+@pytest.mark.parametrize("dtype, width", [("bf16", 2), ("fp32", 4)])
+def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
+    """A rank's t queries see t/2 of another rank's keys: 2C FLOPs for each pair in each product, two forward and five
+    backward. A token's key and value are 2C numbers of `width` bytes. Backward also sends their float32 gradients."""
+    flops, link = 400e12, 300e9
+    for tokens, sent, products in zip(ring_hides(flops, link, train.DTYPES[dtype]), (2 * width, 2 * width + 8), (2, 5)):
+        assert close(sent * tokens / link, products * tokens**2 / flops)
 
 
 def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
@@ -162,71 +148,57 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert predict(MOE, layout("--dp 8 --batch-size 8"), slow).compute >= (6 + 3 * 3 / 9) * 5e-3
 
 
+GPT3 = "--gpus 64 --batch-size 8 --seq-len 131072 --n-layer 96 --n-head 96 --n-embd 12288 --machine h100"
+CONSIDERED = [  # flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered
+    ("--gpus 64", "cp", {1}), (GPT3, "cp", {1, 2, 4, 8, 16, 32}),  # 1024 tokens are not cut
+    ("--gpus 16 --batch-size 16 --seq-len 98312", "cp", {1, 2, 4}),  # 25 heads; what some tp and cp do not divide
+    ("--gpus 16 --batch-size 16 --seq-len 100012 --n-head 12 --n-embd 768", "cp", {1, 2, 4}),
+    ("--gpus 24 --batch-size 48 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
+
+
 def asked(flags):
     a = bench.parse(["plan", *flags.split()])
     assert bench.check(a, 1) == 1
     return a
 
 
-def planned(flags):
-    """The rows of `bench.py plan`."""
+@pytest.mark.parametrize("flags, axis, sizes", CONSIDERED)
+def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
+    """One of each set of axes is tried."""
     a = asked(flags)
-    rows = lessons.plan.plan(a).rows
-    assert [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
+    found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
+    assert {getattr(s, axis) for s in found} == sizes
+    assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in HALVES)
+    for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
+        assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
+
+
+LARGE = "--n-layer 16 --n-head 96 --n-embd 12288"  # a sixth of GPT-3
+LISTED = [  # flags, how many layouts are listed, and what is true of each
+    ("--gpus 64 --batch-size 512", 15, lambda s: s.cp == 1),
+    ("--gpus 40 --batch-size 40 --top 40", 40, lambda s: s.cp == 1),
+    (f"--gpus 512 --batch-size 512 --top 2 {LARGE}", 2, lambda s: s.cp == 1),
+    (f"--gpus 1 {LARGE}", 0, None),
+    # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
+    (GPT3 + " --top 1000", 61, lambda s: s.cp > 1),
+    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 33,
+     lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
+    ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]
+
+
+@pytest.mark.parametrize("flags, number, holds", LISTED)
+def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
+    a = asked(f"{flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
+    lessons.plan.plan(a)
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:
         s = Settings(**{**row["settings"], "device": "cpu"})
         assert check_layout(s, a.config, 1, 1) == a.gpus and row["layout"] == describe_layout(s)
         assert row["gib"] == needed_bytes(a.config, s) / 2**30 < 0.9 * a.machine.memory / 2**30
-    return rows
-
-
-def all_of(flags):
-    """Every layout that `bench.py plan` considers; one of each set of axes runs."""
-    a = asked(flags)
-    found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
-    assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in HALVES)
-    for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
-        assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
-    return a, found
-
-
-def test_plan_cuts_sequences_where_nothing_else_fits():
-    """GPT-3 with 131072 tokens on 64 H100s; never GPT-2 XL with 1024; and nothing that does not divide."""
-    gpt3 = "--gpus 64 --batch-size 8 --seq-len 131072 --n-layer 96 --n-head 96 --n-embd 12288 --machine h100"
-    a, settings = all_of(gpt3)
-    assert {(s.cp, s.cp_kind) for s in settings} > {(cp, kind) for cp in (2, 4, 8, 32) for kind in ("ring", "ulysses")}
-    assert min(needed_bytes(a.config, s) for s in settings if s.cp == 1) > 0.9 * a.machine.memory
-    rows = planned(gpt3 + " --top 8")
-    assert len(rows) == 8 and all(row["settings"]["cp"] > 1 and row["cp"] > 0 for row in rows)
-    assert all(s.cp == 1 for s in all_of("--gpus 64")[1])
-    # 25 heads, then 12; lengths that some cp and tp do not divide.
-    for flags in "--seq-len 98312", "--n-head 12 --n-embd 768 --seq-len 100012":
-        assert {s.cp for s in all_of("--gpus 16 --batch-size 16 " + flags)[1]} > {1, 2}
-
-
-def test_plan_shares_out_experts_that_do_not_fit():
-    flags = "--gpus 8 --machine h100 --batch-size 64 --experts 32"
-    a, settings = all_of(flags)
-    alone = [s for s in settings if s.ep == 1 and s.zero < 3 and s.pp == 1]
-    assert alone and min(needed_bytes(a.config, s) for s in alone) > a.machine.memory
-    rows = planned(flags + " --top 40")
-    assert rows[0]["settings"]["ep"] > 1 and "--ep " in rows[0]["layout"] and rows[0]["ep"] > 0
-    assert {row["settings"]["ep"] for row in rows if row["settings"]["pp"] == 1} > {2, 4, 8}
-    _, settings = all_of("--gpus 24 --experts 12 --expert-every 3 --batch-size 48")
-    assert {s.ep for s in settings} == {1, 2, 3, 4, 6, 12}
-
-
-def test_plan_lists_what_can_run_and_fits(tmp_path):
-    rows = planned(f"--gpus 64 --batch-size 512 --json {tmp_path / 'plan.json'}")
-    assert len(rows) == 15 and all(10 < row["mfu"] < 70 for row in rows)
-    assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 15
-    assert planned("--gpus 40 --batch-size 40 --top 200")  # 25 heads, nodes of 8
-    large = "--n-layer 16 --n-head 96 --n-embd 12288"  # a sixth of GPT-3
-    assert planned(f"--gpus 4096 --batch-size 4096 {large} --top 2") and not planned(f"--gpus 1 {large}")
-    small = dict(dataclasses.asdict(H200), memory=12 * 2**30)  # only where something is sharded or cut
-    (tmp_path / "machine.json").write_text(json.dumps({"machine": small}))
-    rows = planned(f"--gpus 8 --machine {tmp_path / 'machine.json'}")
-    assert rows and all(row["settings"]["zero"] or row["settings"]["pp"] > 1 for row in rows)
+        assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
 
 
 @pytest.mark.parametrize("kind,batches", [("weak", (8, 16, 32)), ("strong", (32, 32, 32))])

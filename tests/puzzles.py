@@ -1,16 +1,17 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
-import os
-import pathlib
-import subprocess
+import contextlib
+import io
+import re
 import sys
 
 import pytest
 
 import lessons.demos
 import lessons.puzzles
+import safe.launch
 from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
-from tests.pool import HERE, pools
+from tests.pool import in_new_process, pools
 from tests.walls import REFERENCE, SOURCES
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told
@@ -42,6 +43,7 @@ def ranks():
 
 @pytest.mark.parametrize("name", PUZZLES)
 def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, name):
+    """Solved, its folder is the reference; empty, the first line of the solution is not in its file."""
     puzzle, (right, wrong, said) = PUZZLES[name], MISTAKES[name]
     assert solution(puzzle).count(right) == 1
     bodies = {"empty": empty(puzzle), "solved": solution(puzzle), "wrong": solution(puzzle).replace(right, wrong)}
@@ -53,16 +55,10 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
     for lines in found["empty"]:
         assert len(lines) == 1 and lines[0].startswith("NotImplementedError: puzzle: nothing is written here yet (")
     assert any(said in line for lines in found["wrong"] for line in lines), found["wrong"]
-
-
-def test_a_folder_has_the_whole_reference_and_no_solution(tmp_path):
-    for name, puzzle in PUZZLES.items():
-        write(puzzle, tmp_path / name, empty(puzzle))
-        before, after = (pathlib.Path(folder, puzzle.file).read_text() for folder in (HERE, tmp_path / name))
-        first = solution(puzzle).splitlines()[0]
-        assert after.count(first) < before.count(first)
-        files = {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.py")}
-        assert files == {file for file in SOURCES if file.removesuffix(".py").split(os.sep)[0] in REFERENCE}
+    solved = {str(path.relative_to(tmp_path / "solved")): path.read_text() for path in tmp_path.glob("solved/**/*.py")}
+    assert solved == {file: SOURCES[file] for file in SOURCES if re.match(rf"({'|'.join(REFERENCE)})\W", file)}
+    first = solution(puzzle).splitlines()[0]
+    assert (tmp_path / "empty" / puzzle.file).read_text().count(first) < SOURCES[puzzle.file].count(first)
 
 
 @pytest.mark.parametrize("moved", [{"function": "Reducer.compute"}, {"function": "Reduce.computed"},
@@ -74,18 +70,20 @@ def test_a_name_that_moved_is_found_out(moved):
 
 def checked(name, folder, seconds):
     """(exit code, what is printed) of a check that gives up after so many seconds."""
-    code = f"import sys, lessons.puzzles as p; p.SECONDS = {seconds}; p.check(p.PUZZLES[sys.argv[1]], sys.argv[2])"
-    ended = subprocess.run([sys.executable, "-c", code, name, folder], cwd=HERE, capture_output=True, text=True)
-    return ended.returncode, ended.stdout
+    safe.launch._imported = safe.launch.threads()  # its ranks are forked from this process
+    lessons.puzzles.SECONDS = seconds
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as exit:
+        lessons.puzzles.check(PUZZLES[name], folder)
+    return exit.value.code, out.getvalue()
 
 
 def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
     write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
-    assert checked("g", tmp_path / "g", 30) == (0, "green\n")
+    assert in_new_process(checked, "g", tmp_path / "g", 30) == (False, "green\n")
     silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
     write(PUZZLES["ring"], tmp_path / "ring", silent)
-    code, said = checked("ring", tmp_path / "ring", 2)
-    assert code == 1 and "rank 1: no result within 2 s; does it wait" in said
+    code, said = in_new_process(checked, "ring", tmp_path / "ring", 2)
+    assert code and "rank 1: no result within 2 s; does it wait" in said
 
 
 def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
@@ -99,8 +97,3 @@ def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
     assert lesson("g", "--solution") == "return grad, None\n"
     assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", str(tmp_path / "g"))
     assert "# Puzzle: g's backward: " in (tmp_path / "g" / "parallel.py").read_text()
-
-
-@pytest.mark.parametrize("words", ["puzzles rings", "puzzles ring --into lessons", "puzzles ring --check lessons"])
-def test_a_puzzle_with_bad_input_is_one_line_and_exit_code_2(words, refusal):
-    refusal(words.split(), lessons.demos.main)

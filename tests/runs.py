@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-import collectives as dist
 import fast.run
 import safe.checkpoints
 import safe.flags
@@ -207,21 +206,6 @@ def start(text, tmp_path):
         words = [*TRAIN, "--data", text, *flags.replace("OUT", str(tmp_path)).split()]
         return Ranks(words, size, tmp_path / log, **more)
     return begin
-
-
-@pytest.fixture
-def refusal(monkeypatch, capsys):
-    """refusal(words): the one line with which a program ends before any process starts or meets another."""
-    def of(words, main=train.main):
-        monkeypatch.setattr(sys, "argv", ["", *words])
-        monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
-        monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
-        with pytest.raises(SystemExit) as exit:
-            main()
-        out, err = capsys.readouterr()
-        assert exit.value.code == 2 and err.count("\n") == 1 and not out, err
-        return err
-    return of
 
 
 TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]

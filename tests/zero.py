@@ -289,7 +289,7 @@ def test_sharded_optimizer_loads_its_state(compute_dtype):
 def test_a_dropped_step_leaves_nothing(way, between):
     """A step's gradients are zeroed between micro-batches, or before they are all there, as after a backward that
     raised: the next one's are its own, or whoever zeroed them is told how. A step after that changes nothing."""
-    net, ((x, _), _) = module_and_inputs("mlp", 0)
+    net, ((x, _), _) = module_and_inputs("encoder", 0)
     (model, sync, optimizer), norms = laid_out(net, way, lr=1.0), []
     wraps = [model] * (way in ("ddp", 3))
     for dropped in False, True:

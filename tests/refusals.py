@@ -1,0 +1,337 @@
+"""Bad input: a program says what is wrong in one line, ends with exit code 2, and has written nothing."""
+
+import fcntl
+import json
+import os
+import pickle
+import shutil
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+import bench
+import collectives as dist
+import further.bpe
+import kernels
+import lessons.demos
+import model
+import safe.launch
+import train
+from further.bpe import END, LETTERS
+from safe.checkpoints import crc_of
+from safe.files import crc_of_file
+from safe.huggingface import save
+from tests.runs import ran, TINY, TRAIN
+from tests.text import BY_HAND, write_vocabulary
+from theory.speed import MACHINES
+
+
+# Flags, and what the one line must say; left out, the flags. Words in capitals are files of `files`; $ ends the line.
+REFUSED = {
+    train.main: """
+        --steps -1
+        --lr nan
+        --lr -1
+        --clip inf
+        --min-lr 1
+        --batch-size 0
+        --micro-batches 3
+        --dp 0
+        --virtual-stages 0
+        --resume /no/such/run
+        --save-every -1
+        --keep -1
+        --timeout 0
+        --ep 0
+        --experts -1
+        --balance-rate nan
+        --seed -3
+        --warmup-steps -1
+        --cp 0
+        --sample -5
+        --temperature -1
+        --temperature nan
+        --top-k-sample -1
+        --top-k-sample x                    | --top-k-sample
+        --model gpt5                        | --model
+        --bogus 1                           | --bogus
+        --zero 4                            | --zero
+        --keep two                          | --keep
+        --dp 3                              | --batch-size 18
+        --tp 3                              | --tp 1
+        --tp 8                              | --tp 4
+        --pp 7                              | --pp 6
+        --n-head 3                          | --n-embd 129
+        --seq-len 0                         | --seq-len
+        --vocab-size 100                    | --vocab-size
+        --pp 2 --virtual-stages 2           | --schedule interleaved
+        --pp 2 --virtual-stages 2 --schedule interleaved | --micro-batches 2
+        --cuda-graphs on --device cpu       | --cuda-graphs on
+        --dtype fp64 --reduce-dtype bf16    | --reduce-dtype bf16
+        --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
+        --dp 2 --zero-within 2              | give --zero 1, 2 or 3
+        --sp                                | --sp cuts tokens over --tp: give --tp 2
+        --sp --tp 4 --seq-len 66            | 66 tokens cannot be cut into 4 parts: give --seq-len 68
+        --cp 4 --seq-len 20                 | sequences of 20 tokens cannot be cut into 8 parts: give --seq-len 24
+        --cp 2 --tp 2 --sp --seq-len 6      | cannot be cut into 4 parts: give --seq-len 8
+        --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
+        --data /no/such/file                | /no/such/file
+        --data EMPTY                        | it is empty
+        --data SHORT                        | --seq-len
+        --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens
+        --data ODD_BIN                      | odd_bin.bin
+        --data BIG_BIN                      | --vocab-size 60001
+        --data ASCII --vocab-size 123 --prompt é | --prompt
+        --data ASCII --vocab-size 123 --prompt BYTE_255 | --prompt
+        --seq-len 3 --prompt four           | tokens, the model's context is of 3: give a shorter one, or --sample 0
+        --trace FILE                        | --trace
+        --profile FILE                      | --profile
+        --out FILE                          | --out
+        --out OLD_RUN                       | --out
+        --out READ_ONLY                     | --out
+        --out NO_LOCK                       | --out
+
+        --dp 2 --ep 2                       | give --experts 4, say, or leave --ep out
+        --ep 2 --experts 4                  | --ep 2 does not divide --dp 1: give --ep 1 or --dp 2
+        --dp 6 --ep 4 --experts 3           | --ep 4 does not divide --dp 6: give --ep 1
+        --dp 4 --ep 4 --experts 6           | --ep 4 does not divide the 6 experts: give --ep 2
+        --experts 4 --top-k 5               | less than the 5 that a token goes through: give --top-k 4 or --experts 5
+        --experts 1                         | give --top-k 1 or --experts 4
+        --top-k 1                           | --top-k is for a model with experts
+        --expert-every 2                    | --expert-every is for a model with experts: give --experts 4
+        --experts 4 --expert-every 5        | give --expert-every 4
+        --cuda-graphs on --experts 4        | and no --experts: leave it out
+
+        --init-from /no/such/folder         | --init-from
+        --init-from HF --n-layer 3          | --n-layer 3
+        --init-from BAD_HF                  | config.json
+        --init-from NO_WEIGHTS              | holds no model.safetensors
+        --init-from HF --dp 2 --ep 2        | the model has none: leave --ep out
+        --init-from HF --experts 4          | --experts 4: the model in --init-from has 0; leave the flag out
+        --init-from HF --top-k 2            | --top-k 2: the model in --init-from has no experts; leave the flag out
+        --init-from EXPERTS --top-k 1       | --top-k 1: the model in --init-from has 2; leave the flag out
+        --init-from BAD_EXPERTS             | config.json: model_type 'gpt2' with num_experts 2
+
+        --resume                            | --out DIR
+        --resume --out HF                   | no complete checkpoint
+        --resume HF                         | leave --resume out
+        --resume HALF_RUN                   | holds no complete checkpoint
+        --resume STEP_3 --tp 3              | --tp 3
+        --resume STEP_3 --vocab-size 300    | --vocab-size 300: the model in --resume has 256
+        --resume STEP_3 --n-layer 2         | --n-layer 2
+        --resume STEP_3 --data ASCII        | --data
+        --resume STEP_3 --experts 4         | --experts 4: the model in --resume has 2
+        --resume STEP_3 --init-from /no     | --init-from /no beside --resume
+        TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 2 | (--lr 0.002 there, 0.5 here): name a new folder
+        TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 2 | /run-2, or add --resume$
+        TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 4 | (--experts 2 there, 4 here; --lr 0.002 there, 0
+        TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 0 | /run-2$
+        --resume STEP_3 --out RUN           | process 1 on here writes there
+        --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
+        --resume STEP_2 --out RUN           | /run and move newer ones away
+
+        --tokenizer /no/such                | --tokenizer /no/such: vocab.json: No such file
+        --tokenizer HALF                    | merges.txt: No such file
+        --tokenizer NO_JSON                 | --tokenizer
+        --tokenizer LIST                    | --tokenizer
+        --tokenizer OTHER_MERGES            | vocab.json has no 'zq'
+        --tokenizer NO_END                  | vocab.json has no '<|endoftext|>'
+        --tokenizer GAPS                    | from 0 to 264
+        --tokenizer HAND --vocab-size 300   | has 265 tokens, the model 300: give the vocab.json
+        --tokenizer HAND --data NOTHING     | it is empty; give text
+        --tokenizer HAND --data NOTHING --out NEW | it is empty; give text
+        --tokenizer HAND --seq-len 3 --prompt zzzz | --prompt has 4 tokens, the model's context is of 3
+        --tokenizer HAND --out OLD_RUN      | name a new folder
+        --init-from LARGE                   | its 300 tokens are not bytes: give --tokenizer FOLDER
+        --init-from LARGE --tokenizer HAND  | has 265 tokens, the model 300: give the vocab.json
+        --init-from LARGE_HALF              | merges.txt: No such file""",
+    further.bpe.main: """
+        /no/such --vocab-size 300 --out NEW | No such file
+        EMPTY --vocab-size 300 --out NEW    | no text
+        TEXT --vocab-size 256 --out NEW     | --vocab-size 256
+        TEXT --vocab-size 70000 --out NEW   | --vocab-size 70000""",
+    bench.main: """
+        bogus                               | WHAT
+        kernels --only foo --device cpu     | --only foo
+        kernels --only elu --device cpu     | want a GPU
+        kernels --gpus 2 --device cpu       | --gpus 2
+        plan --gpus 0                       | --gpus
+        plan --machine nope                 | --machine nope
+        plan --gpus 16 --machine MACHINE    | network
+        plan --gpus 4 --n-head 7            | --n-embd 1603
+        plan --model gpt5                   | --model
+        collectives --only foo --device cpu | --only foo
+        collectives --gpus 1 --device cpu   | --gpus 2
+        lessons --only order --device cpu   | there are elu
+        strategies --json /no/such/x.json --device cpu | --json
+        strategies --json / --device cpu    | --json /
+        strategies --only ddp7 --device cpu | --only ddp7
+        strategies --only tp --gpus 3 --device cpu | --tp 1
+        strategies --gpus 2 --batch-size 3 --only ddp --device cpu | --batch-size 4
+        strategies --device tpu             | --device
+        scaling --only tp --gpus 3 --device cpu | ddp, zero3, zero1, zero2
+        scaling --micro-batches 2 --device cpu | --micro-batches 2
+        pictures nope.json                  | nope.json
+        pictures MACHINE                    | KeyError 'traceEvents'
+        pictures --into MACHINE             | --into
+        pictures TRACE                      | trace.json""",
+    lessons.demos.main: """
+        tensor --ranks 0                    | --ranks
+        context --ranks 0                   | --ranks
+        data --ranks two                    | --ranks
+        experts --ranks -1                  | --ranks
+        memory --model gpt9                 | --model
+        pages --out                         | --out
+        pages --into HF                     | --into
+        puzzles rings                       | rings
+        puzzles ring --into HF              | --into
+        puzzles ring --check HF             | --check"""}
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """refusal(main, words): the line with which a program ends before any process starts or meets another."""
+    def of(main, words):
+        monkeypatch.setattr("sys.argv", ["", *words])
+        monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
+        monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
+        with pytest.raises(SystemExit) as exit:
+            main()
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2 and err.count("\n") == 1 and not out, err
+        return err
+    return of
+
+
+@pytest.fixture(scope="session")
+def finished_run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    flags = "--steps 3 --save-every 1 --experts 2 --out".split()
+    ran([*TRAIN, "--data", text, *flags, str(folder / "run")], 1, folder / "log")
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def files(text, finished_run, tmp_path_factory):
+    """{word: path} of what rows name, in one folder."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, experts, tokens in [("hf", 0, 256), ("bad_hf", 0, 256), ("experts", 2, 256), ("bad_experts", 2, 256),
+                                  ("large", 0, 300), ("large_half", 0, 300)]:
+        save(model.GPT(model.GPTConfig(tokens, 16, 1, 2, 16, experts=experts)), folder / name)
+    hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
+    for name, merges, tokens in [("hand", BY_HAND, hand), ("no_json", [], []), ("list", [], []), ("gaps", [], []),
+                                 ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1])]:
+        write_vocabulary(folder / name, merges, tokens)
+    config = (folder / "bad_experts" / "config.json").read_bytes()
+    for name, data in {
+            "empty": b"", "file": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
+            "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",
+            "bad_hf/config.json": b"{}", "no_weights/config.json": b"{}", "large_half/vocab.json": b"{}",
+            "bad_experts/config.json": config.replace(b"ringgpt_moe", b"gpt2"), "half/vocab.json": b"{}",
+            "no_json/vocab.json": b"{", "list/vocab.json": b"[1]", "old_run/log.jsonl": b"", "no_lock/.lock/file": b"",
+            "gaps/vocab.json": json.dumps({token: 2 * i for i, token in enumerate(hand)}).encode(),
+            "half_run/.step-00000003.part/file": b"", "trace.json": b'{"traceEvents": []}',
+            "machine.json": json.dumps({"machine": asdict(MACHINES["h200"]) | {"network": None}}).encode()}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    os.mkdir(folder / "read_only", 0o555)
+    shutil.copytree(finished_run, folder / "run")
+    lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
+    lock.write("process 1 on here")
+    lock.flush()
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    words = {path.stem.upper(): path for path in folder.iterdir()} | {
+        "folder": folder, "lock": lock, "TEXT": text, "TINY": " ".join(TINY), "BYTE_255": os.fsdecode(b"\xff"),
+        "STEP_2": folder / "run" / "step-00000002", "STEP_3": folder / "run" / "step-00000003"}
+    return words if os.geteuid() else words | {"READ_ONLY": "/proc/run"}  # root may write anywhere, almost
+
+
+@pytest.mark.parametrize("main, row", [(main, row) for main, rows in REFUSED.items() for row in rows.split("\n")
+                                       if row], ids=lambda value: getattr(value, "__module__", value))
+def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal):
+    def written():
+        return {path: path.read_bytes() for path in files["folder"].rglob("*") if path.is_file()}
+
+    flags, _, says = map(str.strip, row.partition(" | "))
+    words = " ".join(str(files.get(word, word)) for word in flags.split()).split(" ")
+    if main == train.main and not {"--data", "--resume"} & {*words}:
+        words += ["--data", str(files["ASCII"])]
+    before = written()
+    assert (says or flags) in refusal(main, words).replace("\n", "$")
+    assert written() == before
+
+
+def test_bad_input_ends_all_ranks_before_they_meet(tmp_path):
+    said = ran("--resume /no/such --dp 2".split(), 2, tmp_path / "log", [2, 2])
+    assert said.count("\n") == 1 and "/no/such" in said, said
+
+
+# ------------------------------------------------------------------------------------------------- damaged checkpoints
+
+class Malice:
+    def __reduce__(self):
+        return os.system, ("touch hacked",)
+
+
+def cut(data):
+    return data[:-10]
+
+
+def flipped(data):
+    return data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1:]
+
+
+def becomes(data):
+    return lambda _: data
+
+
+def edited(old, new):
+    return lambda data: data.replace(old, new)
+
+
+PICKLED = pickle.dumps({"wte.weight": Malice()})
+MANIFEST, CONFIG, WEIGHTS, MOMENTS = "manifest.json", "config.json", "model.safetensors", "optimizer.safetensors"
+DAMAGED = [  # a file of a checkpoint, what becomes of its bytes, what the one line must say
+    (MANIFEST, becomes(None), "manifest.json: No such file"), (MANIFEST, cut, "manifest.json: "),
+    (MANIFEST, edited(b"skipped", b"skjpped"), "manifest.json: it does not match its own checksum"),
+    (WEIGHTS, cut, "model.safetensors: it has"), (WEIGHTS, flipped, "model.safetensors: its checksum"),
+    (MOMENTS, becomes(None), "optimizer.safetensors: No such file"),
+    (MOMENTS, flipped, "optimizer.safetensors: its checksum"),
+    (CONFIG, flipped, "config.json: its checksum")]
+FORGED = [  # the manifest is made to match, so only the contents can tell
+    (MANIFEST, edited(b'"format": 1', b'"format": 2'), "its format is 2"),
+    (MOMENTS, becomes(PICKLED), "optimizer.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, becomes(PICKLED), "model.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, becomes(b"\xff" * 100), "model.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, becomes(b""), "cannot mmap an empty file"), (WEIGHTS, cut, "it is cut short or damaged"),
+    (WEIGHTS, edited(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
+     "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
+    (WEIGHTS, edited(b"[64, 16]", b"[16, 64]"),
+     "h.0.mlp.experts.0.c_proj.weight is (16, 64), config.json makes it (64, 16)"),
+    (CONFIG, cut, "config.json: "),
+    (CONFIG, edited(b'"n_positions": 16', b'"n_positions": 12'),
+     "wpe.weight is (16, 16), config.json makes it (12, 16)"),
+    (CONFIG, edited(b'"n_layer": 1', b'"n_layer": 3'), "has no h.2.")]
+
+
+@pytest.mark.parametrize("forged, file, change, says", [(False, *row) for row in DAMAGED]
+                         + [(True, *row) for row in FORGED])
+def test_damaged_checkpoint_is_one_line_and_exit_code_2(forged, file, change, says, files, tmp_path, monkeypatch,
+                                                        refusal):
+    """Nothing in it runs. --init-from, which reads no manifest, says of the contents what --resume says."""
+    step = tmp_path / "step-00000003"
+    shutil.copytree(files["STEP_3"], step)
+    data = change((step / file).read_bytes())
+    (step / file).unlink() if data is None else (step / file).write_bytes(data)
+    if forged:
+        manifest = json.loads((step / MANIFEST).read_text())
+        del manifest["crc32"]
+        if file in manifest["files"]:
+            manifest["files"][file] = {"bytes": len(data), "crc32": crc_of_file(step / file) if data else 0}
+        (step / MANIFEST).write_text(json.dumps(manifest | {"crc32": crc_of(manifest)}))
+    monkeypatch.chdir(tmp_path)
+    for flag in ["--resume"] + ["--init-from"] * (forged and file in (WEIGHTS, CONFIG)):
+        assert says in refusal(train.main, ["--device", "cpu", "--data", str(files["TEXT"]), flag, str(step)])
+    assert not os.path.exists("hacked")
