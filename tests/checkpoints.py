@@ -111,6 +111,7 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     os.remove(f"{plain}/{last}.pt")
     for size, flags, says in [
             (2, "--plain --keep 2", "unrecognized arguments: --keep"),
+            (2, "--plain --tp 2 --vocab-size 50", "--vocab-size 50: the text has token "),
             (2, f"--out {plain} --lr 0.5", "holds another run (--lr 0.002 there, 0.5 here)"),
             (2, f"--plain --dp 2 --resume {whole}/{last}", "no file step-*.pt, as --plain writes it; leave --plain"),
             (1, f"--plain --resume {plain}/none", "no file step-*.pt, as --plain writes it; leave --plain out")]:

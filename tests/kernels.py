@@ -99,6 +99,13 @@ def no_worse_than_pytorch(ours, theirs, inputs, units=2):
         assert mine.shape == exact.shape and error <= slack * max(*errors, unit), (i, error, errors)
 
 
+def test_a_part_of_the_vocabulary_may_have_no_finite_logit():
+    """As of a padded vocabulary, masked: its loss would be NaN on a rank of --tp that has the padding alone."""
+    z, targets = torch.full((2, 4), -math.inf, device=KERNEL_DEVICE), torch.tensor([4, 9], device=KERNEL_DEVICE)
+    top, total, picked = kernels.softmax_sums(z, targets)
+    assert top.isfinite().all() and total.eq(0).all() and picked.eq(0).all()
+
+
 def test_hand_derived_backwards_equal_autograd():
     """Cross-entropy's, and attention's to all keys, are proven by layouts that cut the vocabulary and sequences."""
     def draw(*shape):

@@ -528,6 +528,19 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
         assert close(net.clip_grad_norm_(0), norm)
 
 
+def test_second_derivatives_through_tensor_parallelism_are_refused(pool):
+    """An all-reduce inside of a backward is nothing that autograd could differentiate."""
+    pool(1).run(differentiate_twice)
+
+
+def differentiate_twice():
+    net = parallel.tensor_parallel(model.GPT(SMALL), None)
+    loss = net(tokens_of(0)[0].to(torch.get_default_device())).square().sum()
+    grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(grad.square().sum() for grad in grads).backward()
+
+
 def test_layers_of_16_bits_want_their_optimizer_first(pool):
     pool(1).run(forward_without_optimizer)
 
