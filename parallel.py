@@ -1687,9 +1687,8 @@ class ParallelGPT:
 
     def zero_grad(self):
         """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
-        for reducer in self.reducers:
-            reducer.forget()
-        self.optimizer.zero_grad()
+        for sync in dict.fromkeys(self.syncs.values()):
+            sync.zero_grad()
 
     def actions(self, m, training=True):
         """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
