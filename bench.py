@@ -47,7 +47,7 @@ from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch
 from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings
-from safe.folder import check_folder
+from safe.files import check_folder
 from safe.launch import is_forked
 from theory.speed import MACHINES, describe_machine
 

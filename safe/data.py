@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -17,9 +16,8 @@ import time
 import numpy as np
 
 from further.bpe import END, FILES, text_of, Tokenizer
-from safe.files import write_blocks
-from safe.flags import BadInput, reject
-from safe.folder import writable
+from safe.files import writable, write_blocks
+from safe.sizes import BadInput, reject
 from train import Bytes, read_texts, split, standard_library, vocabulary_of
 
 
@@ -90,7 +88,7 @@ def bytes_a_token(tokens, vocabulary):
 # --------------------------------------------------------------------------------------------------------------- data
 
 def is_bin(s):
-    return s.data.endswith(".bin") and os.path.isfile(s.data)
+    return s.data.endswith(".bin") and not os.path.isdir(s.data)
 
 
 def load_data(s, vocabulary):
@@ -98,11 +96,12 @@ def load_data(s, vocabulary):
     where = f"--data {s.data}" if s.data else "the standard library"
     try:
         if is_bin(s):
-            tokens = read_tokens(s.data, where)
-        elif isinstance(vocabulary, Bytes):
-            tokens = vocabulary.tokens_of(read_texts(files_of(s)))
+            size = os.path.getsize(s.data)
+            reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
+            tokens = np.memmap(s.data, np.uint16, "r")
         else:
-            tokens = encoded(s, read_texts(files_of(s)), vocabulary)
+            texts = read_texts(files_of(s))
+            tokens = vocabulary.tokens_of(texts) if isinstance(vocabulary, Bytes) else encoded(s, texts, vocabulary)
         problem = "" if len(tokens) else "it is empty"
     except OSError as error:
         problem = error.strerror
@@ -135,13 +134,6 @@ def check_tokens(tokens, vocab_size):
     reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
 
 
-def read_tokens(path, where):
-    """Tokens of a .bin file, uint16, as nanoGPT writes it."""
-    size = os.path.getsize(path)
-    reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
-    return np.memmap(path, np.uint16, "r")
-
-
 # ------------------------------------------------------------------------------------------- text encoded, on all cores
 
 PART = 1 << 22  # letters that a process encodes at a time
@@ -162,10 +154,10 @@ def encoded(s, texts, vocabulary):
     for part in (*map(str.encode, vocabulary.files.values()), *texts):
         key.update(b"%d " % len(part) + part)
     key = key.hexdigest()[:16]
-    path = os.path.join(s.out, f"text-{key}.bin")
-    with open(os.path.join(tempfile.gettempdir(), f"ringgpt-{os.getuid()}-{key}.lock"), "w") as file:
+    path = pathlib.Path(s.out, f"text-{key}.bin")
+    with open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
-        if s.out and os.path.exists(path):
+        if s.out and path.exists():
             return np.memmap(path, np.uint16, "r")
         if key not in _encoded:
             _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
@@ -183,7 +175,7 @@ def encode_parts(texts, vocabulary):
         return
     cores, started, done = os.cpu_count() or 1, time.perf_counter(), 0
     with concurrent.futures.ThreadPoolExecutor(cores) as threads:  # each waits for a process
-        for part, tokens in zip(parts, threads.map(functools.partial(encode_part, folder=vocabulary.folder), parts)):
+        for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary.folder), parts)):
             done += len(part)
             speed = done / 1e6 / (time.perf_counter() - started)
             print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, {speed:.1f} a second "
@@ -202,7 +194,7 @@ def parts_of(text, size=PART):
 
 
 def encode_part(part, folder):
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    here = pathlib.Path(__file__).resolve().parents[1]
     worker = subprocess.run([sys.executable, "-c", WORKER, here, folder], input=part.encode("utf-8", "surrogateescape"),
                             stdout=subprocess.PIPE, check=True)
     return np.frombuffer(worker.stdout, np.uint16)
@@ -210,7 +202,6 @@ def encode_part(part, folder):
 
 def keep(path, tokens):
     """Write them. The file has its name when it is whole, though other nodes may write it, too."""
-    folder = os.path.dirname(path)
-    with writable(folder, "--out"), tempfile.TemporaryDirectory(dir=folder, prefix=".text-") as own:
-        write_blocks(os.path.join(own, "text.bin"), [tokens.data])
-        os.replace(os.path.join(own, "text.bin"), path)
+    with writable(path.parent, "--out"), tempfile.TemporaryDirectory(dir=path.parent, prefix=".text-") as own:
+        write_blocks(f"{own}/text.bin", [tokens.data])
+        os.replace(f"{own}/text.bin", path)

@@ -16,15 +16,15 @@ import collectives as dist
 import parallel
 from further.bpe import Tokenizer
 from safe import launch
-from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, settled, write_checkpoint
+from safe.checkpoints import differences, find_checkpoint, lock, remove_old, run_of, start_of, write_checkpoint
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
-from safe.flags import (
-    BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
-from safe.folder import check_folder, lock, Log, start_of
+from safe.files import check_folder, Log
+from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
 from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
+from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
@@ -289,11 +289,11 @@ class WatchedRun(Run):
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_vocabulary(s, config, vocabulary)
         only_sample = checkpoint and not s.steps
-        if only_sample and (isinstance(vocabulary, Tokenizer) or checkpoint.manifest["run"]["data"]["bytes"]):
+        if only_sample:
             data = np.empty(0, np.uint8), np.empty(0, np.uint8), vocabulary
         else:
-            if s.out and not only_sample:  # another run's folder is refused before a text is encoded into it
-                start_of(s, settled(s, config) | {"data": {}}, checkpoint, False)
+            if s.out:  # another run's folder is refused before a text is encoded into it
+                start_of(s, run_of(s, config), checkpoint, False)
             data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
         check_prompt(s, config, vocabulary)
