@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, name, timeout):
         self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
-        self.store, self.beats, self.end, self.ending, self.done = None, 0, None, threading.Lock(), False
+        self.store, self.end, self.ending, self.done = None, None, threading.Lock(), False
 
     def start(self):
         """Call after `initialize`."""
@@ -40,8 +40,7 @@ class Watch:
             threading.Thread(target=self._live, daemon=True).start()
 
     def _sign(self):
-        self.beats += 1
-        self.store.set(f"watch/{get_rank()}", json.dumps([self.beats, self.end, *progress()]))
+        self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, *progress()]))
 
     def _live(self):
         seen, since = None, 0.0
@@ -57,19 +56,19 @@ class Watch:
 
     def _others(self):
         """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
-        keys = {r: f"watch/{r}" for r in range(get_world_size()) if r != get_rank()}
-
         def signs():
+            keys = {r: f"watch/{r}" for r in range(get_world_size()) if r != get_rank()}
             return {r: json.loads(self.store.get(key)) if self.store.check([key]) else [0, None, 0, "starting", 0]
                     for r, key in keys.items()}
 
         before, silent, failed, others = signs(), [], [], []
         time.sleep(4 * self.pause)
-        for r, (beats, end, step, what, _) in signs().items():
+        for r, sign in signs().items():
+            _, end, step, what, _ = sign
             others.append(f"rank {r}: step {step}, {what}")
             if end:
                 failed.append(f"rank {r} failed in step {step}, {what}: {end}")
-            elif end is None and beats == before[r][0]:
+            elif end is None and sign == before[r]:
                 silent.append(f"rank {r} gives no sign of life since step {step}, {what}")
         return "; ".join(silent or failed or others[:8])
 
