@@ -294,7 +294,7 @@ def build_peer(peer, config, s, device, batches):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
+              for kinds in (predicted_bytes(trainer), trainer.measured_bytes())]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()

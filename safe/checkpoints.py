@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from model import GPTConfig, shapes
+from parallel import master_dtype
 from safe.files import crc_of_file, read_safetensors, sync_folder, writable, write_file, write_safetensors
 from safe.flags import dashed, Settings
 from safe.huggingface import open_hf, write_hf
@@ -72,22 +73,23 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
 
 # ------------------------------------------------------------------------------------------------------------- written
 
-def write_checkpoint(out, manifest, config, dtype, get, texts):
-    """Write a checkpoint into the folder `out`; OSError if that fails. get(label) returns one whole tensor at a time,
-    in the order of Trainer.whole_tensors. manifest: all but the files and checksums. texts: {name: contents} of a
-    tokenizer's files."""
-    final = pathlib.Path(out, f"step-{manifest['step']:08}")
-    part = final.with_name(f".{final.name}.part")
-    moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(config).items()}
+def write_checkpoint(trainer, done, get):
+    """Write the checkpoint after `done` steps into --out; OSError if that fails. get(label) returns one whole tensor at
+    a time, in the order of Trainer.whole_tensors."""
+    final = pathlib.Path(trainer.s.out, f"step-{done:08}")
+    part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
+    moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
+    manifest = {"format": 1, "step": done, "updates": done - trainer.skipped, "skipped": trainer.skipped,
+                "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        files = write_hf(part, config, get, dtype)
+        files = manifest["files"] = write_hf(part, trainer.config, get, dtype)
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, get)
-        files |= {name: write_file(part / name, text) for name, text in texts.items()}
-        manifest = manifest | {"format": 1, "files": files}
+        for name, text in getattr(trainer.vocabulary, "files", {}).items():
+            files[name] = write_file(part / name, text)
         write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
         sync_folder(part)
         os.rename(part, final)
-        sync_folder(out)
+        sync_folder(final.parent)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -188,8 +190,8 @@ def start_of(s, identity, asked, read_all):
     if asked:
         home = asked.path.resolve().parent
         reject(not found or not found[-1].samefile(asked.path), f"--resume {asked.path}: a run goes on in its own "
-               f"folder, from the newest checkpoint there: give --out {home} and move newer ones away; or begin another "
-               f"run from its weights, with --init-from {asked.path}")
+               f"folder, from the newest checkpoint there: give --out {home} and move newer ones away; or begin "
+               f"another run from its weights, with --init-from {asked.path}")
         return asked, identity | {"start": asked.manifest["run"]["start"]}
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:
@@ -197,8 +199,8 @@ def start_of(s, identity, asked, read_all):
     except (OSError, ValueError):
         there = newest and newest.manifest["run"]
     another = f"name a new folder, e.g. --out {out}-2"
-    reject(not there and (out / "log.jsonl").exists(), f"--out {out} already holds files of a run, and no run.json that "
-           f"says which: {another}")
+    reject(not there and (out / "log.jsonl").exists(), f"--out {out} already holds files of a run, and no run.json "
+           f"that says which: {another}")
     if there and (how := differences(there, identity)):
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
                        + ", or add --resume" * bool(newest and not differences(there, identity, ("model", "data"))))

@@ -30,7 +30,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 def load(folder):
     """Load a Hugging Face GPT-2 folder, config.json with model.safetensors, in float32 on the CPU.
 
-    Raises BadInput, a ValueError that names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut short.
+    Raises BadInput, a ValueError that names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut
+    short.
     """
     config, source = open_hf(folder)
     model = GPT(config, seed=None)

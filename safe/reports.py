@@ -61,6 +61,11 @@ def timed(pipeline):
         spans[:] = [(a, *(origin + zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in spans]
 
 
+def storages(tensors):
+    """{storage: its bytes} of these tensors; views share one."""
+    return {StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
+
+
 class BirthLog(TorchDispatchMode):
     """Measures what activations take: counts the bytes of every tensor made inside it, except views of older ones."""
 
@@ -70,14 +75,14 @@ class BirthLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for older, tensors in ((True, (args, kwargs)), (False, out)):
-            for t in tensors_in(tensors):
-                self.born.setdefault(StorageWeakRef(t.untyped_storage()), 0 if older else t.untyped_storage().nbytes())
+        older = dict.fromkeys(storages(tensors_in((args, kwargs))), 0)
+        for storage, size in {**storages(tensors_in(out)), **older}.items():
+            self.born.setdefault(storage, size)
         return out
 
     def ignore(self, tensors):
         """Do not count these tensors."""
-        self.born.update((StorageWeakRef(t.untyped_storage()), 0) for t in tensors)
+        self.born.update(dict.fromkeys(storages(tensors), 0))
 
     def alive(self):
         """Bytes of the counted tensors that still exist."""
@@ -140,13 +145,13 @@ def about_vocabulary(trainer):
     return ""
 
 
-def predicted_bytes(trainer, load=1.0):
-    """`theory.memory.memory_bytes` of this rank. load: as there."""
+def predicted_bytes(trainer):
+    """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
     mine = [pieces for _, pieces in stages_in(s, trainer.config, rank)]
     held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    return memory_bytes(trainer.config, s, mine, held, fused, load)
+    return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
 
 
 @contextlib.contextmanager
@@ -176,11 +181,11 @@ def nothing_else_lost(what, folder, say):
 
 
 def named(owner, method, name):
-    """Inside, the profile shows each call of owner.method as a range called `name`, or name(the call's arguments)."""
+    """Inside, the profile shows each call of owner.method as a range called name(the call's arguments)."""
     whole = getattr(owner, method)
 
     def ranged(*args):
-        with torch.profiler.record_function(name if isinstance(name, str) else name(*args)):
+        with torch.profiler.record_function(name(*args)):
             return whole(*args)
 
     return patch.object(owner, method, ranged)
@@ -201,8 +206,9 @@ def profiled(trainer):
     and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     activities = torch.profiler.ProfilerActivity
+    syncs = dict.fromkeys(trainer.net.syncs.values())
     ranges = [*trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
-              *[(sync, "finish_grad_sync", "finish_grad_sync") for sync in dict.fromkeys(trainer.net.syncs.values())]]
+              *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in syncs]]
     with contextlib.ExitStack() as stack, torch.profiler.profile(
             activities=[activities.CPU] + [activities.CUDA] * (trainer.device.type == "cuda"),
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
@@ -220,7 +226,7 @@ def profiled(trainer):
 def describe_first_steps(trainer):
     """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
     log."""
-    predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
+    predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "

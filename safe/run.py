@@ -9,11 +9,9 @@ import time
 import traceback
 from functools import cached_property, partial
 
-import numpy as np
 import torch
 
 import collectives as dist
-import parallel
 from further.bpe import Tokenizer
 from safe import launch
 from safe.checkpoints import differences, find_checkpoint, lock, remove_old, run_of, start_of, write_checkpoint
@@ -23,7 +21,7 @@ from safe.files import check_folder, Log
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.launch import end_after_sigterm
 from safe.messages import PeerError, progress, Watched
-from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
+from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, storages, traced
 from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
@@ -47,11 +45,14 @@ class WatchedTrainer(Trainer):
     are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent.
 
     run: the WatchedRun, None in a benchmark."""
+    first = 0  # steps that are done when the run goes on from a checkpoint
+    log = None  # on rank 0, if there is --out: its Log
+    activations, share, memory = 0, 1.0, {}  # what the first steps found: for `describe_first_steps`, and for the log
+    terminated = stopping = False  # whether this rank has had a SIGTERM; whether one of them has
+    saved = True  # whether the last checkpoint was written
 
     def __init__(self, s, config, source, data, device, run=None):
-        self.run, self.log, self.unit = run, None, "byte" if isinstance(data[2], Bytes) else "token"
-        self.first, self.activations, self.share, self.memory = 0, 0, 1.0, {}
-        self.terminated, self.stopping, self.saved = False, False, True
+        self.run, self.unit = run, "byte" if isinstance(data[2], Bytes) else "token"
         super().__init__(s, config, source, data, device)
 
     @cached_property
@@ -189,31 +190,26 @@ class WatchedTrainer(Trainer):
 
     def save(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
-        s, started, problem, rest = self.s, time.perf_counter(), None, self.whole_tensors()
+        started, rest, self.saved = time.perf_counter(), self.whole_tensors(), True
 
         def get(label):
             found, tensor = next(rest)
             assert found == label, f"{found} was gathered where the file has {label}"
             return tensor
 
-        if dist.get_rank() == 0:
-            manifest = {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
-                        "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
-            try:
+        try:
+            if dist.get_rank() == 0:
                 os.fsync(self.log.file)
-                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.layout.dtype), get,
-                                 getattr(self.vocabulary, "files", {}))
-                remove_old(s.out, s.keep)
-            except OSError as error:
-                problem = error.strerror
+                write_checkpoint(self, done, get)
+                remove_old(self.s.out, self.s.keep)
+                if self.stopping or done == self.s.steps:
+                    self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
+        except OSError as error:
+            self.saved, problem = False, error.strerror
+            self.say(f"{self.where(done)}  not saved in {self.s.out}: {problem}; older checkpoints there are complete")
+            self.write_log({"step": done, "not_saved": problem})
         for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
-        self.saved = not problem
-        if problem:
-            self.say(f"{self.where(done)}  not saved in {s.out}: {problem}; older checkpoints there are complete")
-            self.write_log({"step": done, "not_saved": problem})
-        elif self.stopping or done == s.steps:
-            self.say(f"saved    {s.out}: log.jsonl, step-{done:08}")
         self.since += time.perf_counter() - started
 
     def load(self, saved):
@@ -229,10 +225,8 @@ class WatchedTrainer(Trainer):
         if self.optimizer.param_groups[0].get("fused"):  # it wants them there
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
-        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
-        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))
-        self.log = Log(os.path.join(self.s.out, "log.jsonl"), first) if self.run.lock else None
+        if self.run.lock:
+            self.log = Log(f"{self.s.out}/log.jsonl", first)
         self.gpu_flops = speed.peak_flops(self.device)
         if self.gpu_flops and self.config.long_sequences:
             self.say(f"speed    {HALF_COUNTED}")
@@ -250,9 +244,9 @@ class WatchedTrainer(Trainer):
         """{kind: bytes} of this rank's tensors, each storage counted once. theory.memory.memory_bytes predicts it."""
         sizes, seen = {}, set()
         for kind, tensors in kept_tensors(self.net).items():
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            sizes[kind] = sum(storages[place] for place in storages.keys() - seen)
-            seen |= storages.keys()
+            found = storages(tensors)
+            sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
+            seen |= found.keys()
         return dict(sizes, activations=self.activations)
 
 
@@ -261,11 +255,13 @@ class WatchedTrainer(Trainer):
 class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
-    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
-    the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there, else None).
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`; None if it only samples),
+    `processes` (how many the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there,
+    else None).
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer
+    identity = lock = None
 
     def __init__(self, arguments):
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -274,7 +270,8 @@ class WatchedRun(Run):
         except BadInput as problem:
             refuse("train.py", problem, self.rank)
 
-    def prepare(self, arguments):
+    def settings(self, arguments):
+        """(Settings, the Checkpoint of --resume or None): a run goes on with what decided its losses."""
         s = parse(Parser(**ABOUT), self.flags, arguments)
         checkpoint = find_checkpoint(s, self.rank == 0)
         if checkpoint:
@@ -282,36 +279,40 @@ class WatchedRun(Run):
             arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
+        return s, checkpoint
+
+    def prepare(self, arguments):
+        """Fill in what a Run has. BadInput if it cannot be run."""
+        s, checkpoint = self.settings(arguments)
         vocabulary = open_vocabulary(s, checkpoint)
         if s.tokenizer and not checkpoint and not s.init_from:
             s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_vocabulary(s, config, vocabulary)
-        only_sample = checkpoint and not s.steps
-        if only_sample:
-            data = np.empty(0, np.uint8), np.empty(0, np.uint8), vocabulary
+        if checkpoint and not s.steps:  # a sample reads no data, and leaves nothing
+            s.out, data = "", (b"", b"", vocabulary)
         else:
             if s.out:  # another run's folder is refused before a text is encoded into it
                 start_of(s, run_of(s, config), checkpoint, False)
             data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
+            self.identity = run_of(s, config, data)
+            if checkpoint and (how := differences(checkpoint.manifest["run"], self.identity, ("data",))):
+                raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained "
+                               f"on ({'; '.join(how)}): give that, or start a new run with --init-from "
+                               f"{checkpoint.path}")
         check_prompt(s, config, vocabulary)
-        identity = run_of(s, config, data)
-        if checkpoint and not only_sample and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
-            raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "
-                           f"({'; '.join(how)}): give that, or start a new run with --init-from {checkpoint.path}")
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
             if folder and self.rank == 0:
                 check_folder(folder, name)
-        self.lock = None
-        if s.out and not only_sample:
-            checkpoint, identity = start_of(s, identity, checkpoint, self.rank == 0)
+        if s.out:
+            checkpoint, self.identity = start_of(s, self.identity, checkpoint, self.rank == 0)
             source = checkpoint.source if checkpoint else source
-            self.lock = lock(s.out, identity) if self.rank == 0 else None
+            if self.rank == 0:
+                self.lock = lock(s.out, self.identity)
         self.saved = checkpoint and checkpoint.manifest | {"tensors": checkpoint.moments}
-        self.s, self.config, self.source, self.data = s, config, source, data
-        self.checkpoint, self.identity = checkpoint, identity
+        self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
 
     def start(self):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
@@ -335,8 +336,10 @@ class WatchedRun(Run):
 
     def train(self, device):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
-        before = signal.getsignal(signal.SIGTERM)
         trainer = self.trainer(self.s, self.config, self.source, self.data, device, self)
+        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
+        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
         trainer.train(self.saved)
         signal.signal(signal.SIGTERM, before)
         if trainer.terminated:

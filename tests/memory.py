@@ -56,7 +56,7 @@ def memory_of(text, flags):
                             "--batch-size", "2", "--kernels", "torch", *flags.split()])
     with torch.device("cpu"):
         trainer.step(0)
-        measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
+        measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer)
         kernels.use("auto")
     kinds = [(measured[kind], predicted[kind]) for kind in ("parameters", "gradients", "optimizer")]
     return measured["activations"], predicted["activations"], kinds, trainer.share
