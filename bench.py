@@ -320,7 +320,7 @@ def check_file(a):
 
 
 def main():
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     if len(sys.argv) == 1:
         print(__doc__.strip())
         return
@@ -330,7 +330,7 @@ def main():
             fast.on()
         processes = check(a, world)
     except BadInput as problem:
-        refuse("bench.py", problem, rank)
+        refuse("bench.py", problem)
     if processes > world:
         launch.start_again(processes)
     WHAT[a.what](a)

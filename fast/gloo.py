@@ -208,12 +208,11 @@ class GlooLink(DoublingLink):
 
         boxes = self.mailboxes
         send, receive = (boxes.send, boxes.receive) if boxes else (send_by_gloo, receive_by_gloo)
-        with self.naming():
-            handles = [receive(t, peer) for t, peer in receives if t.numel()]
-            for t, peer in sends:
-                if t.numel():
-                    self.count(t, peer)
-                    handles.append(send(t, peer))
+        handles = [receive(t, peer) for t, peer in receives if t.numel()]
+        for t, peer in sends:
+            if t.numel():
+                self.count(t, peer)
+                handles.append(send(t, peer))
         return handles
 
     def prepare(self):

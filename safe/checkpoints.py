@@ -117,7 +117,6 @@ class Checkpoint:
     config: GPTConfig
     source: Callable  # source(name): a whole parameter
     moments: dict     # {label: whole tensor}; these and the parameters are read when used
-    tokenizer: str    # folder of the tokenizer's files, "" if the run had none
 
 
 def checkpoints(folder):
@@ -157,22 +156,23 @@ def open_checkpoint(path, read_all):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {name}: {why(error)}; move that folder away to go on from the checkpoint "
                        "before, or give a whole one") from None
-    tokenizer = str(path) if "vocab.json" in manifest["files"] else ""
-    return Checkpoint(path, manifest, config, source, moments, tokenizer)
+    return Checkpoint(path, manifest, config, source, moments)
 
 
 def open_plain(path):
-    """A file step-00000200.pt, as the reference writes it. Its manifest says of the data only whether it is bytes."""
+    """A file step-00000200.pt, as the reference writes it. No tokenizer lies beside it, so a flag says where it is. Of
+    the data it is known only whether it is bytes."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         s, tensors = Settings(**saved["flags"]), saved["tensors"]
         config = config_of(s)
         run = run_of(s, config) | {"data": {"bytes": not s.tokenizer}}
+        run["flags"]["tokenizer"] = s.tokenizer
         manifest = {"step": saved["step"], "skipped": saved["skipped"], "scaler": saved["scaler"], "run": run}
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
     weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
-    return Checkpoint(path, manifest, config, weights.get, tensors, s.tokenizer)
+    return Checkpoint(path, manifest, config, weights.get, tensors)
 
 
 def why(error):
@@ -183,16 +183,18 @@ def why(error):
 
 # -------------------------------------------------------------------------------------------------- the folder of --out
 
-def start_of(s, identity, asked, read_all):
-    """(the Checkpoint to go on from or None, the run's identity). asked: the Checkpoint of --resume; None takes the
-    newest in --out. BadInput if --out holds another run."""
+def start_of(s, config, asked, read_all):
+    """(the Checkpoint to go on from, the identity of the run in --out), each None if there is none. asked: the
+    Checkpoint of --resume; None takes the newest in --out. BadInput if --out holds another run.
+
+    Data is not compared, because this comes before a text is encoded into --out."""
     out, found = pathlib.Path(s.out), checkpoints(s.out)
     if asked:
         home = asked.path.resolve().parent
         reject(not found or not found[-1].samefile(asked.path), f"--resume {asked.path}: a run goes on in its own "
                f"folder, from the newest checkpoint there: give --out {home} and move newer ones away; or begin "
                f"another run from its weights, with --init-from {asked.path}")
-        return asked, identity | {"start": asked.manifest["run"]["start"]}
+        return asked, asked.manifest["run"]
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:
         there = json.loads((out / "run.json").read_text())
@@ -201,10 +203,11 @@ def start_of(s, identity, asked, read_all):
     another = f"name a new folder, e.g. --out {out}-2"
     reject(not there and (out / "log.jsonl").exists(), f"--out {out} already holds files of a run, and no run.json "
            f"that says which: {another}")
-    if there and (how := differences(there, identity)):
+    here = run_of(s, config)
+    if there and (how := differences(there, here)):
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
-                       + ", or add --resume" * bool(newest and not differences(there, identity, ("model", "data"))))
-    return newest, identity
+                       + ", or add --resume" * bool(newest and not differences(there, here, ("model",))))
+    return newest, there
 
 
 def lock(folder, identity):

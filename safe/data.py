@@ -35,12 +35,9 @@ class Numbers:
 
 def open_vocabulary(s, checkpoint):
     """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes."""
-    if s.tokenizer:
-        flag, folder = "--tokenizer", s.tokenizer
-    elif checkpoint:
-        flag, folder = "--resume", checkpoint.tokenizer
-    else:
-        flag, folder = "--init-from", s.init_from
+    flag, folder = "--tokenizer", s.tokenizer
+    if not folder:
+        flag, folder = ("--resume", str(checkpoint.path)) if checkpoint else ("--init-from", s.init_from)
         folder *= any(os.path.exists(os.path.join(folder, name)) for name in FILES)
     try:
         found = vocabulary_of(folder)
@@ -79,7 +76,10 @@ def learned_bytes(folder):
 
 
 def bytes_a_token(tokens, vocabulary):
-    """The mean of some of these. The token between two texts counts as the one byte that is there without it."""
+    """The mean of some of these; 0 if it is not known. The token between two texts counts as the one byte that is there
+    without it."""
+    if not isinstance(vocabulary, Tokenizer) or not len(tokens):
+        return 0
     sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
     sizes[vocabulary.numbers[END]] = 1
     return sizes[tokens[:1 << 24]].mean()

@@ -116,9 +116,9 @@ class Log:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, entry):
-        """Write entry, {"step": ..., ...}; nan and inf become text. Returns the OSError if it is lost, else None."""
-        odd = {key: str(n) for key, n in entry.items() if isinstance(n, float) and not math.isfinite(n)}
-        line = json.dumps(entry | odd).encode() + b"\n"
+        """Write entry, {"step": ..., ...}. Returns the OSError if it is lost, else None."""
+        entry = json.loads(json.dumps(entry), parse_constant=str.lower)  # NaN is no JSON, so it becomes "nan"
+        line = json.dumps(entry).encode() + b"\n"
         size = os.fstat(self.file).st_size
         try:
             if os.write(self.file, line) < len(line):

@@ -50,10 +50,10 @@ def schedule_of(s):
     return lists
 
 
-def refuse(program, problem, rank):
+def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone."""
-    if not rank or os.environ.get("LOCAL_RANK") == "0":
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"{program}: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first

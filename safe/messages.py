@@ -81,21 +81,9 @@ class Watched(Link):
             if room != own:  # copy_ would broadcast one element to many, without an error
                 raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
 
-    def naming(self):
-        return lost_peer_named(f"{self.name} in a group of {self.size}")
-
     def exchange(self, sends=(), receives=()):
-        self.wait(self.post(sends, receives))
-
-    def post(self, sends=(), receives=()):
-        with self.naming():
-            return super().post(sends, receives)
-
-    def wait(self, handles):
-        """Wait for messages. On NCCL the current stream waits, not the CPU."""
-        with self.naming():
-            for handle in handles:
-                handle.wait()
+        with lost_peer_named(f"{self.name} in a group of {self.size}"):
+            super().exchange(sends, receives)
 
     def close(self):
         super().close()

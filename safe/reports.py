@@ -138,7 +138,7 @@ def about_vocabulary(trainer):
     """A line about what the tokens are, where that is not said by the vocabulary's size."""
     vocabulary, size = trainer.vocabulary, trainer.config.vocab_size
     if isinstance(vocabulary, Tokenizer):
-        mean = f", {trainer.bytes_a_token:.2f} bytes a token" if len(trainer.held_out) else ""
+        mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         return f"\ntokens   of {vocabulary.folder}: {size:,}{mean}"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"

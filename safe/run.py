@@ -7,12 +7,11 @@ import signal
 import sys
 import time
 import traceback
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
 import collectives as dist
-from further.bpe import Tokenizer
 from safe import launch
 from safe.checkpoints import differences, find_checkpoint, lock, remove_old, run_of, start_of, write_checkpoint
 from safe.data import (
@@ -26,7 +25,6 @@ from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
 from theory.memory import kept_tensors
-from theory.speed import HALF_COUNTED
 from train import ABOUT, batch, Bytes, parse, Run, Trainer
 
 
@@ -53,11 +51,8 @@ class WatchedTrainer(Trainer):
 
     def __init__(self, s, config, source, data, device, run=None):
         self.run, self.unit = run, "byte" if isinstance(data[2], Bytes) else "token"
+        self.bytes_a_token = bytes_a_token(*data[1:])
         super().__init__(s, config, source, data, device)
-
-    @cached_property
-    def bytes_a_token(self):
-        return bytes_a_token(self.held_out, self.vocabulary)
 
     def make_optimizer(self, adamw):
         return super().make_optimizer(partial(adamw, fused=True))
@@ -160,9 +155,8 @@ class WatchedTrainer(Trainer):
                      f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
             self.write_log(entry)
         if "val_loss" in entry:
-            bits, more = entry["val_loss"] / math.log(2), ""
-            if isinstance(self.vocabulary, Tokenizer):
-                more = f", {bits / self.bytes_a_token:.2f} bits a byte"
+            bits = entry["val_loss"] / math.log(2)
+            more = f", {bits / self.bytes_a_token:.2f} bits a byte" if self.bytes_a_token else ""
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, {bits:.2f} bits"
                      + more)
         self.since, self.logged, self.memory = time.perf_counter(), done, {}
@@ -229,7 +223,7 @@ class WatchedTrainer(Trainer):
             self.log = Log(f"{self.s.out}/log.jsonl", first)
         self.gpu_flops = speed.peak_flops(self.device)
         if self.gpu_flops and self.config.long_sequences:
-            self.say(f"speed    {HALF_COUNTED}")
+            self.say(f"speed    {speed.HALF_COUNTED}")
         self.first, self.logged, self.since = first, first, time.perf_counter()
         return first
 
@@ -261,19 +255,19 @@ class WatchedRun(Run):
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer
-    identity = lock = None
+    identity = lock = saved = None
 
     def __init__(self, arguments):
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.first, self.world = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
         try:
             self.prepare(arguments)
         except BadInput as problem:
-            refuse("train.py", problem, self.rank)
+            refuse("train.py", problem)
 
     def settings(self, arguments):
         """(Settings, the Checkpoint of --resume or None): a run goes on with what decided its losses."""
         s = parse(Parser(**ABOUT), self.flags, arguments)
-        checkpoint = find_checkpoint(s, self.rank == 0)
+        checkpoint = find_checkpoint(s, self.first)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
             arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
@@ -290,28 +284,28 @@ class WatchedRun(Run):
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_vocabulary(s, config, vocabulary)
-        if checkpoint and not s.steps:  # a sample reads no data, and leaves nothing
+        known = checkpoint and checkpoint.manifest["run"]
+        if known and not s.steps:  # a sample reads no data, and leaves nothing
             s.out, data = "", (b"", b"", vocabulary)
         else:
-            if s.out:  # another run's folder is refused before a text is encoded into it
-                start_of(s, run_of(s, config), checkpoint, False)
+            if s.out:
+                checkpoint, known = start_of(s, config, checkpoint, self.first)
             data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
             self.identity = run_of(s, config, data)
-            if checkpoint and (how := differences(checkpoint.manifest["run"], self.identity, ("data",))):
-                raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained "
-                               f"on ({'; '.join(how)}): give that, or start a new run with --init-from "
-                               f"{checkpoint.path}")
+            if known:
+                self.identity["start"], how = known["start"], differences(known, self.identity, ("data",))
+                instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
+                reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on "
+                       f"({'; '.join(how)}): give that, or start a new run with {instead}")
         check_prompt(s, config, vocabulary)
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
-            if folder and self.rank == 0:
+            if folder and self.first:
                 check_folder(folder, name)
-        if s.out:
-            checkpoint, self.identity = start_of(s, self.identity, checkpoint, self.rank == 0)
-            source = checkpoint.source if checkpoint else source
-            if self.rank == 0:
-                self.lock = lock(s.out, self.identity)
-        self.saved = checkpoint and checkpoint.manifest | {"tensors": checkpoint.moments}
+        if s.out and self.first:
+            self.lock = lock(s.out, self.identity)
+        if checkpoint:
+            source, self.saved = checkpoint.source, checkpoint.manifest | {"tensors": checkpoint.moments}
         self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
 
     def start(self):

@@ -36,7 +36,7 @@ class Watch:
         if get_world_size() > 1:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # A connection of its own, because the group's may be blocked.
-            self.store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            self.store = torch_dist.TCPStore(host, port, wait_for_workers=False)
             threading.Thread(target=self._live, daemon=True).start()
 
     def _sign(self):
@@ -85,7 +85,5 @@ class Watch:
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        # In one piece, because all ranks write at once.
-        sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")
-        sys.stderr.flush()
+        print(f"{self.name}: {rank}step {step}, {what}: {error}{others}", file=sys.stderr, flush=True)
         os._exit(1)
