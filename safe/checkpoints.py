@@ -53,9 +53,9 @@ def run_of(s, config, data=()):
 
 def about(train, held_out, vocabulary):
     """The identity of data."""
-    edges = slice(0, 1 << 20), slice(-1 << 20, None)  # of each part: reading all would take minutes
-    crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in (train, held_out) for edge in edges]).tobytes())
-    return {"tokens": len(train) + len(held_out), "bytes": isinstance(vocabulary, Bytes), "crc32": crc}
+    edges = [edge for part in (train, held_out) for edge in (part[:1 << 20], part[-1 << 20:])]  # all would take minutes
+    return {"tokens": len(train) + len(held_out), "bytes": isinstance(vocabulary, Bytes),
+            "crc32": zlib.crc32(np.concatenate(edges).tobytes())}
 
 
 def differences(there, here, parts=("model", "flags", "start", "data")):
@@ -74,8 +74,8 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
 # ------------------------------------------------------------------------------------------------------------- written
 
 def write_checkpoint(trainer, done, get):
-    """Write the checkpoint after `done` steps into --out; OSError if that fails. get(label) returns one whole tensor at
-    a time, in the order of Trainer.whole_tensors."""
+    """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay.
+    OSError if that fails. get(label) returns one whole tensor at a time, in the order of Trainer.whole_tensors."""
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
     moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
@@ -93,12 +93,8 @@ def write_checkpoint(trainer, done, get):
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def remove_old(out, keep):
-    """Remove all checkpoints but the newest `keep`. Those of --plain stay."""
-    ours = [path for path in checkpoints(out) if path.is_dir()]
-    for old in ours[:-keep]:
+    ours = [path for path in checkpoints(final.parent) if path.is_dir()]
+    for old in ours[:-trainer.s.keep]:
         gone = old.with_name(f".{old.name}.old")
         os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
         shutil.rmtree(gone)

@@ -121,10 +121,11 @@ def files_of(s):
 
 
 def check_data(s, config, train, held_out):
-    shortest = min(len(train), len(held_out) if s.eval_every else len(train))
+    used = (train, held_out) if s.eval_every else (train,)
+    shortest = min(map(len, used))
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
            f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
-    for part in (train, held_out):
+    for part in used:
         check_tokens(part[:1 << 28], config.vocab_size)  # 512 MiB, a second; each batch is checked, too
 
 
@@ -150,10 +151,8 @@ _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from
 def encoded(s, texts, vocabulary):
     """The tokens of texts, uint16. Of a node's processes one encodes. With --out it leaves them there in a .bin, for
     the others and for later runs with the same text and vocabulary."""
-    key = hashlib.sha256()
-    for part in (*map(str.encode, vocabulary.files.values()), *texts):
-        key.update(b"%d " % len(part) + part)
-    key = key.hexdigest()[:16]
+    known = b"\0".join([*map(str.encode, vocabulary.files.values()), *texts])  # no text has a zero byte
+    key = hashlib.sha256(known).hexdigest()[:16]
     path = pathlib.Path(s.out, f"text-{key}.bin")
     with open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies

@@ -41,8 +41,7 @@ def load(folder):
 
 def save(model, folder):
     """Write the model as a Hugging Face folder, which transformers' GPT2LMHeadModel.from_pretrained can read."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    write_hf(folder, model.config, state.__getitem__)
+    write_hf(folder, model.config, model.state_dict().__getitem__)
 
 
 def entries(config):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import re
+import time
 
 from torch.distributed import ReduceOp
 
@@ -12,15 +13,15 @@ from collectives import COMBINE, _blocks, Link, make_link, tensors_in
 from further.nodes import TwoLevels
 
 
-_progress = [0, "starting", 0]
+_progress = [0, "starting", 0.0]
 
 
 def progress(what=None, step=None):
-    """[step, what this process does or did last, how often that has changed], after setting what is given."""
+    """[step, what this process does or did last, since when (time.monotonic)], after setting what is given."""
     if step is not None:
         _progress[0] = step
     if what is not None:
-        _progress[1:] = what, _progress[2] + 1
+        _progress[1:] = what, time.monotonic()
     return list(_progress)
 
 

@@ -13,7 +13,7 @@ import torch
 
 import collectives as dist
 from safe import launch
-from safe.checkpoints import differences, find_checkpoint, lock, remove_old, run_of, start_of, write_checkpoint
+from safe.checkpoints import differences, find_checkpoint, lock, run_of, start_of, write_checkpoint
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log
@@ -95,11 +95,8 @@ class WatchedTrainer(Trainer):
         """As in Trainer. If not: NotFinite, before anything is saved; with --on-nan skip, a line that says so."""
         hopeless = not self.scaler or self.scaler.scale == 1  # until then, an overflow of fp16 is no error
         finite = super().all_finite(loss, norm)
-        if not finite and hopeless and self.run:  # a benchmark also times steps without their collectives
-            self.say_what_is_not_finite(loss)
-        return finite
-
-    def say_what_is_not_finite(self, loss):
+        if finite or not hopeless or not self.run:  # a benchmark also times steps without their collectives
+            return finite
         world, done = dist.get_world_size(), progress()[0]
         blame, = self.agree(0 if loss.isfinite() else world - dist.get_rank())  # the first rank has the largest number
         what = f"the loss on rank {world - blame}" if blame else "the gradient"
@@ -107,6 +104,7 @@ class WatchedTrainer(Trainer):
         if self.s.on_nan == "stop":
             raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
         self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
+        return False
 
     # printing and logging
 
@@ -195,7 +193,6 @@ class WatchedTrainer(Trainer):
             if dist.get_rank() == 0:
                 os.fsync(self.log.file)
                 write_checkpoint(self, done, get)
-                remove_old(self.s.out, self.s.keep)
                 if self.stopping or done == self.s.steps:
                     self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
         except OSError as error:
@@ -212,7 +209,7 @@ class WatchedTrainer(Trainer):
         reject(most != -least, f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be "
                "folders that all nodes share")
         if saved:
-            changes = differences(saved["run"], self.run.identity, ("flags",)) if self.s.steps else []
+            changes = differences(saved["run"], self.run.identity, ("flags",))
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
         if first < self.s.steps:
             super().load(saved)
@@ -249,13 +246,13 @@ class WatchedTrainer(Trainer):
 class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
-    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`; None if it only samples),
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`),
     `processes` (how many the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there,
     else None).
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer
-    identity = lock = saved = None
+    lock = saved = None
 
     def __init__(self, arguments):
         self.first, self.world = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
@@ -284,7 +281,7 @@ class WatchedRun(Run):
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_vocabulary(s, config, vocabulary)
-        known = checkpoint and checkpoint.manifest["run"]
+        known = self.identity = checkpoint and checkpoint.manifest["run"]
         if known and not s.steps:  # a sample reads no data, and leaves nothing
             s.out, data = "", (b"", b"", vocabulary)
         else:

@@ -27,13 +27,17 @@ class Watch:
     (killed, stopped, cut off); if all are alive, it says what each of them is doing.
     """
 
+    store = None  # where the signs are, if there are other ranks
+    end = None  # what this rank's sign says of its end: the error; "" if another rank is to blame
+    done = False
+
     def __init__(self, name, timeout):
-        self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
-        self.store, self.end, self.ending, self.done = None, None, threading.Lock(), False
+        self.name, self.timeout, self.pause, self.ending = name, timeout, min(0.2, timeout / 10), threading.Lock()
 
     def start(self):
         """Call after `initialize`."""
         if get_world_size() > 1:
+            progress("starting")
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # A connection of its own, because the group's may be blocked.
             self.store = torch_dist.TCPStore(host, port, wait_for_workers=False)
@@ -43,14 +47,10 @@ class Watch:
         self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, *progress()]))
 
     def _live(self):
-        seen, since = None, 0.0
         while not self.done:
             with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
                 self._sign()
-            now = progress()
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.timeout and not self.ending.locked():
+            if time.monotonic() - progress()[2] > self.timeout and not self.ending.locked():
                 threading.Thread(target=self.give_up, args=(f"no progress for {self.timeout} s",), daemon=True).start()
             time.sleep(self.pause)
 
