@@ -42,17 +42,16 @@ NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weigh
            "reduce_dtype", "on_nan", "balance_rate")  # flags that decide the losses
 
 
-def run_of(s, config, data=()):
-    """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own.
-
-    data: as for Trainer; left out, before it is read, the identity says nothing of it."""
+def run_of(s, config):
+    """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own. Of the
+    data it says nothing: `fingerprint` does, when the data is read."""
     flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
     start = {"init_from": s.init_from and os.path.abspath(s.init_from)}
-    return {"flags": flags, "start": start, "model": dataclasses.asdict(config), "data": about(*data) if data else {}}
+    return {"flags": flags, "start": start, "model": dataclasses.asdict(config), "data": {}}
 
 
-def about(train, held_out, vocabulary):
-    """The identity of data."""
+def fingerprint(train, held_out, vocabulary):
+    """The identity of a Trainer's data."""
     edges = [edge for part in (train, held_out) for edge in (part[:1 << 20], part[-1 << 20:])]  # all would take minutes
     return {"tokens": len(train) + len(held_out), "bytes": isinstance(vocabulary, Bytes),
             "crc32": zlib.crc32(np.concatenate(edges).tobytes())}
@@ -79,7 +78,7 @@ def write_checkpoint(trainer, done, get):
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
     moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
-    manifest = {"format": 1, "step": done, "updates": done - trainer.skipped, "skipped": trainer.skipped,
+    manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
         files = manifest["files"] = write_hf(part, trainer.config, get, dtype)
@@ -109,10 +108,9 @@ def crc_of(value):
 @dataclass
 class Checkpoint:
     path: pathlib.Path
-    manifest: dict
+    manifest: dict    # and under "tensors" the moments, {label: whole tensor}
     config: GPTConfig
-    source: Callable  # source(name): a whole parameter
-    moments: dict     # {label: whole tensor}; these and the parameters are read when used
+    source: Callable  # source(name): a whole parameter; tensors are read when used
 
 
 def checkpoints(folder):
@@ -148,11 +146,11 @@ def open_checkpoint(path, read_all):
             reject(read_all and crc_of_file(path / name) != entry["crc32"], "its checksum is not the manifest's")
         name = "tensors"
         config, source = open_hf(path)
-        moments = read_safetensors(path / "optimizer.safetensors")
+        manifest["tensors"] = read_safetensors(path / "optimizer.safetensors")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {name}: {why(error)}; move that folder away to go on from the checkpoint "
                        "before, or give a whole one") from None
-    return Checkpoint(path, manifest, config, source, moments)
+    return Checkpoint(path, manifest, config, source)
 
 
 def open_plain(path):
@@ -164,11 +162,10 @@ def open_plain(path):
         config = config_of(s)
         run = run_of(s, config) | {"data": {"bytes": not s.tokenizer}}
         run["flags"]["tokenizer"] = s.tokenizer
-        manifest = {"step": saved["step"], "skipped": saved["skipped"], "scaler": saved["scaler"], "run": run}
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
     weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
-    return Checkpoint(path, manifest, config, weights.get, tensors)
+    return Checkpoint(path, saved | {"run": run}, config, weights.get)
 
 
 def why(error):
@@ -186,10 +183,9 @@ def start_of(s, config, asked, read_all):
     Data is not compared, because this comes before a text is encoded into --out."""
     out, found = pathlib.Path(s.out), checkpoints(s.out)
     if asked:
-        home = asked.path.resolve().parent
         reject(not found or not found[-1].samefile(asked.path), f"--resume {asked.path}: a run goes on in its own "
-               f"folder, from the newest checkpoint there: give --out {home} and move newer ones away; or begin "
-               f"another run from its weights, with --init-from {asked.path}")
+               f"folder, from the newest checkpoint there: give --out {asked.path.resolve().parent} and move "
+               f"newer ones away; or begin another run from its weights, with --init-from {asked.path}")
         return asked, asked.manifest["run"]
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:

@@ -160,9 +160,12 @@ def encoded(s, texts, vocabulary):
             return np.memmap(path, np.uint16, "r")
         if key not in _encoded:
             _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
-        if s.out and len(_encoded[key]):
-            keep(path, _encoded[key])
-    return _encoded[key]
+        tokens = _encoded[key]
+        if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
+            with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".text-") as own:
+                write_blocks(f"{own}/text.bin", [tokens.data])
+                os.replace(f"{own}/text.bin", path)
+    return tokens
 
 
 def encode_parts(texts, vocabulary):
@@ -176,9 +179,8 @@ def encode_parts(texts, vocabulary):
     with concurrent.futures.ThreadPoolExecutor(cores) as threads:  # each waits for a process
         for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary.folder), parts)):
             done += len(part)
-            speed = done / 1e6 / (time.perf_counter() - started)
-            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, {speed:.1f} a second "
-                  f"on {cores} cores", flush=True)
+            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, "
+                  f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {cores} cores", flush=True)
             yield tokens
 
 
@@ -194,13 +196,7 @@ def parts_of(text, size=PART):
 
 def encode_part(part, folder):
     here = pathlib.Path(__file__).resolve().parents[1]
-    worker = subprocess.run([sys.executable, "-c", WORKER, here, folder], input=part.encode("utf-8", "surrogateescape"),
-                            stdout=subprocess.PIPE, check=True)
-    return np.frombuffer(worker.stdout, np.uint16)
+    tokens = subprocess.check_output([sys.executable, "-c", WORKER, here, folder],
+                                     input=part.encode("utf-8", "surrogateescape"))
+    return np.frombuffer(tokens, np.uint16)
 
-
-def keep(path, tokens):
-    """Write them. The file has its name when it is whole, though other nodes may write it, too."""
-    with writable(path.parent, "--out"), tempfile.TemporaryDirectory(dir=path.parent, prefix=".text-") as own:
-        write_blocks(f"{own}/text.bin", [tokens.data])
-        os.replace(f"{own}/text.bin", path)

@@ -162,8 +162,8 @@ def check_schedule(s, config):
     try:
         stages = len(parallel.homes_of(schedule_of(s)))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
-        instead = f"give --micro-batches {multiple(s.micro_batches, s.pp)}"
-        raise BadInput(f"--schedule {s.schedule}: {problem}; {instead}") from None
+        raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
+                       f"{multiple(s.micro_batches, s.pp)}") from None
     most, a_rank = config.n_layer + 2, stages // s.pp
     reject(stages > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} layers with "
            f"embedding and head: give --pp {most // a_rank} or fewer")

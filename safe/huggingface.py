@@ -87,8 +87,7 @@ def open_hf(folder):
 
 def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
-    `entries` would not end or run out of memory."""
-    yield "wte.weight", (config.vocab_size, config.n_embd)
+    `entries` would not end."""
     yield f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,)
     if config.experts:
         yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)

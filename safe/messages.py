@@ -18,9 +18,8 @@ _progress = [0, "starting", 0.0]
 
 def progress(what=None, step=None):
     """[step, what this process does or did last, since when (time.monotonic)], after setting what is given."""
-    if step is not None:
-        _progress[0] = step
-    if what is not None:
+    _progress[0] = step or _progress[0]
+    if what:
         _progress[1:] = what, time.monotonic()
     return list(_progress)
 

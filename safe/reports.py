@@ -80,13 +80,9 @@ class BirthLog(TorchDispatchMode):
             self.born.setdefault(storage, size)
         return out
 
-    def ignore(self, tensors):
-        """Do not count these tensors."""
-        self.born.update(dict.fromkeys(storages(tensors), 0))
-
-    def alive(self):
-        """Bytes of the counted tensors that still exist."""
-        return sum(size for storage, size in self.born.items() if not storage.expired())
+    def alive(self, others):
+        """Bytes of the counted storages that still exist, without some others."""
+        return sum(size for storage, size in self.born.items() if not storage.expired() and storage not in others)
 
 
 @contextlib.contextmanager
@@ -97,25 +93,25 @@ def measured(trainer):
 
     def note():
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        births.ignore([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
-                       *trainer.buffers_of_collectives()])
-        trainer.activations = max(trainer.activations, births.alive())
+        others = storages([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
+                           *trainer.buffers_of_collectives()])
+        trainer.activations = max(trainer.activations, births.alive(others))
 
     with births, patch.object(net.pipeline, "on_forward", note, create=True):
         yield
-    if net.groups.ep and trainer.loads is not None:
+    loads, ranks = trainer.loads, trainer.s.ep
+    if ranks > 1 and loads is not None:
         # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
         # equal loads.
-        ranks, rank = dist.get_world_size(net.groups.ep), dist.get_rank(net.groups.ep)
-        trainer.share = (trainer.loads.chunk(ranks, 1)[rank].sum() / trainer.loads.sum() * ranks).item()
+        own = loads.chunk(ranks, 1)[dist.get_rank(net.groups.ep)]
+        trainer.share = (own.sum() / loads.sum() * ranks).item()
 
 
 def describe(trainer):
     s, c, mesh, run = trainer.s, trainer.config, trainer.net.mesh, trainer.run
     device, here, gpus = trainer.device.type, dist.processes_of_a_node(mesh.size()), gpus_here()
-    pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
-    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
     experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
@@ -154,6 +150,16 @@ def predicted_bytes(trainer):
     return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
 
 
+def measured_bytes(trainer):
+    """What `predicted_bytes` predicts: {kind: bytes} of this rank's tensors, each storage counted once."""
+    sizes, seen = {}, set()
+    for kind, tensors in kept_tensors(trainer.net).items():
+        found = storages(tensors)
+        sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
+        seen |= found.keys()
+    return dict(sizes, activations=trainer.activations)
+
+
 @contextlib.contextmanager
 def traced(trainer):
     """Write what every rank runs in the step inside into one file, for Perfetto (ui.perfetto.dev) or
@@ -163,9 +169,8 @@ def traced(trainer):
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every:
-        start = min(begin for spans in every for _, begin, _ in spans)
         events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
-                   "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
+                   "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
         with nothing_else_lost("trace", trainer.s.trace, trainer.say):
             pathlib.Path(trainer.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
@@ -205,12 +210,10 @@ def profiled(trainer):
     """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
     and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
-    activities = torch.profiler.ProfilerActivity
     syncs = dict.fromkeys(trainer.net.syncs.values())
     ranges = [*trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
               *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in syncs]]
-    with contextlib.ExitStack() as stack, torch.profiler.profile(
-            activities=[activities.CPU] + [activities.CUDA] * (trainer.device.type == "cuda"),
+    with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
         for each in ranges:
             stack.enter_context(named(*each))
@@ -226,7 +229,7 @@ def profiled(trainer):
 def describe_first_steps(trainer):
     """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
     log."""
-    predicted, measured = predicted_bytes(trainer), trainer.measured_bytes()
+    predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "

@@ -6,32 +6,27 @@ import os
 import signal
 import sys
 import time
-import traceback
 from functools import partial
-
-import torch
 
 import collectives as dist
 from safe import launch
-from safe.checkpoints import differences, find_checkpoint, lock, run_of, start_of, write_checkpoint
+from safe.checkpoints import differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
-from safe.launch import end_after_sigterm
-from safe.messages import PeerError, progress, Watched
-from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, storages, traced
+from safe.messages import progress, Watched
+from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
 from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
-from theory.memory import kept_tensors
 from train import ABOUT, batch, Bytes, parse, Run, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
 
-class NotFinite(Exception):
-    pass
+class NotFinite(BadInput):
+    """A loss or a gradient, which other flags may keep finite."""
 
 
 class Terminated(Exception):
@@ -221,7 +216,8 @@ class WatchedTrainer(Trainer):
         self.gpu_flops = speed.peak_flops(self.device)
         if self.gpu_flops and self.config.long_sequences:
             self.say(f"speed    {speed.HALF_COUNTED}")
-        self.first, self.logged, self.since = first, first, time.perf_counter()
+        self.first = self.logged = first
+        self.since = time.perf_counter()
         return first
 
     def profiled_collectives(self):
@@ -230,15 +226,6 @@ class WatchedTrainer(Trainer):
 
     def buffers_of_collectives(self):
         return []
-
-    def measured_bytes(self):
-        """{kind: bytes} of this rank's tensors, each storage counted once. theory.memory.memory_bytes predicts it."""
-        sizes, seen = {}, set()
-        for kind, tensors in kept_tensors(self.net).items():
-            found = storages(tensors)
-            sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
-            seen |= found.keys()
-        return dict(sizes, activations=self.activations)
 
 
 # ------------------------------------------------------------------------------------------------- a run that survives
@@ -289,7 +276,7 @@ class WatchedRun(Run):
                 checkpoint, known = start_of(s, config, checkpoint, self.first)
             data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
-            self.identity = run_of(s, config, data)
+            self.identity = run_of(s, config) | {"data": fingerprint(*data)}
             if known:
                 self.identity["start"], how = known["start"], differences(known, self.identity, ("data",))
                 instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
@@ -302,7 +289,7 @@ class WatchedRun(Run):
         if s.out and self.first:
             self.lock = lock(s.out, self.identity)
         if checkpoint:
-            source, self.saved = checkpoint.source, checkpoint.manifest | {"tensors": checkpoint.moments}
+            source, self.saved = checkpoint.source, checkpoint.manifest
         self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
 
     def start(self):
@@ -318,8 +305,6 @@ class WatchedRun(Run):
             watch.start()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
-            if not isinstance(error, (BadInput, NotFinite, PeerError, torch.distributed.DistError)):
-                traceback.print_exception(error)
             watch.give_up(error)
         watch.done = True
         dist.destroy_process_group()
@@ -334,7 +319,7 @@ class WatchedRun(Run):
         trainer.train(self.saved)
         signal.signal(signal.SIGTERM, before)
         if trainer.terminated:
-            end_after_sigterm()
+            launch.end_after_sigterm()
         if self.lock and trainer.saved:
             self.lock.truncate(0)  # possible even on a full disk
         dist.barrier()

@@ -45,7 +45,7 @@ def check_sizes(c, called):
 def checked_use(choice):
     """As kernels.use, but BadInput for a choice that this machine cannot take."""
     reject(choice not in ("auto", "torch", "triton"), f"kernels '{choice}' are not one of auto, torch, triton")
-    able = HAVE_TRITON and (kernels.INTERPRETED or torch.cuda.is_available())
-    reject(choice == "triton" and not able, "triton kernels need the package triton, and a CUDA GPU or "
-           "TRITON_INTERPRET=1, which runs them slowly on the CPU")
+    reject(choice == "triton" and not (HAVE_TRITON and (kernels.INTERPRETED or torch.cuda.is_available())),
+           "triton kernels need the package triton, and a CUDA GPU or TRITON_INTERPRET=1, which runs them slowly on "
+           "the CPU")
     use(choice)

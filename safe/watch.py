@@ -6,11 +6,13 @@ import os
 import sys
 import threading
 import time
+import traceback
 
 import torch.distributed as torch_dist
 from torch.distributed import get_rank, get_world_size
 
 from safe.messages import PeerError, progress
+from safe.sizes import BadInput
 
 
 # ---------------------------------------------------------------------------------- a watch for hung runs, and the demo
@@ -38,9 +40,9 @@ class Watch:
         """Call after `initialize`."""
         if get_world_size() > 1:
             progress("starting")
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # A connection of its own, because the group's may be blocked.
-            self.store = torch_dist.TCPStore(host, port, wait_for_workers=False)
+            self.store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                                             wait_for_workers=False)
             threading.Thread(target=self._live, daemon=True).start()
 
     def _sign(self):
@@ -50,8 +52,8 @@ class Watch:
         while not self.done:
             with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
                 self._sign()
-            if time.monotonic() - progress()[2] > self.timeout and not self.ending.locked():
-                threading.Thread(target=self.give_up, args=(f"no progress for {self.timeout} s",), daemon=True).start()
+            if time.monotonic() - progress()[2] > self.timeout:
+                self.give_up(f"no progress for {self.timeout} s")
             time.sleep(self.pause)
 
     def _others(self):
@@ -62,7 +64,9 @@ class Watch:
                     for r, key in keys.items()}
 
         before, silent, failed, others = signs(), [], [], []
-        time.sleep(4 * self.pause)
+        for _ in range(4):
+            self._sign()  # because others must not take this rank for a silent one
+            time.sleep(self.pause)
         for r, sign in signs().items():
             _, end, step, what, _ = sign
             others.append(f"rank {r}: step {step}, {what}")
@@ -73,14 +77,16 @@ class Watch:
         return "; ".join(silent or failed or others[:8])
 
     def give_up(self, error):
-        """Print this rank, its step and operation, the error, and the state of the other ranks; end the process."""
+        """Print this rank, its step and operation, the error, and the state of the other ranks; end the process. What
+        is wrong here and is no BadInput has a traceback, too."""
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to end this process
         step, what, _ = progress()
-        others = ""
+        lost, others = isinstance(error, (str, PeerError, torch_dist.DistError)), ""
+        if not lost and not isinstance(error, BadInput):
+            traceback.print_exception(error)
         if self.store:
             with contextlib.suppress(torch_dist.DistError):
-                lost = isinstance(error, (str, PeerError, torch_dist.DistError))
                 others = f"; {self._others()}" if lost else ""
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
