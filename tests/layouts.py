@@ -185,22 +185,15 @@ def under_own_rows():
     assert started.called
 
 
-def with_whole_backwards(ranks, p, m, v=1):
-    """ZB-H1 whose backwards are in one piece on some ranks."""
-    return [[action._replace(kind="B") if r in ranks and action.kind == "I" else action for action in actions
-             if r not in ranks or action.kind != "W"] for r, actions in enumerate(zero_bubble_h1(p, m))]
+def with_whole_backwards(are_whole, p, m, v=1):
+    """ZB-H1 where the halves of a backward that `are_whole` are in one piece."""
+    return [[half._replace(kind="B") if half.kind == "I" and are_whole(half) else half for half in actions
+             if half.kind != "W" or not are_whole(half)] for actions in zero_bubble_h1(p, m)]
 
 
-def in_turns(p, m, v=1):
-    """ZB-H1 where every second micro-batch of each stage has its backward in one piece."""
-    whole = [action for action in sum(zero_bubble_h1(p, m), []) if action.kind == "I" and action.micro_batch % 2]
-    return [[action._replace(kind="B") if action in whole else action for action in actions
-             if action._replace(kind="I") not in whole or action.kind != "W"] for actions in zero_bubble_h1(p, m)]
-
-
-MIXED = {"in-turns": in_turns, "whole-0": functools.partial(with_whole_backwards, {0}),  # schedules
-         "whole-2": functools.partial(with_whole_backwards, {2}),
-         "whole-0-1": functools.partial(with_whole_backwards, {0, 1})}
+MIXED = {name: functools.partial(with_whole_backwards, are_whole) for name, are_whole in {
+    "in-turns": lambda half: half.micro_batch % 2, "whole-0": lambda half: half.stage == 0,
+    "whole-2": lambda half: half.stage == 2, "whole-0-1": lambda half: half.stage < 2}.items()}  # schedules
 
 # What fast/ does on GPUs, or with much to send.
 FORCED = {function.__name__: function for function in (rows_in_place, under_own_rows)}
@@ -547,12 +540,9 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
         assert close(net.clip_grad_norm_(0), norm)
 
 
-def test_second_derivatives_through_tensor_parallelism_are_refused(pool):
+@on_ranks(1)
+def test_second_derivatives_through_tensor_parallelism_are_refused():
     """An all-reduce inside of a backward is nothing that autograd could differentiate."""
-    pool(1).run(differentiate_twice)
-
-
-def differentiate_twice():
     net = parallel.tensor_parallel(model.GPT(SMALL), None)
     loss = net(tokens_of(0)[0].to(torch.get_default_device())).square().sum()
     grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
@@ -560,11 +550,8 @@ def differentiate_twice():
         sum(grad.square().sum() for grad in grads).backward()
 
 
-def test_layers_of_16_bits_want_their_optimizer_first(pool):
-    pool(1).run(forward_without_optimizer)
-
-
-def forward_without_optimizer():
+@on_ranks(1)
+def test_layers_of_16_bits_want_their_optimizer_first():
     net = parallel.parallelize(SMALL, parallel.Layout(dtype=torch.bfloat16), torch.get_default_device())
     with pytest.raises(RuntimeError, match="call make_optimizer"):
         net.forward(*([t.to(net.device)] for t in tokens_of(0)))
