@@ -269,10 +269,9 @@ def whole_gradients(net, optimizer, names):
 def distances(net, gradients):
     """How far each gradient of this rank is from its part of one process's, relative to their largest values: to
     gather them would take a fifth of a layout's time."""
-    for name, whole in gradients.items():
-        largest = max(1e-3, abs(whole).max())
-        net.load_state(name, "expected", torch.from_numpy(whole / largest))
-        net.load_state(name, "scale", torch.full(whole.shape, 1 / largest, dtype=torch.float64))
+    largest = {name: max(1e-3, abs(whole).max()) for name, whole in gradients.items()}
+    net.load_state("expected", lambda name: torch.from_numpy(gradients[name] / largest[name]))
+    net.load_state("scale", lambda name: torch.full(gradients[name].shape, 1 / largest[name], dtype=torch.float64))
     found = []
     for param in net.params:
         state = net.optimizer.state[param]
