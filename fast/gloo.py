@@ -13,8 +13,8 @@ import torch.distributed as torch_dist
 from torch.distributed import irecv, ReduceOp
 
 import collectives as dist
-from collectives import TAG, Handle, Link, recursive_doubling, Traffic
-from fast.rings import DoublingLink
+from collectives import TAG, Handle, Link, Traffic
+from fast.rings import DoublingLink, recursive_doubling
 from safe.launch import waits
 
 
