@@ -12,7 +12,7 @@ import kernels
 import model
 import parallel
 import safe
-from fast import attention, blocks, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence
+from fast import attention, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence
 from fast import zero
 from further import context as further_context
 from further import experts as further_experts
@@ -33,7 +33,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (kernels, "attend", attention.attention_block),
     (kernels, "attend_backward", attention.attention_block_backward),
     (kernels, "matmul", linear.tuned_matmul),
-    (model, "Block", blocks.FusedBlock),
+    (model, "Block", norm.FusedBlock),
     (parallel, "make_buckets", overlap.large_buckets),
     (parallel, "Reducer", overlap.FastReducer),
     (parallel, "ShardedOptimizer", zero.GuardedOptimizer),
