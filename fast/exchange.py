@@ -1,6 +1,7 @@
 """Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather."""
 
 import torch
+from torch.distributed import ReduceOp
 
 from kernels import DTYPES, tl, triton
 
@@ -202,6 +203,7 @@ class AllToAll:
 # are its own chunk. They still count what they do not write.
 
 SUM_PROGRAMS, SUM_SLOTS = 128, 4
+OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
 
 
 def sum_slot_bytes(ranks):
@@ -310,7 +312,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
-    of `all_reduce_bytes` bytes. Tensors are contiguous. op: "sum", "avg" or "max", of dtypes that it `combines`.
+    of `all_reduce_bytes` bytes. Tensors are contiguous. op: one of OPS, of dtypes that it `combines`.
 
     One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
@@ -322,7 +324,7 @@ class AllReduce:
 
     @staticmethod
     def combines(dtype, op):
-        return dtype in (*DTYPES, torch.float64) and op in ("sum", "avg", "max") or (dtype, op) == (torch.int64, "sum")
+        return dtype in (*DTYPES, torch.float64) and op in OPS or (dtype, op) == (torch.int64, ReduceOp.SUM)
 
     def takes_rows(self, nbytes):
         """Whether a row's parts may have so many bytes: no slot may lie across two of them."""
@@ -332,11 +334,11 @@ class AllReduce:
         """Combine `flat` (n) of all ranks, in place."""
         most = len(flat) - len(flat) % (16 * self.ranks)
         for part in flat[:most], flat[most:]:  # apart, because only chunks of 16 k elements are read in vectors
-            self._launch(part, part, SEND=True, GATHER=True, OP=op)
+            self._launch(part, part, SEND=True, GATHER=True, OP=OPS[op])
 
     def reduce_scatter(self, flat, result, op, row=0):
         """Combine `flat` (N n) of all ranks, and write this rank's Nth to `result` (n)."""
-        self._launch(flat, result, row, SEND=True, GATHER=False, OP=op)
+        self._launch(flat, result, row, SEND=True, GATHER=False, OP=OPS[op])
 
     def all_gather(self, flat, own, row=0):
         """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""

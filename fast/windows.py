@@ -8,7 +8,7 @@ import torch.distributed as torch_dist
 from torch.distributed import get_world_size, ReduceOp
 
 import kernels
-from collectives import COMBINE, _average, processes_of_a_node
+from collectives import COMBINE, _average, _unflatten, processes_of_a_node
 from fast import exchange
 from fast.exchange import all_to_all_bytes, AllReduce, AllToAll
 from safe.launch import waits
@@ -51,88 +51,62 @@ class Window:
         self.kernel = AllToAll(places, self.link.rank, device)
         self.sums = AllReduce([place + behind for place in places], self.link.rank, device)
 
+    def place(self, r, like, start=0):
+        """What a tensor like this one fills of rank r's window, from byte `start` on."""
+        return self.of[r][start:start + like.nbytes].view(like.dtype).view(like.shape)
+
     def copy(self, to, source):
-        """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
+        """Copy by copy engines, row by row where there are gaps between the rows of one. A graph that has recorded it
+        crashes once that memory is freed (memory_given_back)."""
         self.link.replays.copies = True
-        to.copy_(source)
+        whole = to.is_contiguous() and source.is_contiguous()
+        for place, row in [(to, source)] if whole else zip(to, source):
+            place.copy_(row)
 
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
         self.handle.barrier(timeout_ms=1000 * (waits["timeout"] + 60))
 
     def open(self, flat):
-        """Copy `flat` where all ranks can read and write it until the next barrier. Returns every rank's tensor."""
+        """Copy `flat` to the beginning of this rank's window, where all ranks can read it until the next barrier."""
         _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
-        return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def scatter(self, parts):
-        """Write parts[r] into rank r's window. Returns the N parts (n) for this rank, its own included."""
+        """Write parts[r] into rank r's window. Returns the N parts for this rank, its own included."""
         self.barrier()  # all ranks have finished reading their window's old contents
+        rank, own = self.link.rank, parts[self.link.rank]
         for r in self.others:
-            start = self.link.rank * parts[r].nbytes
-            self.copy(self.of[r][start:start + parts[r].nbytes], parts[r].view(torch.uint8))
+            self.copy(self.place(r, parts[r], rank * parts[r].nbytes), parts[r])
             self.link.log.count(parts[r])
         self.barrier()
-        own = parts[self.link.rank]
-        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
-        rows[self.link.rank] = own
-        return rows
+        return [own if r == rank else self.place(rank, own, r * own.nbytes) for r in range(self.link.size)]
 
-    def gather(self, parts):
-        """Copy parts[r] out of rank r's window, for every other r."""
-        self.open(parts[self.link.rank])
+    def fetch(self, parts, behind=0):
+        """Copy parts[r] out of rank r's window, where it lies behind so many parts, for every other r."""
         for r in self.others:
-            self.copy(parts[r].view(torch.uint8), self.of[r][:parts[r].nbytes])
+            self.copy(parts[r], self.place(r, parts[r], behind * parts[r].nbytes))
             self.link.log.count(parts[self.link.rank])
         self.barrier()
 
+    def gather(self, parts, own):
+        """Copy `own` of rank r to parts[r], for every r."""
+        self.open(own.view(-1))
+        _unflatten(own, parts[self.link.rank])
+        self.fetch(parts)
+
     def all_reduce(self, parts, op):
-        """`scatter` the parts, sum them, and `gather` the sums. A rank writes its sum into its window, behind the N
+        """`scatter` the parts, sum them, and `fetch` the sums. A rank writes its sum into its window, behind the N
         parts, and the others fetch it there."""
-        def place(r):
-            return self.of[r][len(parts) * parts[r].nbytes:][:parts[r].nbytes].view(parts[r].dtype)
-
         own = parts[self.link.rank]
-        _sum_rows(self.scatter(parts), [own, place(self.link.rank)], op)
+        _sum_rows(self.scatter(parts), [own, self.place(self.link.rank, own, len(parts) * own.nbytes)], op)
         self.barrier()
-        for r in self.others:
-            self.copy(parts[r], place(r))
-            self.link.log.count(own)
-        self.barrier()
-
-    def gather_rows(self, whole, own):
-        """Copy `own` (B, ...) of rank r to whole[r], for every r. `whole` (N, B, ...) may have gaps between rows."""
-        tensors = self.open(own.view(-1))
-        whole[self.link.rank].copy_(own)
-        for r in self.others:
-            for place, row in zip(whole[r], tensors[r].view(own.shape)):
-                self.copy(place, row)
-            self.link.log.count(own)
-        self.barrier()
-
-    def reduce_scatter_rows(self, whole, own, op):
-        """Back: combine whole[r] of all ranks into `own` of rank r."""
-        for parts, result in zip(zip(*self.scatter_rows(whole)), own):
-            _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
-
-    def scatter_rows(self, parts):
-        """`scatter` of parts (N, B, ...), with or without gaps between rows. Returns [(B, ...) from each rank]."""
-        def of_rank(window, r):
-            return window[r * own.nbytes:(r + 1) * own.nbytes].view(own.dtype).view(own.shape)
-
-        own = parts[self.link.rank]
-        self.barrier()
-        for r in self.others:
-            for place, row in zip(of_rank(self.of[r], self.link.rank), parts[r]):
-                self.copy(place, row)
-            self.link.log.count(own)
-        self.barrier()
-        return [own if r == self.link.rank else of_rank(self.mine, r) for r in range(len(parts))]
+        self.fetch(parts, behind=len(parts))
 
     def shift(self, outgoing, incoming):
         """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
-        self.copy(incoming, self.open(outgoing)[self.link.rank - 1])
+        self.open(outgoing)
+        self.copy(incoming, self.place(self.link.rank - 1, incoming))
         self.link.log.count(outgoing)
         self.barrier()
 
@@ -209,9 +183,6 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
-KERNEL_OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
-
-
 def _kernel_sums(tensor):
     """Whether `sum_rows` sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
@@ -232,8 +203,8 @@ def _sum_rows(rows, results, op):
     if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
         exchange.sum_rows(rows, results, op == ReduceOp.AVG)
         return
-    half = rows[0].is_floating_point() and rows[0].itemsize == 2
-    total = functools.reduce(COMBINE[op], rows[1:], rows[0].float() if half else rows[0])
+    first = rows[0].float() if rows[0].dtype in kernels.DTYPES else rows[0]
+    total = functools.reduce(COMBINE[op], rows[1:], first)
     _average(op, total, len(rows))
     for result in results:
         result.copy_(total)
