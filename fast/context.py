@@ -104,7 +104,7 @@ class TunedRing(RingAttention):
             (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
             part, part_lse = tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
-                o, lse = part.to(sum_dtype(part, group)), part_lse
+                o, lse = as_sum(part, group), part_lse
             else:
                 merge_parts(o[:, :, rows], lse[:, rows], part, part_lse)
         o = o.to(q.dtype)
@@ -123,7 +123,7 @@ class TunedRing(RingAttention):
         for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
             if other == rank:
                 tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
-                total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
+                total = as_sum(grads[:, :, 0], ctx.group)                                     # (B, T/N, H, D)
                 continue
             rows, keys, _ = seen(rank, other, half)
             dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
@@ -144,9 +144,9 @@ class TunedRing(RingAttention):
         return grads, None
 
 
-def sum_dtype(part, group):
-    """The dtype in which tensors like `part` are added up over the ranks."""
-    return part.dtype if dist.get_world_size(group) == 2 else torch.float32
+def as_sum(part, group):
+    """The first part of a sum over the ranks, in the dtype of the sum."""
+    return part if dist.get_world_size(group) == 2 else part.float()
 
 
 def wait(handles):

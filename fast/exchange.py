@@ -63,7 +63,7 @@ def all_to_all_bytes(ranks):
 
 def _shares(ranks):
     """Programs that share a block."""
-    return max(1, SHARES // max(1, ranks - 1))
+    return SHARES // max(1, ranks - 1)
 
 
 @triton.jit
@@ -76,14 +76,14 @@ def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
 
 
 @triton.jit
-def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr):
     """Copy n bytes from address `source` to address `to`; all three are multiples of UNIT."""
     to = tl.multiple_of(to.to(tl.pointer_type(WORD)), UNIT)
     source = tl.multiple_of(source.to(tl.pointer_type(WORD)), UNIT)
     width: tl.constexpr = WORD.primitive_bitwidth // 8
     words = tl.multiple_of(n // width, UNIT // width)
-    for start in range(0, words, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for start in range(0, words, 4096):
+        at = start + tl.arange(0, 4096)
         # ".cg" reads past L1, which may still hold the old contents of a slot.
         tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)
 
@@ -102,7 +102,7 @@ def _count(counter):
 
 @triton.jit
 def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
-                LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+                LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr):
     N: tl.constexpr = len(blocks) // 4
     share, step = tl.program_id(0), tl.program_id(1)
     outgoing, sends, incoming, receives = blocks[0], blocks[1], blocks[2], blocks[3]
@@ -116,7 +116,7 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
     incoming = ((incoming << 2) >> 3) + start
     rounds = tl.cdiv(tl.maximum(sends, receives), SLOT_BYTES).to(tl.int32)
     if step == N - 1:  # my own block
-        _copy_bytes(incoming, outgoing, sends, WORD, UNIT, BLOCK)
+        _copy_bytes(incoming, outgoing, sends, WORD, UNIT)
     elif rounds > 0:
         mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
         number, programs = step * SHARES + share, (N - 1) * SHARES
@@ -132,13 +132,13 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
             if at < sends:
                 _wait(taken_there, sent + 1 - SLOTS)
                 slot = theirs + slots + (sent & (SLOTS - 1)) * SLOT_BYTES
-                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT)
                 _count(arrived_there)
                 sent += 1
             if (t > 0) & (before < receives):
                 _wait(arrived_here, taken + 1)
                 slot = mine + slots + (taken & (SLOTS - 1)) * SLOT_BYTES
-                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT)
                 _count(taken_here)
                 taken += 1
         tl.store(sent_before, sent)
@@ -177,7 +177,7 @@ class AllToAll:
         # 2^62, which always has 64 bits and is odd. In the kernel, (number << 2) >> 3 gives n back.
         blocks = tuple([2 * number + (1 << 62 | 1) for number in blocks])
         grid = min(self.shapes[0], -(-largest // LEAST_BYTES)), len(self.peers), 1
-        arguments = blocks, self.windows, *self.shapes, self.words[unit], unit, 4096
+        arguments = blocks, self.windows, *self.shapes, self.words[unit], unit
         if unit in self.compiled:  # Triton's own lookup would cost the CPU 27 us, twice as much
             self.compiled[unit][grid](*arguments)
             return
