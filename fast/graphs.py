@@ -61,11 +61,10 @@ class Totals:
     """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
-        self.sync, self.reducer, self.of = sync, sync.reducer, {}  # of: parameter -> its part of a flat vector
+        self.sync, self.reducer = sync, sync.reducer
         self.flats = {bucket: torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
                       for bucket in sync.buckets}
-        for bucket, flat in self.flats.items():
-            self.of.update({p: bucket.view(flat, p) for p in bucket.params})
+        self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
 
     def begin(self, overwrite):
         """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
@@ -145,10 +144,7 @@ class ShardTotals:
     def forget(self):
         """Drop the .grads that a recording has set, which hold no numbers. Free units that evaluation left whole."""
         self.settle("B")
-        for reducer in self.reducers:
-            reducer.forget()
-        for bucket, _ in self.buckets:
-            bucket.shard.grad = None
+        self.sync.zero_grad()
 
     def close(self, unused):
         self.sync.finish_grad_sync()
@@ -243,25 +239,22 @@ class HookedRecording(Recording):
         self.totals.settle(kind)
 
 
-def no_graphs():
-    """An empty store for the recordings of a GraphPipeline."""
-    return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
-                           closing={},      # {stage: Recording of the last micro-batch, if it sends the gradients, too}
-                           recorded_for=None)  # (shape of its micro-batches, actions)
-
-
 class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
     The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
     With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
     there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
+
+    graphs, once there is a step with these shapes and actions: recordings {stage: [Recording that no micro-batch is
+    using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
+    its micro-batches, actions). Whoever sets it to None has them recorded anew.
     """
     recording = Recording
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.graphs, self.totals, self.replaying = no_graphs(), {}, False
+        self.graphs, self.totals, self.replaying = None, {}, False
 
     def begin(self, actions, x, y, dloss, syncs):
         super().begin(actions, x, y, dloss, syncs)
@@ -269,17 +262,17 @@ class GraphPipeline(PatientPipeline):
         if not self.replaying:
             return
         self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
-        self.last_of = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
-        asked, graphs = (x[0].shape, tuple(actions)), self.graphs
-        overwrite = asked == graphs.recorded_for and alone and len(x) == 1
+        asked = x[0].shape, tuple(actions)
+        known = self.graphs is not None and self.graphs.recorded_for == asked
+        overwrite = known and alone and len(x) == 1
         for totals in self.totals.values():
             totals.begin(overwrite)
-        if asked != graphs.recorded_for:
-            graphs.recordings, graphs.closing, graphs.recorded_for = {}, {}, asked
-        elif not graphs.recordings:
+        if not known:
+            self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
+        elif not self.graphs.recordings:
             for stage in self.stages:
                 self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
             self.add_up(syncs)
@@ -303,15 +296,20 @@ class GraphPipeline(PatientPipeline):
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
         else:
-            eager = self.last_of[stage] if self.replicated else None
-            mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
+            mine = [a for a in actions if a.stage == stage and not (self.replicated and self.is_of_last(a))]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
 
+    def is_of_last(self, action):
+        """Whether its micro-batch is the last one of its stage."""
+        return action.micro_batch == self.last["W", action.stage].micro_batch
+
     def passage(self, action):
-        s, closes = action.stage, self.replaying and action.micro_batch == self.last_of[action.stage]
+        if not self.replaying:
+            return super().passage(action)
+        s, closes = action.stage, self.is_of_last(action)
         if closes and s in self.graphs.closing:
             return self.graphs.closing[s]
-        if self.replaying and self.graphs.recordings.get(s) and not (closes and self.replicated):
+        if self.graphs.recordings.get(s) and not (closes and self.replicated):
             return self.graphs.recordings[s].pop()
         return super().passage(action)
 
