@@ -67,9 +67,11 @@ class Totals:
         self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
 
     def begin(self, overwrite):
-        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
-        self.forget()  # a .grad that was zeroed, not dropped, is a view of the total
+        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN. Drop
+        the .grads: they are views of the totals, which would be added to themselves."""
         for bucket, flat in self.flats.items():
+            for param in stepped(bucket):
+                param.grad = None
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
@@ -85,11 +87,8 @@ class Totals:
         if computed:  # what autograd's hook would do
             self.reducer.computed(param)
 
-    def forget(self):
-        """Drop the .grads that recording has set: they are views of the totals, which would be added to themselves."""
-        for bucket in self.flats:
-            for param in stepped(bucket):
-                param.grad = None
+    def settle(self, kind):
+        """Nothing is under way between the actions that are recorded."""
 
     def close(self, unused):
         """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
@@ -120,7 +119,11 @@ class ShardTotals:
         self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
-        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch."""
+        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.
+        First drop the .grads that a recording has set, which hold no numbers, and free units that evaluation left
+        whole."""
+        self.settle("B")
+        self.sync.zero_grad()
         if overwrite:
             self.flats.clear()
             return
@@ -131,7 +134,7 @@ class ShardTotals:
             if reducer.every_backward:
                 bucket.shard.grad = flat
             else:
-                bucket.shard.grad, bucket.total = None, flat
+                bucket.total = flat
 
     def settle(self, kind):
         """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
@@ -140,11 +143,6 @@ class ShardTotals:
                 reducer.receive()
         for flat in self.units:
             flat.wait() if kind == "F" else flat.free()
-
-    def forget(self):
-        """Drop the .grads that a recording has set, which hold no numbers. Free units that evaluation left whole."""
-        self.settle("B")
-        self.sync.zero_grad()
 
     def close(self, unused):
         self.sync.finish_grad_sync()
@@ -169,6 +167,7 @@ class Recording(Passage):
     def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
                  overwrite=False):
         super().__init__(module, loss, weight_gradients)
+        totals.begin(overwrite)  # frees all units, because a graph would not gather one that is whole now
         self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
         self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
         self.params = [p for p in module.parameters() if p.requires_grad]
@@ -189,6 +188,7 @@ class Recording(Passage):
             self.dx = super().backward(kind, self.dy)
         if self.closes and kind == self.kinds[-1]:
             self.averages = self.totals.close(set(self.params) - self.touched if self.overwrite else ())
+        self.totals.settle(kind)
 
     def add(self, param, a, b=None):
         self.touched.add(param)
@@ -229,15 +229,6 @@ class HookedRecording(Recording):
     """
     gradients = Passage.gradients
 
-    def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
-        totals.forget()  # frees all units, because the graph would not gather one that is whole now
-        totals.begin(overwrite)
-        super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
-
-    def record(self, kind):
-        super().record(kind)
-        self.totals.settle(kind)
-
 
 class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
@@ -277,7 +268,6 @@ class GraphPipeline(PatientPipeline):
                 self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
             self.add_up(syncs)
             for totals in self.totals.values():
-                totals.forget()
                 totals.begin(overwrite)
 
     def add_up(self, syncs):
