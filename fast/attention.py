@@ -175,6 +175,14 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
 
 
 @gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
                                D: gl.constexpr, STAGES: gl.constexpr):
     """O and LSE (base 2) of all tiles of BM rows, as `tiles` hands them out. Tq, Tk: multiples of BM, BN."""
@@ -182,19 +190,9 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
     q_slots = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, BM // 2, D], Q.layout)
     slots = gl.allocate_shared_memory(K.dtype, [2 * STAGES, 1, 1, BN, D], K.layout)
     o_slots = gl.allocate_shared_memory(O.dtype, [2, 1, 1, BM // 2, D], O.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(4):
-        mbarrier.init(q_full.index(slot), 1)
-        mbarrier.init(q_free.index(slot), 1)
-    for slot in gl.static_range(2 * STAGES):
-        mbarrier.init(full.index(slot), 1)
-        mbarrier.init(free.index(slot), 2)  # an arrival from each group
-    for group in gl.static_range(2):
-        mbarrier.init(turn.index(group), 1)
+    q_full, q_free = _barriers(4, 1), _barriers(4, 1)
+    full, free = _barriers(2 * STAGES, 1), _barriers(2 * STAGES, 2)  # free: an arrival from each group
+    turn = _barriers(2, 1)
     fence_async_shared()
     mbarrier.arrive(turn.index(0))  # group 0 has the first turn
     gl.warp_specialize([

@@ -89,6 +89,11 @@ def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _counter(address):
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
 def _wait(counter, least):
     while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - least < 0:  # correct even past 2^31
         pass
@@ -121,10 +126,8 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
         mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
         number, programs = step * SHARES + share, (N - 1) * SHARES
         slots, counters = number * SLOTS * SLOT_BYTES, programs * SLOTS * SLOT_BYTES + 4 * number
-        arrived_here = (mine + counters).to(tl.pointer_type(tl.int32))
-        arrived_there = (theirs + counters).to(tl.pointer_type(tl.int32))
-        taken_there = (mine + counters + 4 * programs).to(tl.pointer_type(tl.int32))
-        taken_here = (givers + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        arrived_here, arrived_there = _counter(mine + counters), _counter(theirs + counters)
+        taken_there, taken_here = _counter(mine + counters) + programs, _counter(givers + counters) + programs
         sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # no other program's
         sent, taken = tl.load(sent_before), tl.load(taken_before)
         for t in range(0, rounds + 1):
@@ -238,7 +241,7 @@ def _count_for_all(windows, rank, counters: tl.constexpr, first, N: tl.constexpr
     """Add 1 to this rank's counter on each other rank: the one for line `first` + s - 1 on rank+s."""
     for s in tl.static_range(1, N):
         there = tl.load(windows + (rank + s) % N) + counters + 4 * (first + s - 1)
-        tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+        tl.atomic_add(_counter(there), 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -257,7 +260,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
     # The first of N-1 lines of slots, each; rank-s fills line s-1 of them.
     pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)
     # How many pieces this program has handled in all launches; `before`: in those before.
-    done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
+    done = _counter(here + counters + 4 * (2 * PROGRAMS * (N - 1) + program))
     before, lane = tl.load(done), tl.arange(0, SLOT)
     start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
     rounds = tl.cdiv(end - start, SLOT)
@@ -275,7 +278,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
         if (t > 0) & (t <= rounds):
             first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
             for s in tl.static_range(1, N):
-                _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
+                _wait(_counter(here + counters + 4 * (pieces + s - 1)), before + t)
             chunk, until = _chunk(flat, rank, first, row, least, more, end, N, EVEN, ROWS)
             inside = first + lane < until
             mine = tl.load((chunk if SEND else own) + first + lane, inside)
@@ -300,7 +303,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
         if t > 1:
             first, slot = start + (t - 2) * SLOT, (before + t - 2) & (SLOTS - 1)
             for s in tl.static_range(1, N):
-                _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
+                _wait(_counter(here + counters + 4 * (sums + s - 1)), before + t - 1)
                 if GATHER:
                     chunk, until = _chunk(flat, (rank - s + N) % N, first, row, least, more, end, N, EVEN, ROWS)
                     line, inside = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind), first + lane < until

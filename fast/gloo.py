@@ -37,10 +37,14 @@ class PartialMessage(Handle):
     def wait(self):
         self.mailboxes.finish(self)
 
-    def cut(self):
-        """Take the bytes for the next slot off the front of `rest`."""
-        part, self.rest = self.rest[:SLOT_BYTES], self.rest[SLOT_BYTES:]
-        return part
+
+def cut(messages):
+    """Take the bytes for the next slot off the first message, and the message away with its last ones."""
+    message = messages[0]
+    part, message.rest = message.rest[:SLOT_BYTES], message.rest[SLOT_BYTES:]
+    if message.is_completed():
+        messages.popleft()
+    return part
 
 
 class Mailboxes:
@@ -119,19 +123,15 @@ class Mailboxes:
     def _copy(self, peer):
         """Fill the empty slots to a rank and empty the full ones from it."""
         while peer.sends and peer.empty:
-            part = peer.sends[0].cut()
+            part = cut(peer.sends)
             next(peer.to)[:len(part)].copy_(part)
             peer.empty -= 1
-            if peer.sends[0].is_completed():
-                peer.sends.popleft()
             self._write(peer, self.FULL)
         while peer.receives and peer.full:
-            part = peer.receives[0].cut()
+            part = cut(peer.receives)
             part.copy_(next(peer.source)[:len(part)])
             peer.full -= 1
             peer.emptied += 1
-            if peer.receives[0].is_completed():
-                peer.receives.popleft()
             if peer.emptied >= SLOTS // 2:
                 self._write(peer, b"")
 

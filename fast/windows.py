@@ -39,7 +39,7 @@ class Window:
 
     def __init__(self, link, mine):
         import torch.distributed._symmetric_memory as symmetric_memory
-        self.link, self.mine = link, mine
+        self.link, self.rank, self.size, self.mine = link, link.rank, link.size, mine
         self.handle = symmetric_memory.rendezvous(mine, link.group)
         self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
@@ -47,9 +47,9 @@ class Window:
         self.make_kernels(mine.device)
 
     def make_kernels(self, device):
-        places, behind = [window.data_ptr() for window in self.of], all_to_all_bytes(self.link.size)
-        self.kernel = AllToAll(places, self.link.rank, device)
-        self.sums = AllReduce([place + behind for place in places], self.link.rank, device)
+        places, behind = [window.data_ptr() for window in self.of], all_to_all_bytes(self.size)
+        self.kernel = AllToAll(places, self.rank, device)
+        self.sums = AllReduce([place + behind for place in places], self.rank, device)
 
     def place(self, r, like, start=0):
         """What a tensor like this one fills of rank r's window, from byte `start` on."""
@@ -75,38 +75,38 @@ class Window:
     def scatter(self, parts):
         """Write parts[r] into rank r's window. Returns the N parts for this rank, its own included."""
         self.barrier()  # all ranks have finished reading their window's old contents
-        rank, own = self.link.rank, parts[self.link.rank]
         for r in self.others:
-            self.copy(self.place(r, parts[r], rank * parts[r].nbytes), parts[r])
+            self.copy(self.place(r, parts[r], self.rank * parts[r].nbytes), parts[r])
             self.link.log.count(parts[r])
         self.barrier()
-        return [own if r == rank else self.place(rank, own, r * own.nbytes) for r in range(self.link.size)]
+        own = parts[self.rank]
+        return [own if r == self.rank else self.place(self.rank, own, r * own.nbytes) for r in range(self.size)]
 
     def fetch(self, parts, behind=0):
         """Copy parts[r] out of rank r's window, where it lies behind so many parts, for every other r."""
         for r in self.others:
             self.copy(parts[r], self.place(r, parts[r], behind * parts[r].nbytes))
-            self.link.log.count(parts[self.link.rank])
+            self.link.log.count(parts[self.rank])
         self.barrier()
 
     def gather(self, parts, own):
         """Copy `own` of rank r to parts[r], for every r."""
         self.open(own.view(-1))
-        _unflatten(own, parts[self.link.rank])
+        _unflatten(own, parts[self.rank])
         self.fetch(parts)
 
     def all_reduce(self, parts, op):
         """`scatter` the parts, sum them, and `fetch` the sums. A rank writes its sum into its window, behind the N
         parts, and the others fetch it there."""
-        own = parts[self.link.rank]
-        _sum_rows(self.scatter(parts), [own, self.place(self.link.rank, own, len(parts) * own.nbytes)], op)
+        own = parts[self.rank]
+        _sum_rows(self.scatter(parts), [own, self.place(self.rank, own, len(parts) * own.nbytes)], op)
         self.barrier()
         self.fetch(parts, behind=len(parts))
 
     def shift(self, outgoing, incoming):
         """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
         self.open(outgoing)
-        self.copy(incoming, self.place(self.link.rank - 1, incoming))
+        self.copy(incoming, self.place(self.rank - 1, incoming))
         self.link.log.count(outgoing)
         self.barrier()
 
@@ -128,7 +128,7 @@ class Window:
         """An all-to-all of flat tensors by copy engines, without my own block. Each sender has a slot in the receiver's
         window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
         which the receiver signals FREE when it has copied the slot out."""
-        slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (waits["timeout"] + 60)
+        slot, patience = len(self.mine) // self.size // 16 * 16, 1000 * (waits["timeout"] + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
         for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):
@@ -137,7 +137,7 @@ class Window:
                 if len(parts[r]):
                     if start:
                         self.handle.wait_signal(r, FREE, patience)
-                    self.copy(self.of[r][self.link.rank * slot:][:len(parts[r])], parts[r])
+                    self.copy(self.of[r][self.rank * slot:][:len(parts[r])], parts[r])
                     self.handle.put_signal(r, ARRIVED, patience)
                     self.link.log.count(parts[r])
             for r in self.others:
