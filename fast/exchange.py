@@ -67,9 +67,17 @@ def _shares(ranks):
 
 
 @triton.jit
+def _of_step(blocks, step, i: tl.constexpr):
+    """Number i of a step's four. They are encoded as `AllToAll.__call__` says."""
+    number = blocks[i]
+    for s in tl.static_range(1, len(blocks) // 4):
+        number = tl.where(step == s, blocks[4 * s + i], number)
+    return (number << 2) >> 3
+
+
+@triton.jit
 def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
-    """(start, bytes) of one of SHARES shares of a block of n bytes; n is encoded as `AllToAll.__call__` says."""
-    n = (n << 2) >> 3
+    """(start, bytes) of one of SHARES shares of a block of n bytes."""
     width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
     start = tl.minimum(share * width, n)
     return start, tl.minimum(width, n - start)
@@ -110,15 +118,10 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
                 LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr):
     N: tl.constexpr = len(blocks) // 4
     share, step = tl.program_id(0), tl.program_id(1)
-    outgoing, sends, incoming, receives = blocks[0], blocks[1], blocks[2], blocks[3]
-    for s in tl.static_range(1, N):
-        outgoing, sends = tl.where(step == s, blocks[4 * s], outgoing), tl.where(step == s, blocks[4 * s + 1], sends)
-        incoming = tl.where(step == s, blocks[4 * s + 2], incoming)
-        receives = tl.where(step == s, blocks[4 * s + 3], receives)
-    start, sends = _share(sends, share, SHARES, LEAST_BYTES)
-    outgoing = ((outgoing << 2) >> 3) + start
-    start, receives = _share(receives, share, SHARES, LEAST_BYTES)
-    incoming = ((incoming << 2) >> 3) + start
+    start, sends = _share(_of_step(blocks, step, 1), share, SHARES, LEAST_BYTES)
+    outgoing = _of_step(blocks, step, 0) + start
+    start, receives = _share(_of_step(blocks, step, 3), share, SHARES, LEAST_BYTES)
+    incoming = _of_step(blocks, step, 2) + start
     rounds = tl.cdiv(tl.maximum(sends, receives), SLOT_BYTES).to(tl.int32)
     if step == N - 1:  # my own block
         _copy_bytes(incoming, outgoing, sends, WORD, UNIT)
