@@ -69,16 +69,23 @@ def fast_bias_gradient(dy):
 
 # ------------------------------------------------------------------------------------------------------ padded outputs
 
-class PaddedLinear(Linear):
-    """Without a bias, `pad_outputs` pads the outputs if 8 does not divide their number."""
+def pads(x, weight):
+    """Whether the weight (out, in) gets rows of zeros: if x is 16-bit and 8 does not divide `out` (50257 in GPT-2).
+
+    cuBLAS's fast kernels need rows that begin at multiples of 16 bytes. The three products (forward, dx, dW) of
+    8192 x 1600 with 50257 columns take 35 ms on an H200, with 50304 columns 6. The price is a copy of the weight.
+    """
+    return len(weight) % 8 and x.dtype.itemsize == 2 and kernels.on_triton(x)
+
+
+class PaddedLinear(torch.autograd.Function):
+    """x W^T, computed with a padded W. take: as for kernels.Linear."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, take=None):
-        padded = pad_outputs(x, weight) if bias is None else weight
-        ctx.padded, ctx.take = padded is not weight, take
-        if not ctx.padded:
-            return Linear.forward(ctx, x, weight, bias, take)
+    def forward(ctx, x, weight, take):
+        padded = F.pad(weight, (0, 0, 0, -len(weight) % 64))
         y = F.linear(x, padded)                                                               # (..., padded)
+        ctx.take = take
         # Backward needs y, because cross-entropy writes its gradient over the logits in y. Saved as y.data, because
         # autograd raises an error if a saved tensor is overwritten, but does not check .data.
         ctx.save_for_backward(x, padded, y.data)
@@ -87,28 +94,17 @@ class PaddedLinear(Linear):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        if not ctx.padded:
-            return Linear.backward(ctx, dy)
         x, padded, y = ctx.saved_tensors
         rows = pad_columns(dy, y)
         dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
+        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1]))
 
 
 def fast_linear(x, weight, bias=None, take=None):
+    if bias is None and pads(x, weight):
+        return PaddedLinear.apply(x, weight, take)
     ours = kernels.on_triton(x) and (bias is not None or len(weight) % 8)  # else F.linear is as fast
-    return PaddedLinear.apply(x, weight, bias, take) if ours or take else F.linear(x, weight, bias)
-
-
-def pad_outputs(x, weight):
-    """The weight (out, in), with rows of zeros added if x is 16-bit and 8 does not divide `out` (50257 in GPT-2).
-
-    cuBLAS's fast kernels need rows that begin at multiples of 16 bytes. The three products (forward, dx, dW) of
-    8192 x 1600 with 50257 columns take 35 ms on an H200, with 50304 columns 6. The price is a copy of the weight.
-    """
-    if len(weight) % 8 and x.dtype.itemsize == 2 and kernels.on_triton(x):
-        return F.pad(weight, (0, 0, 0, -len(weight) % 64))
-    return weight
+    return Linear.apply(x, weight, bias, take) if ours or take else F.linear(x, weight, bias)
 
 
 def pad_columns(dy, y):
