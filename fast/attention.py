@@ -251,7 +251,7 @@ def specialized_attention_forward(q, k, v, is_causal):
         like = tiled(x, rows)
         return GluonDescriptor(x, like.shape, like.strides, like.block_shape, layout)
 
-    together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))  # of L2's 50 MiB
+    together = max(1, (32 << 20) // (2 * k[0, 0].nbytes))  # of L2's 50 MiB
     programs = min(programs_at_once(q.device) - grouped.SPARED, B * H * (Tq // TILE))
     tiles = specialized_tiles(Tq, Tk, is_causal, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
@@ -396,18 +396,18 @@ def aligned(x):
 
 
 def check_attention(q, k, v):
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
+    if (q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]
+            or not q.numel() or not k.numel() or q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype
+            or not q.device == k.device == v.device):
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), in bfloat16, float16 or float32, all "
+                         f"on one device, none empty, not q {tuple(q.shape)} {q.dtype} on {q.device}, k "
+                         f"{tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}")
     if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is 2^i wide")
-    if not q.numel() or not k.numel():
-        raise ValueError(f"attention over nothing: {shapes}")
+        raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not 16, 32, 64, 128 or 256: a tile is 2^i "
+                         f"wide")
     if q.shape[0] * q.shape[1] > 65535:
-        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes 65535: split the batch")
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): "
-                         f"all three must be bfloat16, float16 or float32, on one device")
+        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} (q {tuple(q.shape)}), a launch takes 65535: split the "
+                         f"batch")
 
 
 def heads(qkv):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 import collectives as dist
+from collectives import _unflatten
 from fast.adamw import AdamW
-from fast.overlap import stepped
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
@@ -34,11 +34,11 @@ class LeanGPT(ParallelGPT):
             for group in place_of(param).add_over:
                 over[group, param.grad.dtype].append(param.grad)
         for (group, _), grads in over.items():
-            flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+            flats = [grad.flatten() for grad in grads]
+            flat = torch.cat(flats) if len(flats) > 1 else flats[0]
             dist.all_reduce(flat, group=group)
-            if len(grads) > 1:
-                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-                    grad.copy_(part.view_as(grad))
+            for grad, part in zip(grads, flat.split(list(map(len, flats)))):
+                _unflatten(part, grad)
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         inner = getattr(self.optimizer, "inner", self.optimizer)
@@ -56,6 +56,11 @@ class LeanGPT(ParallelGPT):
 # its memory, inputs are copied in and outputs out, and gradients are added to the buckets' flat vectors, which must not
 # move. A replay runs no autograd hooks. ZeRO-2 and 3 gather units and reduce-scatter gradients in hooks, so for them
 # the hooks run during the recording, and what they launch becomes part of the graph.
+
+def stepped(bucket):
+    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
+    return bucket.params if bucket.shard is None else [bucket.shard]
+
 
 class Totals:
     """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""

@@ -160,14 +160,13 @@ def tuned_grouped_gradients(dy, x, counts, biased):
 
 def check_grouped(x, weight, bias, counts):
     if (x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or counts.shape != weight.shape[:1]
-            or bias is not None and bias.shape != weight.shape[:2]):
+            or bias is not None and bias.shape != weight.shape[:2] or x.dtype != weight.dtype
+            or counts.dtype != torch.int64 or not x.device == weight.device == counts.device):
         raise ValueError(f"grouped product of x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
-                         f"{None if bias is None else tuple(bias.shape)} and counts {tuple(counts.shape)}: needs "
-                         f"(R, in), (E, out, in), (E, out) or None, (E)")
-    if x.dtype != weight.dtype or counts.dtype != torch.int64 or not x.device == weight.device == counts.device:
-        raise ValueError(f"grouped product of x {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, "
-                         f"counts {counts.dtype} on {counts.device}: x and weight must be of one dtype, counts int64, "
-                         f"all on one device")
+                         f"{None if bias is None else tuple(bias.shape)} and counts {tuple(counts.shape)}, x "
+                         f"{x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, counts {counts.dtype} on "
+                         f"{counts.device}: needs (R, in), (E, out, in), (E, out) or None, (E), all on one device, x "
+                         f"and weight of one dtype, counts int64")
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -182,16 +181,15 @@ class GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (x, weight, counts), dy = ctx.saved_tensors, dy.contiguous()
-        dx = tuned_grouped(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
-        _, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dx = tuned_grouped(dy, weight.mT, None, counts) if needs_dx else None
         dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
         return dx, dw, db, None
 
 
 def fast_grouped(x, weight, bias, counts):
-    if not kernels.on_triton(x):
-        return grouped_reference(x, weight, bias, counts)
-    check_grouped(x, weight, bias, counts)
-    if not tma_takes(x, weight) or weight.shape[1] % 8:  # dy's width
-        return grouped_reference(x, weight, bias, counts)
-    return GroupedLinear.apply(x, weight, bias, counts.contiguous())
+    if kernels.on_triton(x):
+        check_grouped(x, weight, bias, counts)
+        if tma_takes(x, weight) and weight.shape[1] % 8 == 0:  # dy's width
+            return GroupedLinear.apply(x, weight, bias, counts.contiguous())
+    return grouped_reference(x, weight, bias, counts)

@@ -143,16 +143,14 @@ class Direct:
         copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
         gaps, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
-        alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
-            whole.numel() == self.size * own.numel())
+        alike = own.is_contiguous() and flat.is_contiguous() and whole.numel() == self.size * own.numel()
         kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
         if kernel and (not row or kernel.takes_rows(row * itemsize)):
             if op is None:
                 kernel.all_gather(flat, own.view(-1), row)
-                self._note_sent(whole, [own] * self.size)
             else:
                 kernel.reduce_scatter(flat, own.view(-1), op, row)
-                self._note_sent(own, [own] * self.size)
+            self._note_sent(whole if op is None else own, [own] * self.size)
         elif alike and ROW_BYTES <= row * itemsize <= windows.WINDOW_BYTES // self.size and row and (
                 window := self.window(windows.WINDOW_BYTES)):
             rows = windows.WINDOW_BYTES // (self.size * row * itemsize)

@@ -116,7 +116,7 @@ class AddLayerNorm(torch.autograd.Function):
         row_bytes = block * (x.itemsize * (2 * slices + (dtotal is not None)) + weight.itemsize * (slices - 1))
         room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
         ahead = min(2, (room - 8192) // row_bytes)
-        programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
+        programs = min(rows, programs_at_once(x.device) * min(8, 8192 // block))
         dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
         _add_layer_norm_backward[(programs * slices,)](
             x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width, block, slices, 1 + ahead,

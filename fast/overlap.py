@@ -110,8 +110,3 @@ class FastReducer(Reducer):
     @property
     def finished(self):
         return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
-
-
-def stepped(bucket):
-    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
-    return bucket.params if bucket.shard is None else [bucket.shard]

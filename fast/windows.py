@@ -37,11 +37,10 @@ class Window:
     """
     made = 0  # windows that this process has made
 
-    def __init__(self, link, mine):
-        import torch.distributed._symmetric_memory as symmetric_memory
+    def __init__(self, link, mine, handle):
         self.link, self.rank, self.size, self.mine = link, link.rank, link.size, mine
-        self.handle = symmetric_memory.rendezvous(mine, link.group)
-        self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
+        self.handle = handle
+        self.of = [handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
         self.make_kernels(mine.device)
@@ -172,7 +171,7 @@ def make_window(link, nbytes):
         return None
     Window.made += 1
     with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
-        window = Window(link, mine)
+        window = Window(link, mine, symmetric_memory.rendezvous(mine, link.group))
     return window if agreed(window is not None)[0] else None
 
 

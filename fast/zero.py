@@ -30,12 +30,6 @@ class GuardedOptimizer(ShardedOptimizer):
                 bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
                 self.inner.stepped = lambda shard: gather()([bucket_of[shard]], wait=False)
 
-    def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
-        if not self.late:  # else forward or the next step waits
-            self.wait_for_weights(self.buckets)  # a step that failed has started to gather them
-        super().zero_grad(set_to_none)
-
     @torch.no_grad()
     def step(self):
         self.wait_for_weights(self.buckets)
