@@ -39,7 +39,7 @@ class Tape(TorchDispatchMode):
             self.steps.append(lambda: real(storage, size))
 
         with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
-            self.result = body()
+            body()
         Tape.recording = None
         for storage, values in self.before.values():
             storage.copy_(values)
@@ -152,9 +152,9 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
     with graphs_on_tape():
         net, optimizer, (x, y) = recorded_net(zero=zero)
         for m in 1, 1, 1, 2:
-            closing = net.pipeline.graphs.closing
-            last = weakref.ref(closing[0]) if closing else None
-            del closing
+            graphs = net.pipeline.graphs
+            last = weakref.ref(graphs.closing[0]) if graphs and graphs.closing else None
+            del graphs
             optimizer.zero_grad()
             net.forward_backward(x.chunk(m), y.chunk(m))
             optimizer.step()
