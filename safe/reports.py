@@ -90,14 +90,16 @@ def measured(trainer):
     """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
     earlier ones, and buffers of collectives. Then note what share of the tokens this rank's experts got."""
     births, net = BirthLog(), trainer.net
+    forward = net.pipeline.forward
 
-    def note():
+    def note(action):
+        forward(action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         others = storages([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))
 
-    with births, patch.object(net.pipeline, "on_forward", note, create=True):
+    with births, patch.object(net.pipeline, "forward", note):
         yield
     loads, ranks = trainer.loads, trainer.s.ep
     if ranks > 1 and loads is not None:
