@@ -203,17 +203,14 @@ def collective_name(link, name, operation, arguments, serving):
     return f"{name} {max((t.nbytes for t in dist.tensors_in(arguments.values())), default=0):,} bytes"
 
 
-def action_name(action):
-    return f"{action} stage {action.stage}"
-
-
 @contextlib.contextmanager
 def profiled(trainer):
     """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
     and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     syncs = dict.fromkeys(trainer.net.syncs.values())
-    ranges = [*trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
+    ranges = [*trainer.profiled_collectives(),
+              (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
               *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in syncs]]
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
