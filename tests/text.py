@@ -200,6 +200,15 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     assert len(os.listdir(out)) == 3
 
 
+def test_a_core_encodes_a_part(vocab, monkeypatch):
+    """All at a time."""
+    together, text = threading.Barrier(3, timeout=5), "some text\n" * 250
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    monkeypatch.setattr(safe.data, "encode_part", lambda part, folder: (together.wait(), part)[1])
+    assert "".join(safe.data.encode_parts([text.encode()], Tokenizer(vocab))) == text
+
+
 def test_of_a_node_s_processes_one_encodes(vocab, tmp_path, monkeypatch):
     """The others wait until it has."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
