@@ -61,9 +61,9 @@ class Message(NamedTuple):
     times: int = 1  # how often a step repeats all these calls
 
 
-def contents(config, stages):
-    """(blocks, blocks with experts, embeddings, heads): how many a rank's stages, [(number, pieces)], have of each."""
-    pieces = [i for _, run in stages for i in run]
+def contents(config, runs):
+    """(blocks, blocks with experts, embeddings, heads): how many there are of each in a rank's runs of pieces."""
+    pieces = [i for run in runs for i in run]
     blocks = [i for i in pieces if 1 <= i <= config.n_layer]
     routed = sum(config.has_experts(i - 1) for i in blocks)
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
@@ -128,7 +128,7 @@ def messages_of_experts(config, s, routed, rows):
 def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
-    stages: this rank's [(number, pieces)].
+    stages: this rank's {number: pieces}.
     buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
         but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
@@ -140,7 +140,7 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
     yield Message("how many targets count", "all_reduce", "replicas", [1], 8)
-    blocks, routed, first, last = contents(config, stages)
+    blocks, routed, first, last = contents(config, stages.values())
     activation = [tokens * c]
     if config.experts:
         yield from messages_of_experts(config, s, routed, rows)
@@ -174,9 +174,9 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
             yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
     if s.pp > 1:
         homes = homes_in(s)
-        rank = homes[stages[0][0]]
+        rank = homes[min(stages)]
         # F sends to the next stage, B to the one before, if they live elsewhere.
-        neighbours = sum(homes.get(i + side, rank) != rank for i, _ in stages for side in (1, -1))
+        neighbours = sum(homes.get(i + side, rank) != rank for i in stages for side in (1, -1))
         passed = activation[0] // (s.tp if s.sp else 1)
         yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
         yield Message("loss", "all_reduce", "pp", [1], wide)
