@@ -117,8 +117,8 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: what they add
-    up in.
+    Gradients of several micro-batches add up in .grad; when the bucket leaves, `message` lays them side by side. group:
+    the N ranks that average them. reduce_dtype: of what is sent; None: what they add up in.
     """
 
     def __init__(self, params, group, reduce_dtype=None):
@@ -137,14 +137,14 @@ class Bucket:
     def hold(self, params):
         self.params = params
         ends = itertools.accumulate(p.numel() for p in params)
-        self.first = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector a parameter begins
+        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector it begins
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
 
     def view(self, flat, param):
         """A parameter's part of a flat vector, in the parameter's shape."""
-        return flat[self.first[param]:][:param.numel()].view(param.shape)
+        return flat[self.start_of[param]:][:param.numel()].view(param.shape)
 
     @torch.no_grad()
     def collect(self, param):
@@ -353,6 +353,66 @@ class DDP(nn.Module):
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters. (The last unit is gathered
 # once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
+def reduce_scatter_bucket(bucket, in_place=False):
+    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
+
+    The Nth gets a tensor of its own, so that the full vector can go. in_place: it is a slice of the full vector, which
+    therefore lives on.
+    """
+    message = bucket.message()
+    if dist.get_world_size(bucket.group) == 1:
+        return dist.Handle(), message, message
+    average = message[bucket.own]
+    if not in_place:
+        average = torch.empty_like(average)
+    handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    return handle, message, average
+
+
+def add_to_shard(bucket, average):
+    """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
+    if bucket.shard.grad is None:
+        bucket.shard.grad = average.to(bucket.shard.dtype)
+    else:
+        bucket.shard.grad += average
+
+
+def make_shard(bucket, sharded):
+    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
+
+    Returns all values, as the first rank has them. The shard is a view of them, or of 16-bit values a float32 copy.
+    """
+    values, first = bucket.zeros(bucket.dtype), bucket.params[0]
+    if not first.is_meta:
+        for p in bucket.params:
+            bucket.view(values, p).copy_(p.detach())
+        dist.broadcast(values, group=bucket.group, group_src=0)
+    bucket.own = bucket.own if sharded else slice(0, bucket.numel)
+    own = values[bucket.own].to(master_dtype(values.dtype))
+    bucket.shard = nn.Parameter(own, first.requires_grad)
+    bucket.total_dtype = bucket.shard.dtype
+    cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
+    bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
+    return values
+
+
+def flatten(bucket, sharded, compute_dtype):
+    """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters.
+
+        module, layers compute in      the shard
+        float32, float32               a view of the weights: to step it is to change them
+        float32, bf16                  a float32 master of its own, `cast` to the weights after each step
+        bf16, bf16                     the same, copied from 16 bits
+    """
+    values = make_shard(bucket, sharded)
+    bucket.dtype = compute_dtype or bucket.dtype
+    bucket.weights = values.to(bucket.dtype)  # the values themselves, where the dtype is theirs
+    if bucket.weights is not values:
+        bucket.shard.data = bucket.shard.data.clone()  # so that the other ranks' values can go
+    for p in bucket.params:
+        p.data = bucket.view(bucket.weights, p)
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
@@ -385,8 +445,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
-        super().__init__(self.inner.param_groups, self.inner.defaults)  # PyTorch's makes groups and a state of its own
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # so that a new lr reaches the inner
+        # An Optimizer, so that PyTorch's schedulers take it. Its groups and its state are the inner one's, which steps.
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
         # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
@@ -405,8 +466,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Shard, `weights` and parameters share one memory, so to step the shard is to change this rank's Nth of the
-        parameters. The other ranks' Nths arrive by all-gather."""
+        """Step this rank's Nth of the parameters, of which the shard is a view, or which `cast` sets. The other ranks'
+        Nths arrive by all-gather."""
         self.inner.step()
         self.cast()
         self.gather_weights(self.buckets)
@@ -421,62 +482,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
         for bucket in buckets if self.stage else ():
             dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
-
-
-def reduce_scatter_bucket(bucket, in_place=False):
-    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
-
-    The Nth gets a tensor of its own, so that the full vector can go. in_place: it is a slice of the full vector, which
-    therefore lives on.
-    """
-    message = bucket.message()
-    if dist.get_world_size(bucket.group) == 1:
-        return dist.Handle(), message, message
-    average = message[bucket.own]
-    if not in_place:
-        average = torch.empty_like(average)
-    handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
-    return handle, message, average
-
-
-def add_to_shard(bucket, average):
-    """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
-    if bucket.shard.grad is None:
-        bucket.shard.grad = average.to(bucket.shard.dtype)
-    else:
-        bucket.shard.grad += average
-
-
-def make_shard(bucket, sharded):
-    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
-
-    Returns all values, as the first rank has them; the shard is a view, or of 16-bit values a float32 copy.
-    """
-    values, first = bucket.zeros(bucket.dtype), bucket.params[0]
-    if not first.is_meta:
-        for p in bucket.params:
-            bucket.view(values, p).copy_(p.detach())
-        dist.broadcast(values, group=bucket.group, group_src=0)
-    bucket.own = bucket.own if sharded else slice(0, bucket.numel)
-    own = values[bucket.own].to(master_dtype(values.dtype))  # a view, or of a 16-bit module's values a float32 copy
-    bucket.shard = nn.Parameter(own, first.requires_grad)
-    bucket.total_dtype = bucket.shard.dtype
-    cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
-    bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
-    return values
-
-
-def flatten(bucket, sharded, compute_dtype):
-    """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters."""
-    values = make_shard(bucket, sharded)
-    bucket.dtype = compute_dtype or bucket.dtype
-    if bucket.dtype == values.dtype:
-        bucket.weights = values  # the shard is a view of it: to step the shard is to change the weights
-    else:
-        bucket.weights = values.to(bucket.dtype)
-        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, so that the other values can go
-    for p in bucket.params:
-        p.data = bucket.view(bucket.weights, p)
 
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
@@ -509,8 +514,8 @@ class FlatParameter(Bucket):
         self.shard.data = self.shard.data.clone()  # so that the other values can go
         self.dtype = compute_dtype or self.dtype
         self.weights = self.zeros(self.dtype)
-        # Autograd raises an error if the version counter of a saved tensor has changed. Resizing changes none.
-        # To refill `weights` would, so each parameter is made from .data, which gives it a counter of its own.
+        # Autograd counts the writes to a tensor it has saved, and refuses it if there were any. To refill `weights` is
+        # such a write, of `weights` and all its views. A parameter made from .data has a count of its own.
         new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
@@ -562,8 +567,9 @@ class Units:
         freed             a            b                       c               b               a
 
     The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
-    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units; a model
-    that uses them in another order gathers some too early, and some only when they are needed.
+    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units, without
+    those that have 1-D parameters alone; a model that uses units in another order gathers some too early, and some only
+    when they are needed.
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
@@ -573,24 +579,25 @@ class Units:
         self.expect = expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         self.flats = [*uses]
-        sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
-        last = sharded[-1] if sharded else []
+        units = [*flats_of]
+        sharded = [unit for unit, flats in flats_of.items() if not all(flat.stays_whole for flat in flats)]
+        self.previous, self.next = nearest_before(units, sharded), nearest_before(units[::-1], sharded)
+        last = flats_of[sharded[-1]] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
         self.in_backward = False
-        units = [*flats_of]
-        for previous, unit, following in zip([None, *units], units, [*units[1:], None]):
-            unit.register_forward_pre_hook(partial(self.before_forward, following))
-            unit.register_forward_hook(partial(self.after_forward, previous))
+        for unit in units:
+            unit.register_forward_pre_hook(self.before_forward)
+            unit.register_forward_hook(self.after_forward)
 
     # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
     # inside of units.) Backward has gathered the unit then, and will free it.
 
-    def before_forward(self, next_in_forward, unit, inputs):
+    def before_forward(self, unit, inputs):
         self.gather(unit)
         if not self.in_backward:
-            self.fetch(next_in_forward)
+            self.fetch(self.next[unit])
 
-    def after_forward(self, next_in_backward, unit, inputs, output):
+    def after_forward(self, unit, inputs, output):
         """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
         `before_backward` is hooked."""
         if self.in_backward:
@@ -600,15 +607,14 @@ class Units:
                 flat.free()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:  # any: by the first of several outputs
-            hook = partial(self.before_backward, next_in_backward, unit)
-            register_multi_grad_hook(tensors, hook, mode="any")
+            register_multi_grad_hook(tensors, partial(self.before_backward, unit), mode="any")
 
-    def before_backward(self, next_in_backward, unit, grad):
+    def before_backward(self, unit, grad):
         self.in_backward = True
         self.gather(unit)
         for flat in self.flats_of[unit]:
             self.expect(flat)
-        self.fetch(next_in_backward)
+        self.fetch(self.previous[unit])
 
     def gather(self, unit):
         """The unit is whole when this returns."""
@@ -625,6 +631,15 @@ class Units:
         for flat in self.flats:
             flat.free()
         self.in_backward = False
+
+
+def nearest_before(units, sharded):
+    """{unit: the nearest one before it in the list that is `sharded`, so that there is something to gather, or None}"""
+    found, nearest = {}, None
+    for unit in units:
+        found[unit] = nearest
+        nearest = unit if unit in sharded else nearest
+    return found
 
 
 class FSDP(nn.Module):
@@ -712,11 +727,10 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device):
     units = fsdp_units(module)
     unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
 
-    def same(p):  # a bucket has a unit's matrices, of any size, or the vectors of all units
-        return p.requires_grad, unit_of[p] if is_matrix(p) else "vectors"
+    def same(p):  # a unit's matrices are in one flat parameter, and the vectors of all units (None) in another
+        return p.requires_grad, unit_of[p] if is_matrix(p) else None
 
-    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter,
-                         reduce_dtype=reduce_dtype)
+    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, reduce_dtype=reduce_dtype)
     new, flat_of = {}, {}
     for flat in flats:
         flat_of.update(dict.fromkeys(flat.params, flat))
@@ -1130,7 +1144,8 @@ def lower(lists):
     Why there is no deadlock: number the transfers in the order in which they are appended here. Then each rank's list
     has its transfers in the order of their numbers. Take the lowest number that is not done: both of its ranks have
     done all their earlier transfers. The actions between need only results that these have brought, or that were made
-    here. So both ranks can reach it.
+    here, because a receive is appended as soon as its result is made, and so stands before what needs it. So both ranks
+    can reach it.
     """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
@@ -1378,12 +1393,13 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(place, groups):
-    """How often the same gradient counts if all ranks of the groups add up its squares: ranks x equal x twins / parts.
+    """How often the same gradient counts if all ranks of the groups add up its squares.
 
     parts: in how many parts of the model `cut_over` leaves the parameter; each stage has a part of its own. equal: how
     many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages do.
-    8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp, so 8 / 4 = 2 ranks hold the
-    same. The shard of a tied embedding is cut over all three, but 2 of its 8 parts are equal: 8 x 2 / 8 = 2.
+    8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp into 4 parts, so 8 / 4 = 2
+    ranks hold the same. The shard of a tied embedding is cut over all three into 8, of which two and two are equal: 4
+    different ones, 2 ranks. Of twins one rank holds two.
 
     Sequence parallelism adds a norm's gradient up over tp, too. But these ranks hold one part, not several, so only an
     `add_over` inside of `cut_over` counts.
@@ -1392,7 +1408,8 @@ def copies(place, groups):
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
     equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    return ranks * equal * place.twins // parts
+    different = parts // equal
+    return ranks // different * place.twins
 
 
 def inside(group, groups):
@@ -1405,7 +1422,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64. Call it after finish_grad_sync, on all ranks.
 
-    Every rank adds up the squares of its gradients, each divided by the number of ranks that hold the same one. This
+    Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
     number is all-reduced over each group in turn, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
@@ -1462,7 +1479,7 @@ def gather_cuts(param, local, shape):
 def overlap(bucket, param, part):
     """What of a parameter lies in `part`, a slice of its bucket's vector: (where in the flat parameter, where in
     `part`)."""
-    start = bucket.first[param]
+    start = bucket.start_of[param]
     low = max(start, part.start)
     high = max(low, min(start + param.numel(), part.stop))
     return slice(low - start, high - start), slice(low - part.start, high - part.start)
@@ -1580,7 +1597,8 @@ def make_groups(mesh, layout, homes, tied):
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
     ends = [homes[0], homes[len(homes) - 1]]
     if tied and ends[0] != ends[1]:
-        groups.ends, _ = make(mesh.mesh[ends].flatten(1).T.tolist())
+        first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
+        groups.ends, _ = make(first_and_last.T.tolist())
     return groups
 
 
@@ -1707,7 +1725,7 @@ class ParallelGPT:
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
-        Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
+        Returns, on every rank of the pipeline, a number of this replica; the mean over replicas is the loss."""
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
             raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
@@ -1755,8 +1773,11 @@ class ParallelGPT:
 
     def weight_of_a_target(self, y):
         """Replicas / targets of all replicas that count. Sums of losses times this, averaged over the replicas, are the
-        mean over these targets, however unevenly they lie in micro-batches and replicas. A mean of parts' means would
-        weigh the targets of short parts more. A tensor, so that nothing waits for the GPU."""
+        mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on another, 2/4
+        (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as much as the
+        other three. Backward starts from it, because gradients add up and are sent while backward runs.
+
+        A tensor, so that nothing waits for the GPU."""
         count = (torch.cat([*y]) != kernels.IGNORED).sum()
         dist.all_reduce(count, group=self.groups.replicas)
         replicas = dist.get_world_size(self.groups.replicas)
