@@ -14,7 +14,7 @@ import parallel
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import most_held, stages_in
-from theory.traffic import contents, tokens_of, widths
+from theory.traffic import contents, shards_of, tokens_of, widths
 
 
 def tensors_in(value):
@@ -33,13 +33,13 @@ def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
     experts over an equal share.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    replicas, (narrow, wide), whole, vector, mine = s.dp * s.cp, widths(s), 0, 0, 0
-    # Of experts ep ranks share out the parameters, and replicas / ep keep the same.
-    count = local_elements(config, s.tp, tuple(pieces))
-    for experts, shared, ranks in (False, 1, s.zero_within or replicas), (True, s.ep, replicas // s.ep):
+    count, (narrow, wide) = local_elements(config, s.tp, tuple(pieces)), widths(s)
+    whole = vector = mine = 0  # mine: what this rank's optimizer steps
+    # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
+    for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
         m, v = count[experts, True] / shared, count[experts, False] / shared  # of matrices, of vectors, on this rank
         whole, vector = whole + m + v, vector + v
-        mine += m / ranks + v if s.zero == 3 else (m + v) / (ranks if s.zero else 1)  # what this rank's optimizer steps
+        mine += m / ranks + v if s.zero == 3 else (m + v) / (ranks if s.zero else 1)
     masters = wide * mine if wide != narrow else 0
     return {"parameters": int(narrow * whole if s.zero < 3 else narrow * vector + (0 if masters else wide * mine)),
             "gradients": int(wide * (whole if s.zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),

@@ -14,7 +14,7 @@ import torch
 import parallel
 from theory.clock import bubble, homes_in, stages_in
 from theory.memory import local_elements
-from theory.traffic import HALVES, contents, in_two_levels, messages, sent, tokens_of, widths
+from theory.traffic import HALVES, contents, in_two_levels, messages, sent, shards_of, tokens_of, widths
 
 
 def replayable(s, config):
@@ -194,7 +194,7 @@ MOVED = 4
 
 def groups_of(s):
     """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
-    replicas, shards = s.dp * s.cp, s.zero_within or s.dp * s.cp
+    replicas, shards = s.dp * s.cp, shards_of(s)
     each, every = replicas * s.tp, replicas * s.tp * s.pp
     return {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
             "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp), "ep": (s.ep, s.tp * s.cp),
@@ -235,7 +235,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
     whole.
     """
-    m, axis = s.micro_batches, "within" if s.zero_within and s.zero_within != s.dp * s.cp else "dp"
+    m, axis = s.micro_batches, "dp" if shards_of(s) == s.dp * s.cp else "within"
     gather, reduce = (spent[axis][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
@@ -272,7 +272,7 @@ def predict(config, s, machine):
     transfers = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)
-    shards, copies = (s.zero_within or s.dp * s.cp, s.dp * s.cp // s.ep) if s.zero else (1, 1)
+    shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
     optimizer = (shared / shards + experts / s.ep / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
     in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
     updates = optimizer + (f + waits) * (s.cuda_graphs != "off" and replayable(s, config))
