@@ -57,6 +57,17 @@ def shown(tensors):
     return "   ".join(str(t.tolist()) for t in tensors)
 
 
+def show_ring():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
+    steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
+             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
+    for step, state in zip(steps, ring_states(), strict=True):
+        say(f"  {step}")
+        chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
+        say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
+
+
 def demo_collectives():
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -81,14 +92,7 @@ def demo_collectives():
         say(f"\n{title}")
         say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
-    say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
-    steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
-             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
-    for step, state in zip(steps, ring_states(), strict=True):
-        say(f"  {step}")
-        chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
-        say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
-
+    show_ring()
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
     whole, part = torch.ones(n << 18), torch.ones(1 << 18)
     k, rounds = whole.nbytes, (n - 1).bit_length()
@@ -197,7 +201,6 @@ def mean_loss(model, x, y):
 def demo_data():
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
-    dist.use(None, "ring")  # the lecture's: where fast/ is on, small tensors go another way, in fewer messages
     mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
@@ -222,8 +225,7 @@ def demo_data():
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64.\nA bucket leaves when its last gradient is computed, so that it travels while "
-        f"backward goes on:\n\n"
+        f"float64.\nA bucket leaves when its last gradient is computed, so that it travels while backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
     mean_loss(one, x, y).backward()
@@ -235,7 +237,6 @@ def demo_data():
     average_gradients(naive)
     show("naive, after backward", naive)
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
-    dist.use(None, "ours")
 
 
 def demo_tensor():
@@ -250,7 +251,7 @@ def demo_tensor():
     for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B; X A is each head's q, k and v"),
                               ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
         whole, cut, inner = getattr(one, name), getattr(net, name), []
-        cut.c_proj.register_forward_pre_hook(lambda layer, inputs, inner=inner: inner.append(inputs[0].detach()))
+        cut.c_proj.register_forward_pre_hook(lambda layer, inputs: inner.append(inputs[0].detach()))
         Y, dX, *_ = both_ways(whole, "all_reduce", X, dY)
         Y_cut, dX_cut, g, f = both_ways(cut, "all_reduce", X, dY)
         term = inner[0] @ cut.c_proj.weight.T
@@ -259,8 +260,7 @@ def demo_tensor():
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
         say_in_order(f"  rank {rank}   A_{rank} {A_r}   into B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
                      f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
-        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f:,} bytes "
-            f"sent\n"
+        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f:,} bytes sent\n"
             f"  g   forward   all-reduce of Y, {g:9,} bytes sent   backward  nothing\n"
             f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(dX_cut, dX):.0e}")
 

@@ -135,13 +135,12 @@ def tiles_read(tall, wide, group, at_once=132):
 
 def main():
     """Each kernel's error beside PyTorch's."""
-    gpu = torch.cuda.is_available()
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
     kernels.use("triton")
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
           f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
     for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):

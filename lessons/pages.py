@@ -248,7 +248,7 @@ def index_page():
 def pages(out):
     """The reference as HTML, prose beside code, behind the README's reading path."""
     pathlib.Path(out).mkdir(parents=True, exist_ok=True)
-    bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
+    bodies = {"index": index_page(), "reading": markdown((HERE / "docs/reading.md").read_text())}
     bodies |= {module_of(file): file_page(file) for file in FILES}
     for name, body in bodies.items():
         links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]

@@ -94,7 +94,7 @@ def routes_of_rows():
         yield routes
 
 
-def predicted_traffic(trainer, routes=()):
+def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
@@ -310,7 +310,6 @@ def measure_strategy(name, s, a, device, machine):
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
     peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
-
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     found = memory_and_traffic(trainer)
     steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]
