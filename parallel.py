@@ -405,7 +405,8 @@ def flatten(bucket, sharded, compute_dtype):
         bf16, bf16                     the same, copied from 16 bits
     """
     values = make_shard(bucket, sharded)
-    bucket.dtype = compute_dtype or bucket.dtype
+    if compute_dtype and values.is_floating_point():
+        bucket.dtype = compute_dtype
     bucket.weights = values.to(bucket.dtype)  # the values themselves, where the dtype is theirs
     if bucket.weights is not values:
         bucket.shard.data = bucket.shard.data.clone()  # so that the other ranks' values can go
@@ -435,12 +436,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
-        self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group,
-                                    same=number.get,  # a bucket is of one parameter group
-                                    reduce_dtype=reduce_dtype)
-        for bucket in self.buckets:
-            flatten(bucket, stage > 0, compute_dtype)
+
+        def same(p):
+            return p.requires_grad, number[p]
+
+        every = make_buckets([*number], bucket_mb, self.group, same, reduce_dtype=reduce_dtype)
+        for bucket in every:
+            flatten(bucket, stage > 0 and bucket.params[0].requires_grad, compute_dtype)
+        self.buckets = [bucket for bucket in every if bucket.shard.requires_grad]  # frozen ones are equal from now on
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
@@ -490,14 +493,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def set_frozen(params, group, compute_dtype):
-    """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
-    for p in params:
-        if not p.is_meta:
-            dist.broadcast(p.detach(), group=group, group_src=0)
-            p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
 
 
 class FlatParameter(Bucket):
@@ -709,9 +704,12 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def full_state_dict(self):
         """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
-        every = self.module.named_parameters(remove_duplicate=False)
-        named = [(name, param, self.bucket_of[param]) for name, param in every]
-        return {name: gather_one(flat, param, flat.shard.detach()) for name, param, flat in named}
+        whole = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            flat = self.bucket_of[param]
+            there, here = overlap(flat, param, flat.own)
+            whole[name] = put_together(param.shape, there, flat.shard[here], [flat.group])
+        return whole
 
     @torch.no_grad()
     def load(self, get):
@@ -821,24 +819,14 @@ class Cut:
         self.group, self.dim, self.parts = group_or_world(group), dim, parts
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def part(self, full, rank=None):
-        """What a rank, by default this one, has of the whole tensor."""
-        rank = self.rank if rank is None else rank
-        parts = [part.tensor_split(self.size, self.dim)[rank] for part in full.chunk(self.parts, self.dim)]
+    def part(self, full):
+        """What this rank has of the whole tensor."""
+        parts = [part.tensor_split(self.size, self.dim)[self.rank] for part in full.chunk(self.parts, self.dim)]
         return torch.cat(parts, self.dim)
 
     def first(self, rows):
         """The first of so many rows that this rank has."""
         return self.rank * (rows // self.size) + min(self.rank, rows % self.size)
-
-    def gather(self, local, shape):
-        """The whole tensor, of `shape`, on every rank of the group."""
-        pieces = [self.part(torch.empty(shape, device="meta"), r) for r in range(self.size)]  # each rank's shape
-        rows = local.new_zeros(self.size, max(p.numel() for p in pieces))  # padded, because the collective needs equals
-        rows[self.rank, :local.numel()] = local.detach().reshape(-1)
-        dist.all_gather_into_tensor(rows.view(-1), rows[self.rank], group=self.group)
-        parts = [row[:p.numel()].view(p.shape).chunk(self.parts, self.dim) for row, p in zip(rows, pieces)]
-        return torch.cat([torch.cat(ranks, self.dim) for ranks in zip(*parts)], self.dim)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -1393,13 +1381,13 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(place, groups):
-    """How often the same gradient counts if all ranks of the groups add up its squares.
+    """How often the same gradient counts if all ranks of the groups add up its squares: ranks x equal x twins / parts.
 
     parts: in how many parts of the model `cut_over` leaves the parameter; each stage has a part of its own. equal: how
     many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages do.
-    8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp into 4 parts, so 8 / 4 = 2
-    ranks hold the same. The shard of a tied embedding is cut over all three into 8, of which two and two are equal: 4
-    different ones, 2 ranks. Of twins one rank holds two.
+    8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp, so 8 / 4 = 2 ranks hold the
+    same. The shard of a tied embedding is cut over all three, so one rank holds each part, but parts are equal in twos:
+    8 / 8 x 2 = 2. Of twins one rank holds two.
 
     Sequence parallelism adds a norm's gradient up over tp, too. But these ranks hold one part, not several, so only an
     `add_over` inside of `cut_over` counts.
@@ -1408,8 +1396,7 @@ def copies(place, groups):
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, place.cut_over))
     equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    different = parts // equal
-    return ranks // different * place.twins
+    return ranks * equal * place.twins // parts
 
 
 def inside(group, groups):
@@ -1457,23 +1444,14 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 # -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
 #
 # Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
-# that, with ZeRO, what `overlap` says lies in its shard. Back: `gather_one`, then `gather_cuts`.
+# that, with ZeRO, what `overlap` says lies in its shard. Back: every rank puts what it has where it belongs, and
+# `put_together` takes the largest of all ranks' values.
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
     for cut in place_of(param).cuts:
         whole = cut.part(whole)
     return whole
-
-
-def gather_cuts(param, local, shape):
-    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
-    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in place_of(param).cuts:
-        whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
-        local = cut.gather(local, before.shape)
-    return local
 
 
 def overlap(bucket, param, part):
@@ -1485,16 +1463,13 @@ def overlap(bucket, param, part):
     return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
 
-def gather_one(bucket, param, local):
-    """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard of
-    the bucket's vector. Call it on all ranks."""
-    whole, width = local.new_empty(param.shape), len(local)
-    for rank in range(bucket.numel // width):  # one turn where nothing is sharded
-        there, here = overlap(bucket, param, slice(rank * width, (rank + 1) * width))
-        if rank * width == bucket.own.start:
-            whole.view(-1)[there] = local[here]
-        if width < bucket.numel and here.start < here.stop:
-            dist.broadcast(whole.view(-1)[there], group=bucket.group, group_src=rank)
+def put_together(shape, places, values, groups):
+    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. places: where they
+    lie in the flat tensor, a slice or numbers. What a rank does not have is -inf there, so the largest is the value."""
+    whole = values.new_full(shape, -math.inf)
+    whole.view(-1)[places] = values
+    for group in groups:
+        dist.all_reduce(whole, dist.ReduceOp.MAX, group)
     return whole
 
 
@@ -1570,7 +1545,7 @@ def parallelize(config, layout, device, source=None):
         if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
+    return ParallelGPT(config, layout, device, mesh, groups, stages, homes)
 
 
 def make_groups(mesh, layout, homes, tied):
@@ -1660,7 +1635,7 @@ class ParallelGPT:
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, layout, device, mesh, groups, stages, pieces_of, homes):
+    def __init__(self, config, layout, device, mesh, groups, stages, homes):
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
         self.stages, self.homes = stages, homes
@@ -1669,11 +1644,6 @@ class ParallelGPT:
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.owners = {}  # name -> the stage that has it; of a tied weight, the first
-        for stage, pieces in enumerate(pieces_of):
-            model = GPT(config, seed=None, pieces=pieces)
-            for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-                self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline = Pipeline(stages, homes, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
@@ -1791,43 +1761,41 @@ class ParallelGPT:
         """A stage without its DDP or FSDP."""
         return getattr(self.stages[stage], "module", self.stages[stage])
 
-    def kept(self, stage, name):
-        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None if both are one)"""
-        param = self.module(stage).get_parameter(name)
-        bucket = self.bucket_of.get(param)
-        return param, bucket.shard if bucket else param, bucket
+    def kept(self, param):
+        """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
+        parameter's, which elements of the parameter they are)."""
+        if bucket := self.bucket_of.get(param):
+            there, here = overlap(bucket, param, bucket.own)
+            return bucket.shard, here, there
+        return param, slice(None), slice(None)
 
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Gathered from the bucket's ranks, then the cuts'; then its stage
-        sends to all. Call it on all ranks."""
-        owner, is_buffer = self.owners[name], name in buffers(self.config)
+        (zeros before its first step); or a buffer. Call it on all ranks."""
         shape = {**shapes(self.config), **buffers(self.config)}[name]
-        dtype = torch.float32 if is_buffer else master_dtype(self.layout.dtype)
-        local = torch.empty(shape, dtype=dtype, device=self.device)
-        if owner in self.stages and is_buffer:
-            local = self.module(owner).get_buffer(name)
-        elif owner in self.stages:
-            param, stepped, bucket = self.kept(owner, name)
-            local = stepped.detach()
-            if key is not None:
-                local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-            local = gather_one(bucket, param, local) if bucket else local
-            local = gather_cuts(param, local, shape)
-        local = local.clone()  # not what the optimizer steps
-        if self.layout.pp > 1:
-            dist.broadcast(local, group=self.groups.pp, group_src=self.homes[owner])
-        return local
+        dtype = torch.float32 if name in buffers(self.config) else master_dtype(self.layout.dtype)
+        places, values, groups = slice(0), torch.empty(0, device=self.device), []  # of a rank that has none of it
+        for model in map(self.module, self.stages):
+            if name in (own := dict(model.named_buffers())):
+                places, values = slice(None), own[name].view(-1)
+            elif name in (own := dict(model.named_parameters())):
+                stepped, here, there = self.kept(own[name])
+                held = stepped.detach()
+                if key is not None:
+                    held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+                # Cut like the tensor, its numbers say what of it is here.
+                numbers = torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
+                places, values = cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
+                groups = [group for group in place_of(stepped).cut_over if group != self.groups.pp]
+        return put_together(shape, places, values.to(dtype), [*groups, self.groups.pp])  # other stages know pp alone
 
     @torch.no_grad()
-    def load_state(self, name, key, whole):
-        """Let the optimizer keep under `key` this rank's part of `whole`, of a parameter's shape."""
-        names = {self.owners[name]: name}
-        if self.config.tied and name == "wte.weight":
-            names.setdefault(len(self.homes) - 1, "lm_head.weight")
-        for stage in names.keys() & self.stages.keys():
-            param, stepped, bucket = self.kept(stage, names[stage])
-            there, here = overlap(bucket, param, bucket.own) if bucket else (slice(None), slice(None))
-            kept = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
-            kept.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(kept)
+    def load_state(self, key, source):
+        """Let the optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's shape."""
+        for model in map(self.module, self.stages):
+            for name, param in model.named_parameters():
+                stepped, own, there = self.kept(param)
+                whole = source("wte.weight" if self.config.tied and name == "lm_head.weight" else name)
+                state = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+                state.view(-1)[own] = cut_like(param, whole).reshape(-1)[there].to(state)

@@ -376,9 +376,8 @@ class Trainer:
         if self.scaler and saved["scaler"]:
             vars(self.scaler).update(saved["scaler"])
         if updates := saved["step"] - self.skipped:  # before the first one, an optimizer has no state
-            for name in shapes(self.config):
-                for key in MOMENTS:
-                    self.net.load_state(name, key, saved["tensors"][f"{key}.{name}"])
+            for key in MOMENTS:
+                self.net.load_state(key, lambda name: saved["tensors"][f"{key}.{name}"])
             for param in [p for group in self.optimizer.param_groups for p in group["params"]]:
                 self.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
         return saved["step"]

@@ -13,8 +13,8 @@ import torch.distributed as torch_dist
 import collectives as dist
 import kernels
 import parallel
-from fast.blocks import FusedBlock
 from fast.nccl import Direct
+from fast.norm import FusedBlock
 from further.nodes import TwoLevels
 from lessons.measure import interleaved, readable
 from model import GPTConfig

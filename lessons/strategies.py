@@ -19,7 +19,6 @@ import model
 import parallel
 import train
 from fast import attention, gloo, linear, nccl, norm, recorded, run
-from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
@@ -117,10 +116,10 @@ def predicted_traffic(trainer, routes):
 def communication(trainer, device, seconds, repeats, calls):
     """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
     wrong, but the time is right. seconds: a step's."""
-    trainer.net.pipeline.graphs = no_graphs()  # a recorded graph would call the real collectives
+    trainer.net.pipeline.graphs = None  # a recorded graph would call the real collectives
     with without_collectives():
         without = interleaved({"": lambda: trainer.step(2)}, device, repeats, calls)[""]
-    trainer.net.pipeline.graphs = no_graphs()  # the graphs just recorded send nothing
+    trainer.net.pipeline.graphs = None  # the graphs just recorded send nothing
     return 100 - 100 * without / seconds
 
 
@@ -217,7 +216,7 @@ def pieces():
         "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
         "addition": plain_rows(model),                                              # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never)],                   # the reference's forward
-        "padding": [(linear, "pad_outputs", lambda x, weight: weight)],             # of GPT-2's 50257 tokens
+        "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist, "make_link", ring_for_ours)],                              # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages

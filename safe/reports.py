@@ -89,14 +89,16 @@ def measured(trainer):
     """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
     earlier ones, and buffers of collectives. Then note what share of the tokens this rank's experts got."""
     births, net = BirthLog(), trainer.net
+    forward = net.pipeline.forward
 
-    def note():
+    def note(action):
+        forward(action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         births.ignore([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
                        *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive())
 
-    with births, patch.object(net.pipeline, "on_forward", note, create=True):
+    with births, patch.object(net.pipeline, "forward", note):
         yield
     if net.groups.ep and trainer.loads is not None:
         # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got

@@ -269,10 +269,9 @@ def whole_gradients(net, optimizer, names):
 def distances(net, gradients):
     """How far each gradient of this rank is from its part of one process's, relative to their largest values: to
     gather them would take a fifth of a layout's time."""
-    for name, whole in gradients.items():
-        largest = max(1e-3, abs(whole).max())
-        net.load_state(name, "expected", torch.from_numpy(whole / largest))
-        net.load_state(name, "scale", torch.full(whole.shape, 1 / largest, dtype=torch.float64))
+    largest = {name: max(1e-3, abs(whole).max()) for name, whole in gradients.items()}
+    net.load_state("expected", lambda name: torch.from_numpy(gradients[name] / largest[name]))
+    net.load_state("scale", lambda name: torch.full(gradients[name].shape, 1 / largest[name], dtype=torch.float64))
     found = []
     for param in net.params:
         state = net.optimizer.state[param]
@@ -555,6 +554,16 @@ def test_layers_of_16_bits_want_their_optimizer_first():
     net = parallel.parallelize(SMALL, parallel.Layout(dtype=torch.bfloat16), torch.get_default_device())
     with pytest.raises(RuntimeError, match="call make_optimizer"):
         net.forward(*([t.to(net.device)] for t in tokens_of(0)))
+
+
+@on_ranks(2)
+def test_frozen_experts_stay_each_rank_s_own():
+    config, name = dataclasses.replace(SMALL, experts=4), "h.0.mlp.experts.c_fc.weight"
+    net = parallel.parallelize(config, parallel.Layout(dp=2, ep=2, zero=1), torch.get_default_device())
+    net.module(0).get_parameter(name).requires_grad_(False)
+    before = net.whole_parameter(name)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    assert net.whole_parameter(name).equal(before)
 
 
 def refused(message, *args, **options):
