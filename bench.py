@@ -47,7 +47,7 @@ from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch
 from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings
-from safe.folder import check_folder
+from safe.files import check_folder
 from safe.launch import is_forked
 from theory.speed import MACHINES, describe_machine
 
@@ -320,7 +320,7 @@ def check_file(a):
 
 
 def main():
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     if len(sys.argv) == 1:
         print(__doc__.strip())
         return
@@ -330,7 +330,7 @@ def main():
             fast.on()
         processes = check(a, world)
     except BadInput as problem:
-        refuse("bench.py", problem, rank)
+        refuse("bench.py", problem)
     if processes > world:
         launch.start_again(processes)
     WHAT[a.what](a)

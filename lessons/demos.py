@@ -371,7 +371,7 @@ def main():
         if demo not in ON_RANKS:
             return demo(**flags)
     except BadInput as problem:
-        refuse(parser.prog, problem, 0)
+        refuse(parser.prog, problem)
     if "RANK" not in os.environ:
         launch.start_again(flags["ranks"])
     safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal

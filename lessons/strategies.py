@@ -29,7 +29,7 @@ from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.peers import PEERS
 from lessons.plan import describe_parameters
-from safe.reports import predicted_bytes, timed
+from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import stages_in
@@ -293,7 +293,7 @@ def build_peer(peer, config, s, device, batches):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
+              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()
