@@ -146,7 +146,7 @@ def about_vocabulary(trainer):
 def predicted_bytes(trainer):
     """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
-    mine = [pieces for _, pieces in stages_in(s, trainer.config, rank)]
+    mine = stages_in(s, trainer.config, rank).values()
     held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
     return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
