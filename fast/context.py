@@ -16,14 +16,14 @@ from kernels import tl, triton
 def _merge_parts(O, LSE, PART, PART_LSE, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, part_lse_bh, H,
                  D: tl.constexpr, ROWS: tl.constexpr):
     """ROWS rows of one head: O <- O 2^(LSE - new) + PART 2^(PART_LSE - new), LSE <- new = log2(2^LSE + 2^PART_LSE)."""
-    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b, h, column = bh // H, bh % H, tl.arange(0, D)
     before = tl.load(LSE + bh * lse_bh + rows)
     part_lse = tl.load(PART_LSE + bh * part_lse_bh + rows)
     top = tl.maximum(before, part_lse)
     total = top + tl.log2(tl.exp2(before - top) + tl.exp2(part_lse - top))
-    at = O + b * o_b + h * o_h + rows.to(tl.int64)[:, None] * o_t + column[None, :]
-    part = tl.load(PART + b * part_b + h * part_h + rows.to(tl.int64)[:, None] * part_t + column[None, :])
+    at = O + b * o_b + h * o_h + rows[:, None] * o_t + column[None, :]
+    part = tl.load(PART + b * part_b + h * part_h + rows[:, None] * part_t + column[None, :])
     o = tl.load(at).to(tl.float32)
     tl.store(at, o * tl.exp2(before - total)[:, None] + part.to(tl.float32) * tl.exp2(part_lse - total)[:, None])
     tl.store(LSE + bh * lse_bh + rows, total)
@@ -131,7 +131,7 @@ class TunedRing(RingAttention):
             wait(handles)
             first = dkv is None
             if first:
-                dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                dkv = kv.new_empty(kv.shape, dtype=torch.float32)
                 dkv[:, dkv_part.shape[1]:] = 0
             add_rows(dkv[:, keys], dkv_part, first)
             handles, dkv = start_shift(dkv, ctx.group)
@@ -155,7 +155,7 @@ def wait(handles):
 
 def gradients_of_part(q, o, do, lse, delta, kv):
     """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of attention to another rank's keys; all queries see all keys."""
-    dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
+    dq, dkv = q.new_empty(q.transpose(1, 2).shape), kv.new_empty(kv.shape)
     k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
     tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
     tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
