@@ -100,8 +100,8 @@ class Direct:
             self._note_sent(flat, chunks, [chunks[self.rank]] * self.size)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
-        elif windows.WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= windows.WINDOW_BYTES and (
-                window := self.window(windows.WINDOW_BYTES)):
+        elif chunks[0].nbytes * (self.size + 1) <= windows.WINDOW_BYTES and (
+                window := self.window_for_copies(chunks)):
             window.all_reduce(chunks, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)

@@ -43,10 +43,11 @@ class PatientPipeline(Pipeline):
     waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
     With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
     of both directions would wait for each other in one group, so each direction between two neighbours has its own.
-    channels: of another pipeline of this mesh. If left out, groups are made, so all ranks must make a pipeline.
+    channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
     """
     def __init__(self, stages, homes, mesh, *args, channels=None):
         super().__init__(stages, homes, mesh, *args)
+        self.arguments = stages, homes, mesh, *args
         self.rank = dist.get_rank(self.group)
         self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.channels = channels or pipeline_channels(mesh, homes)

@@ -108,7 +108,12 @@ class Replays:
             del self.graphs[key]
         if self.calls.get(key) == 2:
             del self.calls[key]
-            self._record(key, body)
+            # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
+            # pool. It is taken from a graph that still exists, because a pool whose last graph is gone takes no other.
+            pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
+            self.copies = False
+            self.graphs[key] = RecordedGraph(body, pool)
+            self.graphs[key].memory = memory_given_back() if self.copies else None
         if key in self.graphs:
             self.graphs[key].replay()
             return
@@ -117,11 +122,3 @@ class Replays:
             self.calls.clear()  # forget operations that have not come a third time
         if key in self.calls or len(self.graphs) < REPLAYS:
             self.calls[key] = self.calls.get(key, 0) + 1
-
-    def _record(self, key, body):
-        # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
-        # pool. It is taken from a graph that still exists, because a pool whose last graph is gone takes no other.
-        pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
-        self.copies = False
-        self.graphs[key] = RecordedGraph(body, pool)
-        self.graphs[key].memory = memory_given_back() if self.copies else None
