@@ -13,8 +13,8 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import Handle, Link, recursive_doubling, Traffic
-from fast.rings import DoublingLink
+from collectives import Handle, Link, Traffic
+from fast.rings import DoublingLink, recursive_doubling
 from safe.launch import waits
 
 

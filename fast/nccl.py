@@ -143,7 +143,8 @@ class Direct:
         copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
         gaps, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
-        alike = own.is_contiguous() and flat.is_contiguous() and whole.numel() == self.size * own.numel()
+        alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
+            whole.numel() == self.size * own.numel())
         kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
         if kernel and (not row or kernel.takes_rows(row * itemsize)):
             if op is None:

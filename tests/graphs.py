@@ -92,18 +92,18 @@ def graphs_on_tape():
         if Tape.recording:
             Tape.recording.steps.append(lambda: wait(optimizer, buckets))
 
-    def taped(name, algorithm, group, async_op, **arguments):
+    def taped(name, operation, group, async_op, **arguments):
         if Tape.recording is None:
-            return start(name, algorithm, group, async_op, **arguments)
+            return start(name, operation, group, async_op, **arguments)
 
         def again():
             before = dist.traffic()
-            start(name, algorithm, group, False, **arguments)
+            start(name, operation, group, False, **arguments)
             count_traffic(traffic_since(before), -1)  # a graph's are counted by who replays it
         for t in tensors_in(arguments):
             Tape.recording.writes(t)
         with _disable_current_modes():
-            start(name, algorithm, group, False, **arguments)
+            start(name, operation, group, False, **arguments)
         Tape.recording.steps.append(again)
         return dist.Handle() if async_op else None
 

@@ -22,7 +22,7 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
     k = elements * width
-    if op == "all_reduce" and (k <= small or elements < n and not switched):
+    if op == "all_reduce" and k <= small:
         core = 1 << (n.bit_length() - 1)  # the largest power of two
         return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
