@@ -1,9 +1,13 @@
 """Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather."""
 
+import itertools
+
 import torch
 from torch.distributed import ReduceOp
 
 from kernels import DTYPES, tl, triton
+
+SUMMED = (*DTYPES, torch.float64)  # dtypes that the kernels add up, those of 16 bits in float32
 
 
 # -------------------------------------------------------------------------------------------------------- sum of rows
@@ -25,12 +29,11 @@ def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
 def sum_rows(rows, outs, divide):
     """Write the sum of rows, N tensors (n), into each of outs (n); with `divide`, the mean. A row may be one of outs.
 
-    All must be contiguous and of one dtype: bfloat16, float16, float32 (these are summed in float32) or float64. Else
-    ValueError. Rows are added in their order.
+    All must be contiguous and of one dtype of SUMMED. Else ValueError. Rows are added in their order.
     """
     n, dtype = len(rows[0]), rows[0].dtype
     alike = all(t.shape == (n,) and t.dtype == dtype and t.is_contiguous() for t in (*rows, *outs))
-    if dtype not in (*DTYPES, torch.float64) or not alike:
+    if dtype not in SUMMED or not alike:
         raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one "
                          f"floating dtype")
     block = 4096 // dtype.itemsize  # 4 KiB a program, as in launch_map
@@ -210,6 +213,7 @@ class AllToAll:
 
 SUM_PROGRAMS, SUM_SLOTS = 128, 4
 OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
+COMBINED = {*itertools.product(SUMMED, OPS), (torch.int64, ReduceOp.SUM)}  # (dtype, op) that an AllReduce takes
 
 
 def sum_slot_bytes(ranks):
@@ -316,7 +320,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
-    of `all_reduce_bytes` bytes. Tensors are contiguous. op: one of OPS, of dtypes that it `combines`.
+    of `all_reduce_bytes` bytes. Tensors are contiguous, their dtype and op in COMBINED.
 
     One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
@@ -325,10 +329,6 @@ class AllReduce:
 
     def __init__(self, windows, rank, device):
         self.ranks, self.windows = len(windows), torch.tensor([*windows, rank], device=device)
-
-    @staticmethod
-    def combines(dtype, op):
-        return dtype in (*DTYPES, torch.float64) and op in OPS or (dtype, op) == (torch.int64, ReduceOp.SUM)
 
     def takes_rows(self, nbytes):
         """Whether a row's parts may have so many bytes: no slot may lie across two of them."""
