@@ -1,5 +1,6 @@
 """Transfers of a pipeline that neither disturb products nor wait for each other, and name what failed."""
 
+import itertools
 from collections import defaultdict, deque
 
 import torch
@@ -27,8 +28,8 @@ def pipeline_channels(mesh, homes):
     Each direction has its own group, so that activations and gradients do not wait for each other.
     """
     channels = {}
-    neighbours = {(homes[s], homes[s + 1]) for s in range(len(homes) - 1) if homes[s] != homes[s + 1]}
-    pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
+    neighbours = {pair for pair in itertools.pairwise(homes.values()) if len(set(pair)) == 2}
+    pairs = sorted(neighbours | {pair[::-1] for pair in neighbours})
     for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
         made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
         if dist.get_rank() in ranks:

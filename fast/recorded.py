@@ -20,9 +20,8 @@ REPLAY_BYTES, REPLAYS = 1 << 30, 512
 
 def traffic_since(before):
     """The traffic since `before = traffic()`: operation name -> Traffic."""
-    zero = Traffic()
     return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes, t.outside - b.outside)
-            for name, t in dist._traffic.items() for b in [before.get(name, zero)] if t != b}
+            for name, t in dist._traffic.items() for b in [before.get(name, Traffic())] if t != b}
 
 
 def count_traffic(more, times=1):
@@ -38,9 +37,9 @@ def count_traffic(more, times=1):
 # ------------------------------------------------------------------------------------------------------ recorded graphs
 
 @functools.cache
-def _recording_stream(device):
+def _recording_stream():
     """One stream for all recordings, because graphs that share a pool can reuse its memory only on one stream."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream()
 
 
 class RecordedGraph:
@@ -51,7 +50,7 @@ class RecordedGraph:
     """
 
     def __init__(self, body, pool=None):
-        before, self.graph, stream = traffic(), torch.cuda.CUDAGraph(), _recording_stream(torch.cuda.current_device())
+        before, self.graph, stream = traffic(), torch.cuda.CUDAGraph(), _recording_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
