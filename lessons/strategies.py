@@ -29,7 +29,7 @@ from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.peers import PEERS
 from lessons.plan import describe_parameters
-from safe.reports import predicted_bytes, timed
+from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import stages_in
@@ -93,7 +93,7 @@ def routes_of_rows():
         yield routes
 
 
-def predicted_traffic(trainer, routes=()):
+def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
@@ -105,9 +105,9 @@ def predicted_traffic(trainer, routes=()):
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
+    where = vars(net.groups) | {"dp": net.groups.replicas, "world": None, "all": trainer.control}
     for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):
-        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net.groups, item.axis))
+        link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -181,7 +181,7 @@ def strategies(a):
         for row in measure_strategy(name, s, a, device, machine):
             table.row(**row)
         forget()
-    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
+    write_json(a, device, table, model=a.model, machine=dataclasses.asdict(machine))
 
 
 def sends_late(computed):
@@ -253,7 +253,7 @@ def without(a, device):
         first = seconds(name)
         ratios = {piece: seconds(name, piece) / first for piece in (*a.without, "again")}
         table.row(strategy=name, ms=1e3 * first, **ratios)
-    write_json(a.json, "without", device, [table], model=a.model)
+    write_json(a, device, table, model=a.model)
     return table
 
 
@@ -293,7 +293,7 @@ def build_peer(peer, config, s, device, batches):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
+              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()
@@ -309,29 +309,26 @@ def measure_strategy(name, s, a, device, machine):
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
     peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
-
-    def row(who, seconds, peak, **more):
-        speed = tokens / seconds
-        return dict(strategy=name, who=who, ms=1e3 * seconds, tokens=speed, mfu=mfu(config, speed, machine), peak=peak,
-                    **more)
-
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
-    more = memory_and_traffic(trainer)
-    steps = {"ours": lambda: trainer.step(2)}
+    found = memory_and_traffic(trainer)
+    steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]
     if peer:
         batches = trainer.micro_batches(trainer.train_data, 0, 0)
-        (steps["peer"], title), peer_peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
+        (step, title), peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
+        steps[title] = step
+        peaks.append(peak)
     seconds = interleaved(steps, device, a.repeats, calls)
+    ours, *theirs = seconds.values()
     costs = predict(config, s, machine)
     planned = sum(costs)
+    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": theirs[0] / ours if theirs else None}
     if s.pp > 1:
-        more |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
-                 "bubble_measured": bubble(trainer, a.repeats)}
+        found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
+                  "bubble_measured": bubble(trainer, a.repeats)}
     elif a.gpus > 1:
-        more["communication"] = communication(trainer, device, seconds["ours"], a.repeats, calls)
-    if peer:
-        more["ratio"] = seconds["peer"] / seconds["ours"]
-    yield row("ours" if a.comm == "ours" else f"ours, {a.comm}", seconds["ours"], peak, plan=1e3 * planned,
-              off=planned / seconds["ours"], **more)
-    if peer:
-        yield row(title, seconds["peer"], peer_peak)
+        found["communication"] = communication(trainer, device, ours, a.repeats, calls)
+    for (who, took), peak in zip(seconds.items(), peaks):
+        speed = tokens / took
+        yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine),
+               "peak": peak, **found}
+        found = {}  # all of it is about ours
