@@ -12,8 +12,7 @@ import kernels
 import model
 import parallel
 import safe
-from fast import attention, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence
-from fast import zero
+from fast import attention, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence, zero
 from further import context as further_context
 from further import experts as further_experts
 from further import sequence as further_sequence

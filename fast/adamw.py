@@ -53,8 +53,8 @@ class AdamW(torch.optim.AdamW):
             for p in reversed(group["params"]):  # buckets come last layers first, and forward wants the first ones
                 if p.grad is None:
                     continue
-                contiguous = p.is_contiguous() and p.grad.is_contiguous()
-                if not kernels.on_triton(p) or p.dtype != torch.float32 or not contiguous:
+                able = kernels.on_triton(p) and p.dtype == torch.float32
+                if not (able and p.is_contiguous() and p.grad.is_contiguous()):
                     raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
                                      f"{tuple(p.shape)} {p.dtype} on {p.device}")
                 state = self.state[p]

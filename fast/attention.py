@@ -217,9 +217,9 @@ def attention_schedule(costs, heads, together, programs, device):
     for first in range(0, heads, together):
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
             for head in range(first, min(heads, first + together)):
-                load, program = heapq.heappop(loads)
+                load, program = loads[0]
                 rows[program].append(head * len(costs) + i)
-                heapq.heappush(loads, (load + costs[i], program))
+                heapq.heapreplace(loads, (load + costs[i], program))
     most = max(map(len, rows))
     rows = [[len(row)] + row + [0] * (most + 1 - len(row)) for row in rows]
     return torch.tensor(rows, dtype=torch.int32, device=device)
@@ -243,8 +243,7 @@ def specialized_takes(q, k, is_causal):
 def specialized_attention_forward(q, k, v, is_causal):
     """As tuned_attention_forward."""
     (B, H, Tq, D), Tk = q.shape, k.shape[2]
-    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(B * H, Tq, dtype=torch.float32, device=q.device)
+    o, lse = q.new_empty(B, Tq, H, D).transpose(1, 2), q.new_empty(B * H, Tq, dtype=torch.float32)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
     def tiles_of(x, rows):
@@ -390,7 +389,7 @@ def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
 
 def aligned(x):
     """x if TMA can address it, else a contiguous copy. TMA needs gapless rows that start at multiples of 16 bytes."""
-    strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
+    strides = [s * x.itemsize for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
     ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
     return x if ok else x.contiguous()
 
@@ -452,6 +451,6 @@ def attention_block_backward(q, k, v, o, lse, do, is_causal):
         return attention_backward_reference(q, k, v, o, lse, do, is_causal)
     q, k, v, o, do = map(aligned, (q, k, v, o, do))
     lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float() / math.log(2)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
     tuned_attention_backward(q, k, v, o, F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf), do, is_causal, *grads)
     return grads

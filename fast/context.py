@@ -16,14 +16,14 @@ from kernels import tl, triton
 def _merge_parts(O, LSE, PART, PART_LSE, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, part_lse_bh, H,
                  D: tl.constexpr, ROWS: tl.constexpr):
     """ROWS rows of one head: O <- O 2^(LSE - new) + PART 2^(PART_LSE - new), LSE <- new = log2(2^LSE + 2^PART_LSE)."""
-    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b, h, column = bh // H, bh % H, tl.arange(0, D)
     before = tl.load(LSE + bh * lse_bh + rows)
     part_lse = tl.load(PART_LSE + bh * part_lse_bh + rows)
     top = tl.maximum(before, part_lse)
     total = top + tl.log2(tl.exp2(before - top) + tl.exp2(part_lse - top))
-    at = O + b * o_b + h * o_h + rows.to(tl.int64)[:, None] * o_t + column[None, :]
-    part = tl.load(PART + b * part_b + h * part_h + rows.to(tl.int64)[:, None] * part_t + column[None, :])
+    at = O + b * o_b + h * o_h + rows[:, None] * o_t + column[None, :]
+    part = tl.load(PART + b * part_b + h * part_h + rows[:, None] * part_t + column[None, :])
     o = tl.load(at).to(tl.float32)
     tl.store(at, o * tl.exp2(before - total)[:, None] + part.to(tl.float32) * tl.exp2(part_lse - total)[:, None])
     tl.store(LSE + bh * lse_bh + rows, total)
@@ -61,25 +61,25 @@ def add_rows(total, part, first=False):
 # -------------------------------------------------------------------------------------- context parallel: tuned kernels
 
 def start_shift(tensor, group):
-    """Start a `shift` without waiting for it: (handles, the tensor that will be received). Strides may be any."""
+    """Start a `shift` without waiting for it: (handle, the tensor that will be received). Strides may be any."""
     link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
     if isinstance(link, Direct):  # copies between GPUs of one node
         grouped.SPARED = 2  # multiprocessors for their barriers, which attention would else hold up until it ends
-        return [link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
-                         {"tensor": tensor, "incoming": incoming}, async_op=True)], incoming
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    return dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n)]), incoming
+        return link.run("isend", lambda link: link.shift(tensor.contiguous().view(-1), incoming.view(-1)),
+                        {"tensor": tensor, "incoming": incoming}, async_op=True), incoming
+    handles = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(link.rank + 1) % link.size),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=(link.rank - 1) % link.size)])
+    return dist.Handle(lambda: [handle.wait() for handle in handles]), incoming
 
 
 def going_round_ahead(tensor, group):
     """As `going_round`, but a tensor is sent on before it is yielded, so that it travels while the caller computes."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for s in range(n):
-        handles, incoming = start_shift(tensor, group) if s < n - 1 else ([], None)
+        handle, incoming = start_shift(tensor, group) if s < n - 1 else (dist.Handle(), None)
         yield (rank - s) % n, tensor
-        wait(handles)
+        handle.wait()
         tensor = incoming
 
 
@@ -117,7 +117,7 @@ class TunedRing(RingAttention):
             return RingAttention.backward(ctx, do)
         (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
         (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), aligned(do.transpose(1, 2)), torch.empty_like(lse)
-        grads, dkv, handles = torch.empty_like(qkv), None, []  # dkv: dK and dV received with the keys
+        grads, dkv, handle = torch.empty_like(qkv), None, dist.Handle()  # dkv: dK and dV received with the keys
         dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
         for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
             if other == rank:
@@ -128,15 +128,15 @@ class TunedRing(RingAttention):
             dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
                                                   kv[:, keys])
             add_rows(total[:, rows], dq_part)
-            wait(handles)
+            handle.wait()
             first = dkv is None
             if first:
-                dkv = torch.empty(kv.shape, dtype=torch.float32, device=kv.device)
+                dkv = kv.new_empty(kv.shape, dtype=torch.float32)
                 dkv[:, dkv_part.shape[1]:] = 0
             add_rows(dkv[:, keys], dkv_part, first)
-            handles, dkv = start_shift(dkv, ctx.group)
+            handle, dkv = start_shift(dkv, ctx.group)
         tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
-        wait(handles)
+        handle.wait()
         add_rows(grads[:, :, 1:], dkv)
         if dist.get_world_size(ctx.group) > 2:
             grads[:, :, 0] = total
@@ -148,14 +148,9 @@ def as_sum(part, group):
     return part if dist.get_world_size(group) == 2 else part.float()
 
 
-def wait(handles):
-    for handle in handles:
-        handle.wait()
-
-
 def gradients_of_part(q, o, do, lse, delta, kv):
     """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of attention to another rank's keys; all queries see all keys."""
-    dq, dkv = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device), kv.new_empty(kv.shape)
+    dq, dkv = q.new_empty(q.transpose(1, 2).shape), kv.new_empty(kv.shape)
     k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
     tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
     tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)

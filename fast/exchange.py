@@ -1,9 +1,13 @@
 """Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather."""
 
+import itertools
+
 import torch
 from torch.distributed import ReduceOp
 
 from kernels import DTYPES, tl, triton
+
+SUMMED = (*DTYPES, torch.float64)  # dtypes that the kernels add up, those of 16 bits in float32
 
 
 # -------------------------------------------------------------------------------------------------------- sum of rows
@@ -25,15 +29,14 @@ def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
 def sum_rows(rows, outs, divide):
     """Write the sum of rows, N tensors (n), into each of outs (n); with `divide`, the mean. A row may be one of outs.
 
-    All must be contiguous and of one dtype: bfloat16, float16, float32 (these are summed in float32) or float64. Else
-    ValueError. Rows are added in their order.
+    All must be contiguous and of one dtype of SUMMED. Else ValueError. Rows are added in their order.
     """
     n, dtype = len(rows[0]), rows[0].dtype
     alike = all(t.shape == (n,) and t.dtype == dtype and t.is_contiguous() for t in (*rows, *outs))
-    if dtype not in (*DTYPES, torch.float64) or not alike:
+    if dtype not in SUMMED or not alike:
         raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one "
                          f"floating dtype")
-    block = 4096 // rows[0].element_size()  # 4 KiB a program, as in launch_map
+    block = 4096 // dtype.itemsize  # 4 KiB a program, as in launch_map
     _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
 
 
@@ -210,6 +213,7 @@ class AllToAll:
 
 SUM_PROGRAMS, SUM_SLOTS = 128, 4
 OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
+COMBINED = {*itertools.product(SUMMED, OPS), (torch.int64, ReduceOp.SUM)}  # (dtype, op) that an AllReduce takes
 
 
 def sum_slot_bytes(ranks):
@@ -223,15 +227,15 @@ def all_reduce_bytes(ranks):
 
 
 @triton.jit
-def _chunk(flat, r, first, row, least, more, end, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
-    """(the address of chunk r, to which the caller adds an index from `first` on; where a program's slice of it ends).
+def _chunk(flat, r, first, lane, row, least, more, end, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
+    """(the addresses of chunk r's elements first + lane; which of them lie in this program's slice of it, up to `end`).
     Chunks have `least` elements, the first `more` of them one longer. They lie side by side or, if ROWS, in rows: row
     after row, each in N parts of `row` elements, one of every chunk."""
     if ROWS:  # (N - 1), because `first` itself skips one part in each row
         start = flat + (r + (first // row).to(tl.int64) * (N - 1)) * row
     else:
         start = flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more))
-    return start, tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32)))
+    return start + first + lane, first + lane < tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32)))
 
 
 @triton.jit
@@ -272,19 +276,17 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
             first, slot = start + t * SLOT, (before + t) & (SLOTS - 1)
             if SEND:
                 for s in tl.static_range(1, N):
-                    chunk, until = _chunk(flat, (rank + s) % N, first, row, least, more, end, N, EVEN, ROWS)
+                    at, inside = _chunk(flat, (rank + s) % N, first, lane, row, least, more, end, N, EVEN, ROWS)
                     there = _slot(tl.load(windows + (rank + s) % N), pieces + s - 1, slot, SLOTS, BYTES, kind)
-                    inside = first + lane < until
-                    tl.store(there + lane, tl.load(chunk + first + lane, inside), inside)
+                    tl.store(there + lane, tl.load(at, inside), inside)
                 tl.debug_barrier()  # until all threads have written
             _count_for_all(windows, rank, counters, pieces, N)
         if (t > 0) & (t <= rounds):
             first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
             for s in tl.static_range(1, N):
                 _wait(_counter(here + counters + 4 * (pieces + s - 1)), before + t)
-            chunk, until = _chunk(flat, rank, first, row, least, more, end, N, EVEN, ROWS)
-            inside = first + lane < until
-            mine = tl.load((chunk if SEND else own) + first + lane, inside)
+            at, inside = _chunk(flat, rank, first, lane, row, least, more, end, N, EVEN, ROWS)
+            mine = tl.load(at if SEND else own + first + lane, inside)
             total = mine
             if SEND:
                 total = tl.full((SLOT,), float("-inf") if OP == "max" else 0, TOTAL)
@@ -296,7 +298,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                     x = x.to(TOTAL)
                     total = tl.maximum(total, x, tl.PropagateNan.ALL) if OP == "max" else total + x
                 total = (total / N if OP == "avg" else total).to(kind)
-            tl.store((chunk if GATHER else own) + first + lane, total, inside)
+            tl.store(at if GATHER else own + first + lane, total, inside)
             if GATHER:
                 for s in tl.static_range(1, N):
                     there = _slot(tl.load(windows + (rank + s) % N), sums + s - 1, slot, SLOTS, BYTES, kind)
@@ -308,9 +310,9 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
             for s in tl.static_range(1, N):
                 _wait(_counter(here + counters + 4 * (sums + s - 1)), before + t - 1)
                 if GATHER:
-                    chunk, until = _chunk(flat, (rank - s + N) % N, first, row, least, more, end, N, EVEN, ROWS)
-                    line, inside = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind), first + lane < until
-                    tl.store(chunk + first + lane, tl.load(line + lane, inside, cache_modifier=".cg"), inside)
+                    at, inside = _chunk(flat, (rank - s + N) % N, first, lane, row, least, more, end, N, EVEN, ROWS)
+                    line = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind)
+                    tl.store(at, tl.load(line + lane, inside, cache_modifier=".cg"), inside)
     if rounds > 0:
         tl.debug_barrier()  # until all threads have read the counter
         tl.store(done, before + rounds)
@@ -318,7 +320,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
-    of `all_reduce_bytes` bytes. Tensors are contiguous. op: one of OPS, of dtypes that it `combines`.
+    of `all_reduce_bytes` bytes. Tensors are contiguous, their dtype and op in COMBINED.
 
     One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
@@ -327,10 +329,6 @@ class AllReduce:
 
     def __init__(self, windows, rank, device):
         self.ranks, self.windows = len(windows), torch.tensor([*windows, rank], device=device)
-
-    @staticmethod
-    def combines(dtype, op):
-        return dtype in (*DTYPES, torch.float64) and op in OPS or (dtype, op) == (torch.int64, ReduceOp.SUM)
 
     def takes_rows(self, nbytes):
         """Whether a row's parts may have so many bytes: no slot may lie across two of them."""

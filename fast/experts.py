@@ -62,9 +62,8 @@ def places_by_expert(chosen, E):
     each choice lies after sorting; how often each expert is chosen, int64 (E))."""
     n, M, width = chosen.numel(), 256, triton.next_power_of_2(E)
     programs = max(1, triton.cdiv(n, M))
-    counts, places = (torch.empty(size, dtype=torch.int32, device=chosen.device)
-                      for size in ((programs, E), (n // chosen.shape[-1], chosen.shape[-1])))
-    chosen, totals = chosen.contiguous(), torch.empty(E, dtype=torch.int64, device=chosen.device)
+    chosen, totals = chosen.flatten(0, -2).contiguous(), chosen.new_empty(E)
+    counts, places = chosen.new_empty(programs, E, dtype=torch.int32), torch.empty_like(chosen, dtype=torch.int32)
     _count_slots[programs,](chosen, counts, n, E, width, M, num_warps=4)
     _places[programs,](chosen, counts, places, totals, n, E, programs, width, M, num_warps=4)
     return places, totals

@@ -258,22 +258,19 @@ class GraphPipeline(PatientPipeline):
         if not self.replaying:
             return
         self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
-        self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
         asked = x[0].shape, tuple(actions)
         known = self.graphs is not None and self.graphs.recorded_for == asked
         overwrite = known and alone and len(x) == 1
-        for totals in self.totals.values():
-            totals.begin(overwrite)
         if not known:
             self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
         elif not self.graphs.recordings:
             for stage in self.stages:
                 self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
-            self.add_up(syncs)
-            for totals in self.totals.values():
-                totals.begin(overwrite)
+        self.add_up(syncs)
+        for totals in self.totals.values():
+            totals.begin(overwrite)
 
     def add_up(self, syncs):
         """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
@@ -336,5 +333,4 @@ def replay_micro_batches(net):
     if net.layout.zero > 1 and len(net.homes) > 1:
         raise ValueError(f"CUDA graphs of ZeRO-{net.layout.zero} need one stage, not {len(net.homes)}")
     pipeline = HookedGraphPipeline if net.layout.zero > 1 else GraphPipeline
-    net.pipeline = pipeline(net.stages, net.homes, net.mesh, net.loss, net.layout.dtype, net.config.n_embd,
-                            net.device, net.pipeline.cut, channels=net.pipeline.channels)
+    net.pipeline = pipeline(*net.pipeline.arguments, channels=net.pipeline.channels)

@@ -138,11 +138,11 @@ def tuned_grouped(x, weight, bias, counts):
     stored = (weight.mT if transposed else weight).contiguous()
     y, BM, BN, BK = x.new_empty(len(x), N), 128, 256, 64
     tall, padded = triton.cdiv(len(x), BM) + E, triton.next_power_of_2(E)
-    table = torch.empty(tall, 3, dtype=torch.int32, device=x.device)
+    table = x.new_empty(tall, 3, dtype=torch.int32)
     _list_row_tiles[(tall,)](counts, table, E, padded, BM, num_warps=1)
     tuned_grouped_kernel[(min(programs_at_once(x.device) - SPARED, tall * triton.cdiv(N, BN)),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [BM, BK]),
-        TensorDescriptor(stored, list(stored.shape), list(stored.stride()), [1, BK, BN] if transposed else [1, BN, BK]),
+        TensorDescriptor.from_tensor(stored, [1, BK, BN] if transposed else [1, BN, BK]),
         grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, table, E, N, K,
         transposed, padded, BM, BN, BK, GROUP, num_warps=8, num_stages=3)
     return y
@@ -153,7 +153,7 @@ def tuned_grouped_gradients(dy, x, counts, biased):
     dw = x.new_empty(E, N, K)
     tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
         grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
-        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, counts.cumsum(0), N, K, BM, BN, BK,
+        TensorDescriptor.from_tensor(dw, [1, BN, BK]), counts, counts.cumsum(0), N, K, BM, BN, BK,
         GROUP, num_warps=8, num_stages=3)
     return dw, column_sums(dy, counts) if biased else None
 

@@ -11,43 +11,34 @@ from kernels import bias_gradient, Linear, matmul, programs_at_once, tl, triton,
 # ---------------------------------------------------------------------------------------------------- sums of columns
 #
 # A bias's gradient is the sum of dy's rows. For (32768, 768) the kernel takes 25 us, PyTorch's 46, reading dy once 12.
-# The price is a small second kernel, `sum_parts`, because each program sums only some of the rows.
+# The price is a second, small launch, in `sum_parts`, because each program sums only some of the rows.
 
 @triton.jit
-def _column_sums(dy, counts, partial, rows, width, E_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """A program reads N columns, M rows at a time, and keeps their sums in registers. Programs of the same columns take
-    every n-th M rows; each writes its sums to its own row of partial (groups, programs, width)."""
+def _column_sums(x, counts, sums, rows, width, E_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                 STAGES: tl.constexpr):
+    """A program reads N columns of a group of rows, M rows at a time, and keeps their sums in registers. Programs of
+    the same columns take every n-th M rows; each writes its sums to its own row of sums (groups, programs, width).
+    Groups have `rows` rows each, or as many as counts says."""
     e, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    first, end = 0, rows
-    if counts is not None:  # dy's rows are sorted by group, and these programs sum those of group e
+    if counts is None:
+        first, end = e * rows, e * rows + rows
+    else:
         group = tl.arange(0, E_PAD)
         first = tl.sum(tl.load(counts + group, group < e, 0), 0)
         end = first + tl.load(counts + e)
     column = tl.program_id(0) * N + tl.arange(0, N)[None]
     total = tl.zeros((M, N), tl.float32)
-    for start in tl.range(first + part * M, end, parts * M, num_stages=3):
+    for start in tl.range(first + part * M, end, parts * M, num_stages=STAGES):
         row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
-        total += tl.load(dy + row * width + column, (row < end) & (column < width), 0).to(tl.float32)
-    tl.store(partial + (e * parts + part).to(tl.int64) * width + column, tl.sum(total, 0, keep_dims=True),
-             column < width)
-
-
-@triton.jit
-def _sum_parts(partial, out, parts, width, M: tl.constexpr, N: tl.constexpr):
-    column = tl.program_id(0) * N + tl.arange(0, N)[None]
-    partial += tl.program_id(1).to(tl.int64) * parts * width
-    total = tl.zeros((M, N), tl.float32)
-    for start in tl.range(0, parts, M):
-        row = start + tl.arange(0, M)[:, None]
-        total += tl.load(partial + row * width + column, (row < parts) & (column < width), 0)
-    tl.store(out + tl.program_id(1) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
+        total += tl.load(x + row * width + column, (row < end) & (column < width), 0).to(tl.float32)
+    tl.store(sums + (e * parts + part).to(tl.int64) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
 
 
 def sum_parts(partial, dtype):
     """(k, parts, width) float32 -> (k, width) of dtype: add up the programs' sums, in the same order in every run."""
     k, parts, width = partial.shape
-    out = torch.empty(k, width, dtype=dtype, device=partial.device)
-    _sum_parts[(triton.cdiv(width, 32), k)](partial, out, parts, width, 128, 32, num_warps=4)
+    out = partial.new_empty(k, width, dtype=dtype)
+    _column_sums[triton.cdiv(width, 32), k, 1](partial, None, out, parts, width, 1, 128, 32, 1, num_warps=4)
     return out
 
 
@@ -57,9 +48,9 @@ def column_sums(dy, counts=None):
     (rows, width), groups, parts = dy.shape, 1, programs_at_once(dy.device) // 2
     if counts is not None:
         groups, parts = len(counts), 16
-    partial = torch.empty(groups, parts, width, dtype=torch.float32, device=dy.device)
+    partial = dy.new_empty(groups, parts, width, dtype=torch.float32)
     _column_sums[triton.cdiv(width, 64), groups, parts](dy, counts, partial, rows, width,
-                                                        triton.next_power_of_2(groups), 32, 64, num_warps=2)
+                                                        triton.next_power_of_2(groups), 32, 64, 3, num_warps=2)
     return sum_parts(partial, dy.dtype)
 
 
@@ -103,8 +94,9 @@ class PaddedLinear(torch.autograd.Function):
 def fast_linear(x, weight, bias=None, take=None):
     if bias is None and pads(x, weight):
         return PaddedLinear.apply(x, weight, take)
-    ours = kernels.on_triton(x) and (bias is not None or len(weight) % 8)  # else F.linear is as fast
-    return Linear.apply(x, weight, bias, take) if ours or take else F.linear(x, weight, bias)
+    if take or bias is not None and kernels.on_triton(x):  # else F.linear is as fast
+        return Linear.apply(x, weight, bias, take)
+    return F.linear(x, weight, bias)
 
 
 def pad_columns(dy, y):

@@ -8,7 +8,7 @@ import collectives as dist
 import kernels
 from collectives import _blocks, link_of, tensors_in
 from fast import recorded, rings, windows
-from fast.exchange import AllReduce, window_bytes
+from fast.exchange import COMBINED, window_bytes
 from fast.recorded import Replays
 from fast.rings import DoublingLink
 from fast.windows import _in_step, _sum_rows, make_window
@@ -73,7 +73,6 @@ class Direct:
 
     def window(self, nbytes):
         """None, because this class shares no memory; `NodeLink` does."""
-        return None
 
     def sums_from(self):
         """From so many bytes on, a kernel does all-reduces that the caller waits for. Call on all ranks."""
@@ -88,7 +87,7 @@ class Direct:
 
     def kernel_for(self, flat, op=None):
         """The exchange.AllReduce to combine `flat` by op, or without one to gather it. None if there is none."""
-        able = op is None or AllReduce.combines(flat.dtype, op)
+        able = op is None or (flat.dtype, op) in COMBINED
         able = able and SUM_FROM <= flat.nbytes < 1 << 31  # the kernel counts elements, or bytes, in 32 bits
         window = self.kernel_window() if able else None
         return window and window.sums
@@ -100,8 +99,8 @@ class Direct:
             self._note_sent(flat, chunks, [chunks[self.rank]] * self.size)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
-        elif windows.WINDOW_FROM <= flat.nbytes and chunks[0].nbytes * (self.size + 1) <= windows.WINDOW_BYTES and (
-                window := self.window(windows.WINDOW_BYTES)):
+        elif chunks[0].nbytes * (self.size + 1) <= windows.WINDOW_BYTES and (
+                window := self.window_for_copies(chunks)):
             window.all_reduce(chunks, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
@@ -141,20 +140,21 @@ class Direct:
     def exchange_nths(self, operation, whole, own, op):
         """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter `whole` into `own`, without
         copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
-        gaps, itemsize = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape, whole.itemsize
+        gaps = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
+        nbytes = row * whole.itemsize
         alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
             whole.numel() == self.size * own.numel())
         kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
-        if kernel and (not row or kernel.takes_rows(row * itemsize)):
+        if kernel and (not row or kernel.takes_rows(nbytes)):
             if op is None:
                 kernel.all_gather(flat, own.view(-1), row)
             else:
                 kernel.reduce_scatter(flat, own.view(-1), op, row)
             self._note_sent(whole if op is None else own, [own] * self.size)
-        elif alike and ROW_BYTES <= row * itemsize <= windows.WINDOW_BYTES // self.size and row and (
+        elif alike and ROW_BYTES <= nbytes <= windows.WINDOW_BYTES // self.size and row and (
                 window := self.window(windows.WINDOW_BYTES)):
-            rows = windows.WINDOW_BYTES // (self.size * row * itemsize)
+            rows = windows.WINDOW_BYTES // (self.size * nbytes)
             for many, few in zip(whole.split(rows, 1), own.split(rows)):
                 if op is None:
                     window.gather(many, few)

@@ -10,8 +10,7 @@ from parallel import make_buckets, Reducer
 def large_buckets(params, megabytes, *args, **kwargs):
     """As parallel.make_buckets. On GPUs buckets are larger, because their links are faster, but their latency is not
     shorter."""
-    on_gpus = any(param.is_cuda for param in params)
-    return make_buckets(params, megabytes or (100 if on_gpus else None), *args, **kwargs)
+    return make_buckets(params, megabytes or 100 * any(param.is_cuda for param in params), *args, **kwargs)
 
 
 @torch.no_grad()

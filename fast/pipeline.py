@@ -1,5 +1,6 @@
 """Transfers of a pipeline that neither disturb products nor wait for each other, and name what failed."""
 
+import itertools
 from collections import defaultdict, deque
 
 import torch
@@ -27,8 +28,8 @@ def pipeline_channels(mesh, homes):
     Each direction has its own group, so that activations and gradients do not wait for each other.
     """
     channels = {}
-    neighbours = {(homes[s], homes[s + 1]) for s in range(len(homes) - 1) if homes[s] != homes[s + 1]}
-    pairs = sorted({pair for r, q in neighbours for pair in ((r, q), (q, r))})
+    neighbours = {pair for pair in itertools.pairwise(homes.values()) if len(set(pair)) == 2}
+    pairs = sorted(neighbours | {pair[::-1] for pair in neighbours})
     for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
         made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
         if dist.get_rank() in ranks:
@@ -43,10 +44,11 @@ class PatientPipeline(Pipeline):
     waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
     With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
     of both directions would wait for each other in one group, so each direction between two neighbours has its own.
-    channels: of another pipeline of this mesh. If left out, groups are made, so all ranks must make a pipeline.
+    channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
     """
     def __init__(self, stages, homes, mesh, *args, channels=None):
         super().__init__(stages, homes, mesh, *args)
+        self.arguments = stages, homes, mesh, *args
         self.rank = dist.get_rank(self.group)
         self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.channels = channels or pipeline_channels(mesh, homes)

@@ -20,9 +20,8 @@ REPLAY_BYTES, REPLAYS = 1 << 30, 512
 
 def traffic_since(before):
     """The traffic since `before = traffic()`: operation name -> Traffic."""
-    zero = Traffic()
     return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes, t.outside - b.outside)
-            for name, t in dist._traffic.items() for b in [before.get(name, zero)] if t != b}
+            for name, t in dist._traffic.items() for b in [before.get(name, Traffic())] if t != b}
 
 
 def count_traffic(more, times=1):
@@ -38,9 +37,9 @@ def count_traffic(more, times=1):
 # ------------------------------------------------------------------------------------------------------ recorded graphs
 
 @functools.cache
-def _recording_stream(device):
+def _recording_stream():
     """One stream for all recordings, because graphs that share a pool can reuse its memory only on one stream."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream()
 
 
 class RecordedGraph:
@@ -51,7 +50,7 @@ class RecordedGraph:
     """
 
     def __init__(self, body, pool=None):
-        before, self.graph, stream = traffic(), torch.cuda.CUDAGraph(), _recording_stream(torch.cuda.current_device())
+        before, self.graph, stream = traffic(), torch.cuda.CUDAGraph(), _recording_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
@@ -108,7 +107,12 @@ class Replays:
             del self.graphs[key]
         if self.calls.get(key) == 2:
             del self.calls[key]
-            self._record(key, body)
+            # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
+            # pool. It is taken from a graph that still exists, because a pool whose last graph is gone takes no other.
+            pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
+            self.copies = False
+            self.graphs[key] = RecordedGraph(body, pool)
+            self.graphs[key].memory = memory_given_back() if self.copies else None
         if key in self.graphs:
             self.graphs[key].replay()
             return
@@ -117,11 +121,3 @@ class Replays:
             self.calls.clear()  # forget operations that have not come a third time
         if key in self.calls or len(self.graphs) < REPLAYS:
             self.calls[key] = self.calls.get(key, 0) + 1
-
-    def _record(self, key, body):
-        # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
-        # pool. It is taken from a graph that still exists, because a pool whose last graph is gone takes no other.
-        pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
-        self.copies = False
-        self.graphs[key] = RecordedGraph(body, pool)
-        self.graphs[key].memory = memory_given_back() if self.copies else None

@@ -184,7 +184,7 @@ def _in_step(chunks, nbytes):
 
 def _kernel_sums(tensor):
     """Whether `sum_rows` sums tensors like this one."""
-    return tensor.is_cuda and tensor.dtype in (*kernels.DTYPES, torch.float64) and (
+    return tensor.is_cuda and tensor.dtype in exchange.SUMMED and (
         kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # as float32, because sum_rows takes float64, too
 
 
