@@ -211,7 +211,7 @@ class Link:
             self.exchange([(outgoing, right)], [(incoming, left)])
 
     def all_reduce(self, flat, op):
-        """Combine `flat` of all ranks in place."""
+        """Combine `flat` of all ranks in place. Few elements would be faster in few rounds: see fast/rings.py."""
         chunks = flat.tensor_split(self.size)  # where N does not divide K, the last chunks are one element shorter
         ring_reduce_scatter(self, chunks, op)
         self.all_gather(chunks)
@@ -229,7 +229,7 @@ class Link:
 
 def tensors_in(values):
     """The tensors among some values, and in lists among them."""
-    return [t for value in values for t in (value if isinstance(value, list) else [value])
+    return [t for value in values for t in (value if isinstance(value, (list, tuple)) else [value])
             if isinstance(t, torch.Tensor)]
 
 
@@ -323,7 +323,8 @@ COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch
 
 
 def _average(op, tensor, size):
-    """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does)."""
+    """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does). So fp16 overflows
+    where the sum does: gradients in it are better sent in float32."""
     if op == ReduceOp.AVG and size > 1:
         tensor.div_(size, rounding_mode=None if tensor.is_floating_point() or tensor.is_complex() else "trunc")
 
@@ -418,7 +419,8 @@ def _tree(link, root, group_root):
 # ----------------------------------------------------------------------------------------------------- public functions
 
 def _call(name, operation, group, async_op, **arguments):
-    """Run what a public function has defined. It passes its locals: the operation and torch.distributed's arguments."""
+    """Run what a public function has defined. It passes its locals: its arguments, which are torch.distributed's, and
+    the operation. (So it has no others: `Library` would pass them on.)"""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # a rank outside the group has nothing to do, as in torch.distributed
     return link_of(group).run(name, operation, arguments, async_op)

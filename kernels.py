@@ -128,7 +128,8 @@ def _gelu_slope(x):
 
 @triton.jit
 def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy. n elements each."""
+    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy. x, dy, y: pointers to n elements
+    each. `at < n` masks what lies beyond."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64, because n may pass 2^31
     v = tl.load(x + at, at < n).to(tl.float32)
     d = 1.0 if dy is None else tl.load(dy + at, at < n).to(tl.float32)
@@ -372,7 +373,7 @@ def attention_reference(q, k, v, is_causal):
     if is_causal:
         s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
-    return torch.exp(s - finite_or_inf(lse)) @ v, lse
+    return torch.exp(s - finite_or_inf(lse)) @ v, lse                                 # the exponentials are softmax(s)
 
 
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
@@ -410,7 +411,7 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
-    keys. Q, K, V, O: TMA descriptors."""
+    keys. Q, K, V, O: TMA descriptors. tl.dot adds its product to the third argument."""
     bh, m0 = tl.program_id(1), tl.program_id(0) * BM
     b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -721,7 +722,7 @@ def tile_of(program, tall, wide, group):
     return first + within % height, within // height
 
 
-_tile = triton.jit(tile_of)
+_tile = triton.jit(tile_of)  # tile_of itself is for `tiles_read`
 
 
 @triton.jit

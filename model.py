@@ -102,8 +102,7 @@ PRESETS = {
 # ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
-    """x W^T + b, by `self.linear`, in whose place a zero-bubble pipeline puts one that computes W's gradient later:
-    skip `take` until then."""
+    """x W^T + b. (`linear` and `take` let a zero-bubble pipeline compute W's gradient later: skip them until then.)"""
 
     @staticmethod
     def linear(x, weight, bias=None, take=None):
@@ -126,7 +125,7 @@ class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the activations, so it runs a slice of them, too."""
 
     @staticmethod
-    def attention(qkv):  # where ranks share a sequence, one that sees all of it
+    def attention(qkv):  # --cp puts another in its place, which sees other ranks' keys, too
         return kernels.attention(qkv)
 
     def __init__(self, config):

@@ -139,6 +139,11 @@ class Bucket:
         ends = itertools.accumulate(p.numel() for p in params)
         self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector it begins
 
+    def compute_in(self, dtype):
+        """From now on layers compute with parameters of this dtype; None, or frozen whole numbers: of their own."""
+        if dtype and self.dtype.is_floating_point:
+            self.dtype = dtype
+
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
 
@@ -148,7 +153,8 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, param):
-        """Move a gradient from .grad into the total, where those of several micro-batches add up."""
+        """Add .grad to its part of the total, and drop it. Of float32 weights `message` alone calls it, because
+        micro-batches add up in .grad; of 16-bit ones `Reducer.computed` in each backward, so they add up in float32."""
         if param.grad is None:
             return
         if self.total is None:
@@ -225,7 +231,7 @@ class Reducer:
             self.collect(param)  # so that micro-batches do not add up in 16 bits
         if not self.syncing:
             return
-        if param not in self.missing[bucket] and not self.every_backward:
+        if param not in self.missing[bucket] and not self.every_backward:  # there `leave` begins the list anew
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
                                "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
         self.missing[bucket].discard(param)
@@ -257,7 +263,8 @@ class Reducer:
         self.store(bucket, output)
 
     def unsent(self):
-        """Whether `finish` has buckets to send. All ranks must agree."""
+        """Whether `finish` has buckets to send. All ranks must agree. (With every_backward `next` is 0 again once a
+        backward has sent all; what a backward has left incomplete still holds gradients.)"""
         if self.every_backward:
             return self.next > 0 or any(bucket.holds_gradients() for bucket in self.buckets)
         return self.next < len(self.buckets)
@@ -312,7 +319,7 @@ def hand_out(bucket, average):
 class DDP(nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
-        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers
+        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers, once
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
@@ -357,7 +364,7 @@ def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
     The Nth gets a tensor of its own, so that the full vector can go. in_place: it is a slice of the full vector, which
-    therefore lives on.
+    therefore lives on. (Stage 1 has memory for that, 4K in the table.)
     """
     message = bucket.message()
     if dist.get_world_size(bucket.group) == 1:
@@ -405,8 +412,7 @@ def flatten(bucket, sharded, compute_dtype):
         bf16, bf16                     the same, copied from 16 bits
     """
     values = make_shard(bucket, sharded)
-    if compute_dtype and values.is_floating_point():
-        bucket.dtype = compute_dtype
+    bucket.compute_in(compute_dtype)
     bucket.weights = values.to(bucket.dtype)  # the values themselves, where the dtype is theirs
     if bucket.weights is not values:
         bucket.shard.data = bucket.shard.data.clone()  # so that the other ranks' values can go
@@ -434,27 +440,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
                  reduce_dtype=None, **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
-        number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
+        group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}
         self.group, self.stage = group_or_world(group), stage
 
         def same(p):
-            return p.requires_grad, number[p]
+            return p.requires_grad, group_of[p]
 
-        every = make_buckets([*number], bucket_mb, self.group, same, reduce_dtype=reduce_dtype)
-        for bucket in every:
+        buckets = make_buckets([*group_of], bucket_mb, self.group, same, reduce_dtype=reduce_dtype)
+        for bucket in buckets:
             flatten(bucket, stage > 0 and bucket.params[0].requires_grad, compute_dtype)
-        self.buckets = [bucket for bucket in every if bucket.shard.requires_grad]  # frozen ones are equal from now on
+        self.buckets = [bucket for bucket in buckets if bucket.shard.requires_grad]  # frozen ones are equal from now on
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
-            g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
+            g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
-        # An Optimizer, so that PyTorch's schedulers take it. Its groups and its state are the inner one's, which steps.
+        # An Optimizer in name, so that PyTorch's schedulers take it. The next line makes groups and a state of its own;
+        # the line after it takes the inner one's, so that a new lr reaches what steps.
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
+
+    def add_param_group(self, group):
+        if hasattr(self, "reducer"):  # else it is PyTorch's __init__ that calls
+            raise ValueError("ShardedOptimizer cuts its parameters once, when it is made: make a new one with all of "
+                             "them")
+        super().add_param_group(group)
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
@@ -469,8 +481,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Step this rank's Nth of the parameters, of which the shard is a view, or which `cast` sets. The other ranks'
-        Nths arrive by all-gather."""
+        """Step the shards. A shard is a view of the weights, or a float32 master that `cast` writes into them. Then
+        all-gather the other ranks' Nths."""
         self.inner.step()
         self.cast()
         self.gather_weights(self.buckets)
@@ -483,8 +495,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
-        for bucket in buckets if self.stage else ():
-            dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
+        if self.stage:
+            for bucket in buckets:
+                dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
@@ -507,10 +520,11 @@ class FlatParameter(Bucket):
         old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
         make_shard(self, not stays_whole)
         self.shard.data = self.shard.data.clone()  # so that the other values can go
-        self.dtype = compute_dtype or self.dtype
+        self.compute_in(compute_dtype)
         self.weights = self.zeros(self.dtype)
-        # Autograd counts the writes to a tensor it has saved, and refuses it if there were any. To refill `weights` is
-        # such a write, of `weights` and all its views. A parameter made from .data has a count of its own.
+        # In backward, autograd refuses a saved tensor that was written since. To refill `weights` is such a write, of
+        # all its views. A view's .data has a count of its own, so the refill goes unnoticed. It does no harm, because
+        # it brings back the same values.
         new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
@@ -548,176 +562,6 @@ def free_and_scatter(flat):
     makes dx together with dW, so nothing still needs the unit's weights."""
     flat.free()
     return reduce_scatter_bucket(flat)
-
-
-class Units:
-    """Keeps the parameters of each unit whole while it computes, and gathers the next one meanwhile.
-
-    Three units a, b, c, of which a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
-
-                 forward                              backward
-        compute  a            b            c          c            b                a
-        network  gather b     gather c                gather b     scatter c,       scatter b    scatter a
-                                                                   gather a
-        freed             a            b                       c               b               a
-
-    The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
-    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units, without
-    those that have 1-D parameters alone; a model that uses units in another order gathers some too early, and some only
-    when they are needed.
-
-    flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
-    """
-
-    def __init__(self, flats_of, expect):
-        self.flats_of = flats_of
-        self.expect = expect
-        uses = Counter(flat for flats in flats_of.values() for flat in flats)
-        self.flats = [*uses]
-        units = [*flats_of]
-        sharded = [unit for unit, flats in flats_of.items() if not all(flat.stays_whole for flat in flats)]
-        self.previous, self.next = nearest_before(units, sharded), nearest_before(units[::-1], sharded)
-        last = flats_of[sharded[-1]] if sharded else []
-        self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
-        self.in_backward = False
-        for unit in units:
-            unit.register_forward_pre_hook(self.before_forward)
-            unit.register_forward_hook(self.after_forward)
-
-    # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
-    # inside of units.) Backward has gathered the unit then, and will free it.
-
-    def before_forward(self, unit, inputs):
-        self.gather(unit)
-        if not self.in_backward:
-            self.fetch(self.next[unit])
-
-    def after_forward(self, unit, inputs, output):
-        """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
-        `before_backward` is hooked."""
-        if self.in_backward:
-            return
-        for flat in self.flats_of[unit]:
-            if not (flat.stays_whole or flat in self.kept):
-                flat.free()
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if tensors:  # any: by the first of several outputs
-            register_multi_grad_hook(tensors, partial(self.before_backward, unit), mode="any")
-
-    def before_backward(self, unit, grad):
-        self.in_backward = True
-        self.gather(unit)
-        for flat in self.flats_of[unit]:
-            self.expect(flat)
-        self.fetch(self.previous[unit])
-
-    def gather(self, unit):
-        """The unit is whole when this returns."""
-        for flat in self.flats_of[unit]:
-            flat.start()
-            flat.wait()
-
-    def fetch(self, unit):
-        """Begin to gather a unit, for which `gather` will wait."""
-        for flat in self.flats_of.get(unit, ()):
-            flat.start()
-
-    def free(self):
-        for flat in self.flats:
-            flat.free()
-        self.in_backward = False
-
-
-def nearest_before(units, sharded):
-    """{unit: the nearest one before it in the list that is `sharded`, so that there is something to gather, or None}"""
-    found, nearest = {}, None
-    for unit in units:
-        found[unit] = nearest
-        nearest = unit if unit in sharded else nearest
-    return found
-
-
-class FSDP(nn.Module):
-    """ZeRO-3: parameters exist whole only while their layer computes.
-
-        model = FSDP(module, group)                               any module
-        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, in the master dtype
-        with model.no_sync(): loss.backward()                     every micro-batch but the last
-        loss.backward(); model.finish_grad_sync(); optimizer.step()
-
-    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
-    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D
-    parameters (biases, norms; a thousandth of K) stay whole, and are all-reduced once a step. All ranks must use the
-    same parameters in each backward.
-
-    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
-    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
-    for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
-    """
-
-    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
-        super().__init__()
-        self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
-        for buffer in module.buffers():
-            if not buffer.is_meta:
-                dist.broadcast(buffer, group=self.group, group_src=0)
-        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device)
-        self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
-        trained = [flat for flat in self.buckets if flat.shard.requires_grad]
-        matrices, vectors = ([flat for flat in trained if flat.stays_whole == whole] for whole in (False, True))
-        self.reducers = [Reducer(matrices, free_and_scatter, add_to_shard, every_backward=True),
-                         Reducer(vectors, all_reduce_bucket, add_to_shard)]
-        self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
-        self.units = Units(flats_of, self.reducers[0].expect)
-
-    def forward(self, *args, **kwargs):
-        # The optimizer may have changed the shards, so no unit is whole any more. (Between micro-batches of a pipeline
-        # this drops a kept unit, too, which its backward gathers again.)
-        self.units.free()
-        if self.compute_dtype:
-            args, kwargs = tree_map_only(
-                torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
-        output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            self.units.free()
-        return output
-
-    def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
-        for reducer in self.reducers:
-            reducer.forget()
-        super().zero_grad(set_to_none)
-
-    def finish_grad_sync(self):
-        """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
-        for reducer in self.reducers:
-            reducer.finish()
-        self.units.free()
-
-    def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
-        return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
-
-    def state_dict(self, *args, **kwargs):
-        raise RuntimeError("FSDP's parameters have no memory between steps: call full_state_dict() on all ranks")
-
-    @torch.no_grad()
-    def full_state_dict(self):
-        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
-        whole = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            flat = self.bucket_of[param]
-            there, here = overlap(flat, param, flat.own)
-            whole[name] = put_together(param.shape, there, flat.shard[here], [flat.group])
-        return whole
-
-    @torch.no_grad()
-    def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
-        for name, param in self.module.named_parameters():
-            flat = self.bucket_of[param]
-            there, here = overlap(flat, param, flat.own)
-            flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
 def flatten_units(module, group, compute_dtype, reduce_dtype, device):
@@ -762,6 +606,171 @@ def fsdp_units(module):
 
     add_units(module, None)
     return units
+
+
+class Units:
+    """Keeps the parameters of each unit whole while it computes, and gathers the next one meanwhile.
+
+    Three units a, b, c, of which a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
+
+                 forward                              backward
+        compute  a            b            c          c            b                a
+        network  gather b     gather c                gather b     scatter c,       scatter b    scatter a
+                                                                   gather a
+        freed             a            b                       c               b               a
+
+    The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
+    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units, without
+    those that have 1-D parameters alone; a model that uses units in another order gathers some too early, and some only
+    when they are needed.
+
+    flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
+    """
+
+    def __init__(self, flats_of, expect):
+        self.flats_of = flats_of
+        self.expect = expect
+        uses = Counter(flat for flats in flats_of.values() for flat in flats)
+        self.flats = [*uses]
+        sharded = [unit for unit, flats in flats_of.items() if not all(flat.stays_whole for flat in flats)]
+        self.next = dict(zip(sharded, sharded[1:]))
+        self.previous = dict(zip(sharded[1:], sharded))
+        last = flats_of[sharded[-1]] if sharded else []
+        self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
+        self.in_backward = False
+        for unit in flats_of:
+            unit.register_forward_pre_hook(self.before_forward)
+            unit.register_forward_hook(self.after_forward)
+
+    # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
+    # inside of units.) Backward has gathered the unit then, and will free it.
+
+    def before_forward(self, unit, inputs):
+        self.gather(unit)
+        if not self.in_backward:
+            self.fetch(self.next.get(unit))
+
+    def after_forward(self, unit, inputs, output):
+        """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
+        `before_backward` is hooked."""
+        if self.in_backward:
+            return
+        for flat in self.flats_of[unit]:
+            if not (flat.stays_whole or flat in self.kept):
+                flat.free()
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if tensors:  # any: by the first of several outputs
+            register_multi_grad_hook(tensors, partial(self.before_backward, unit), mode="any")
+
+    def before_backward(self, unit, grad):
+        self.in_backward = True
+        self.gather(unit)
+        for flat in self.flats_of[unit]:
+            self.expect(flat)
+        self.fetch(self.previous.get(unit))
+
+    def gather(self, unit):
+        """The unit is whole when this returns."""
+        for flat in self.flats_of[unit]:
+            flat.start()
+            flat.wait()
+
+    def fetch(self, unit):
+        """Begin to gather a unit, for which `gather` will wait."""
+        for flat in self.flats_of.get(unit, ()):
+            flat.start()
+
+    def free(self):
+        for flat in self.flats:
+            flat.free()
+        self.in_backward = False
+
+
+class FSDP(nn.Module):
+    """ZeRO-3: parameters exist whole only while their layer computes.
+
+        model = FSDP(module, group)                               not inside of another module
+        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, in the master dtype
+        with model.no_sync(): loss.backward()                     every micro-batch but the last
+        loss.backward(); model.finish_grad_sync(); optimizer.step()
+
+    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
+    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D
+    parameters (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must
+    use the same parameters in each backward, and one that gets no gradient keeps its unit, and all before it, whole
+    until the end. A unit's parameters must be used by its own forward alone. (PyTorch's users choose the units; its
+    FSDP shards 1-D parameters, too, and under no_sync keeps whole gradients and sends none.)
+
+    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
+    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
+    for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    """
+
+    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
+        super().__init__()
+        self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
+        for buffer in module.buffers():
+            if not buffer.is_meta:
+                dist.broadcast(buffer, group=self.group, group_src=0)
+        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device)
+        self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
+        trained = [flat for flat in self.buckets if flat.shard.requires_grad]
+        matrices = [flat for flat in trained if not flat.stays_whole]
+        vectors = [flat for flat in trained if flat.stays_whole]
+        self.reducers = [Reducer(matrices, free_and_scatter, add_to_shard, every_backward=True),
+                         Reducer(vectors, all_reduce_bucket, add_to_shard)]
+        self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
+        self.units = Units(flats_of, self.reducers[0].expect)
+
+    def forward(self, *args, **kwargs):
+        # The optimizer may have changed the shards, so no unit is whole any more. (Between micro-batches of a pipeline
+        # this drops a kept unit, too, which its backward gathers again.)
+        self.units.free()
+        if self.compute_dtype:
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.units.free()
+        return output
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
+        for reducer in self.reducers:
+            reducer.forget()
+        super().zero_grad(set_to_none)
+
+    def finish_grad_sync(self):
+        """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
+        for reducer in self.reducers:
+            reducer.finish()
+        self.units.free()
+
+    def named_parameters(self, *args, **kwargs):
+        """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
+        return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("FSDP's parameters have no memory between steps: call full_state_dict() on all ranks")
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
+        whole = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            flat = self.bucket_of[param]
+            there, here = overlap(flat, param, flat.own)
+            groups = [] if flat.stays_whole else [flat.group]
+            whole[name] = put_together(param.shape, there, flat.shard[here], groups)
+        return whole
+
+    @torch.no_grad()
+    def load(self, get):
+        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
+        for name, param in self.module.named_parameters():
+            flat = self.bucket_of[param]
+            there, here = overlap(flat, param, flat.own)
+            flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -831,9 +840,9 @@ class Cut:
 
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
-    linear = staticmethod(Linear.linear)  # a schedule with I and W puts its own in place
+    linear = staticmethod(Linear.linear)  # a schedule with I and W (below) puts its own in place
 
-    def __init__(self, layer, group, f, parts=1):
+    def __init__(self, layer, group, f, parts=1):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
         self.group, self.f, cut = group, f, Cut(group, 0, parts)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(layer.weight, cut), local_parameter(layer.bias, cut)
@@ -846,7 +855,7 @@ class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
     linear = staticmethod(Linear.linear)
 
-    def __init__(self, layer, group, g):
+    def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
         self.group, self.g = group, g
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 1)), layer.bias
@@ -1016,8 +1025,11 @@ def take_turns(forwards, ahead, backwards):
     """First `ahead` forwards (warm-up). Then in turn one forward, while any is left (steady state; then cool-down), and
     one backward."""
     actions = forwards[:ahead]
-    for k, backward in enumerate(backwards):
-        actions += forwards[ahead + k:ahead + k + 1] + [backward]
+    left = deque(forwards[ahead:])
+    for backward in backwards:
+        if left:
+            actions.append(left.popleft())
+        actions.append(backward)
     return actions
 
 
@@ -1057,7 +1069,7 @@ def needs(action, homes):
         results = [Action("F", s - 1, i)]
     elif kind == "W":
         results = [Action("I", s, i)]
-    else:
+    else:  # B or I
         results = [Action("F", s, i), Action("I", s + 1, i)]
     return [result for result in results if result.stage in homes]  # none before the first stage or after the last
 
@@ -1068,23 +1080,6 @@ def other_end(transfer):
     kind, s, i = transfer
     other, step = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}[kind]
     return Action(other, s + step, i)
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`.
-
-    Where a rank has several stages, F0/2 is F0 of stage 2.
-    """
-
-    def __init__(self, lists, at, why):
-        lines = [why]
-        for rank, actions in enumerate(lists):
-            several = len({action.stage for action in actions}) > 1
-            cells = [f"{action}/{action.stage}" if several else str(action) for action in actions] + ["end"]
-            if rank in at:
-                cells.insert(at[rank], "->")
-            lines.append(f"rank {rank}  " + " ".join(cells))
-        super().__init__("\n".join(lines))
 
 
 def run_in_turns(lists, can_run, stuck):
@@ -1101,9 +1096,9 @@ def run_in_turns(lists, can_run, stuck):
     done = set()
     left = [deque(actions) for actions in lists]
     while any(left):
-        waiting = {actions[0]: rank for rank, actions in enumerate(left) if actions}
-        turn = [(rank, action) for action, rank in waiting.items()
-                if can_run(action, done, waiting)]
+        first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
+        waiting = {action for _, action in first}
+        turn = [(rank, action) for rank, action in first if can_run(action, done, waiting)]
         if not turn:
             at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
             raise ScheduleError(lists, at, stuck)
@@ -1129,20 +1124,21 @@ def lower(lists):
         rank 0    F0 SF0 F1 SF1 RB0 B0 RB1 B1
         rank 1    RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
-    Why there is no deadlock: number the transfers in the order in which they are appended here. Then each rank's list
-    has its transfers in the order of their numbers. Take the lowest number that is not done: both of its ranks have
-    done all their earlier transfers. The actions between need only results that these have brought, or that were made
-    here, because a receive is appended as soon as its result is made, and so stands before what needs it. So both ranks
-    can reach it.
+    Why there is no deadlock: number the transfers as they are appended; so each rank's list has them in rising order.
+    Take the lowest number that is not done. Before it, only computations are left on its two ranks. What these need was
+    computed earlier on the same rank, or received; that receive stands earlier in the list, because it was appended
+    when the result was made, so it has a lower number and is done. So both ranks reach the transfer.
     """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
         lowered[rank].append(action)
+        if action.kind == "W":
+            continue  # nobody waits for it
         send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
         receive = other_end(send)
         other = homes.get(receive.stage, rank)  # no stage comes before the first, none after the last
-        if action.kind != "W" and other != rank:
+        if other != rank:
             lowered[rank].append(send)
             lowered[other].append(receive)
     return lowered
@@ -1179,6 +1175,23 @@ def check(lists):
                    for result in needs(action, homes))
 
     run_in_turns(lists, can_run, "deadlock: no rank can go on")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`.
+
+    Where a rank has several stages, F0/2 is F0 of stage 2.
+    """
+
+    def __init__(self, lists, at, why):
+        lines = [why]
+        for rank, actions in enumerate(lists):
+            several = len({action.stage for action in actions}) > 1
+            cells = [f"{action}/{action.stage}" if several else str(action) for action in actions] + ["end"]
+            if rank in at:
+                cells.insert(at[rank], "->")
+            lines.append(f"rank {rank}  " + " ".join(cells))
+        super().__init__("\n".join(lines))
 
 
 @functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
@@ -1276,8 +1289,7 @@ class Pipeline:
         self.x, self.y = x, y
         self.dloss = dloss
         self.syncs = syncs
-        self.shape = len(x[0]), x[0].shape[1] // self.cut, self.width
-        self.last = {(half, action.stage): action for action in actions for half in halves(action)}
+        self.last_with = {(half, action.stage): action for action in actions for half in halves(action)}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
         self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
         self.outbox = {}        # send -> tensor: what other ranks' stages will compute with
@@ -1331,7 +1343,8 @@ class Pipeline:
             dy = self.dloss
         else:
             dy = self.wait_for(Action("RB", s, i))
-        with nullcontext() if self.is_last_backward(action) else self.syncs[s].no_sync():
+        sends_gradients = self.is_last_backward(action)
+        with nullcontext() if sends_gradients else self.syncs[s].no_sync():
             dx = passage.backward(kind, dy)
         if s > 0 and kind != "W":
             self.hand_on(Action("SB", s, i), dx)
@@ -1339,7 +1352,7 @@ class Pipeline:
     def is_last_backward(self, action):
         """Whether no later action of the stage computes gradients of the same parameters: I those of norms, W those of
         matrices, B both."""
-        return all(self.last[half, action.stage] == action for half in halves(action))
+        return all(self.last_with[half, action.stage] == action for half in halves(action))
 
     def hand_on(self, send, tensor):
         """To the stage that computes with it: on this rank, or by the send that comes later in the list."""
@@ -1358,9 +1371,14 @@ class Pipeline:
     def receive(self, action):
         """Post a receive into a new buffer, for which `wait_for` waits. All transfers go through one group. NCCL runs
         those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        buffer = self.room_for(action.micro_batch)
         handle = dist.irecv(buffer, group=self.group, group_src=self.other_rank(action))
         self.inbox[action] = handle, buffer
+
+    def room_for(self, micro_batch):
+        """A tensor that takes a micro-batch's activation between two stages, or its gradient."""
+        batch, tokens = self.x[micro_batch].shape
+        return torch.empty(batch, tokens // self.cut, self.width, dtype=self.dtype, device=self.device)
 
     def send(self, action):
         tensor = self.outbox.pop(action)
@@ -1445,7 +1463,8 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 #
 # Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
 # that, with ZeRO, what `overlap` says lies in its shard. Back: every rank puts what it has where it belongs, and
-# `put_together` takes the largest of all ranks' values.
+# `put_together` merges them. One tensor at a time is whole; large models' trainers write shards, and cut when they
+# load.
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
@@ -1465,12 +1484,13 @@ def overlap(bucket, param, part):
 
 def put_together(shape, places, values, groups):
     """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. places: where
-    these lie in the flat tensor, a slice or numbers. Elsewhere a rank puts -inf, so the largest is the value."""
-    whole = values.new_full(shape, -math.inf)
-    whole.view(-1)[places] = values
+    these lie in the flat tensor, a slice or numbers. Elsewhere a rank has zeros, so of each byte the largest is the
+    value's, whatever the dtype. An all-gather would send half as much, but would have to know who has what."""
+    whole = values.new_zeros(math.prod(shape))
+    whole[places] = values
     for group in groups:
-        dist.all_reduce(whole, dist.ReduceOp.MAX, group)
-    return whole
+        dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
+    return whole.view(shape)
 
 
 # --------------------------------------------------------------------------------------------------------------- recipe
@@ -1540,8 +1560,9 @@ def parallelize(config, layout, device, source=None):
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them. This is DDP; at
-        # stage 3 it is FSDP, in step 4, which shards weights as they come; else `make_optimizer`'s ShardedOptimizer.
+        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them. ZeRO 0, float32:
+        # DDP, here. ZeRO 1, 2, and 0 in 16 bits: ShardedOptimizer, in `make_optimizer`. ZeRO 3: FSDP, in step 4, which
+        # shards weights as they come.
         if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model
@@ -1658,7 +1679,7 @@ class ParallelGPT:
         groups = []
         for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
             for matrix, decay in (False, 0.0), (True, weight_decay):
-                params = [p for p in model.parameters() if is_matrix(p) == matrix]
+                params = [p for p in model.parameters() if is_matrix(p) == matrix]  # FSDP's are its shards
                 groups += [{"params": params, "weight_decay": decay}] if params else []
         if not self.layout.shards_in_optimizer:
             # syncs: by stage, what has no_sync and finish_grad_sync
@@ -1731,9 +1752,8 @@ class ParallelGPT:
             own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
-        dloss = scale * self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, dloss, syncs)
-        weight = dloss / scale
+        weight = self.weight_of_a_target(y)
+        losses = self.pipeline.run(actions, x, y, scale * weight, syncs)
         total = torch.zeros_like(weight)
         for loss in losses:
             total += loss * weight
@@ -1785,7 +1805,7 @@ class ParallelGPT:
                 if key is not None:
                     held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
                 # Cut like the tensor, its numbers say what of it is here.
-                numbers = torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
+                numbers = torch.arange(math.prod(shape), device=self.device).view(shape)
                 places, values = cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
                 groups = [group for group in place_of(stepped).cut_over if group != self.groups.pp]
         return put_together(shape, places, values.to(dtype), [*groups, self.groups.pp])  # other stages know pp alone

@@ -258,8 +258,7 @@ class Trainer:
             self.show_sample()
 
     def step(self, step):
-        """One optimizer step. Returns (this replica's loss, norm before clipping). The mean of replicas' losses is the
-        batch's."""
+        """One optimizer step. Returns (a number whose mean over replicas is the batch's loss, norm before clipping)."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.net.zero_grad()

@@ -281,7 +281,7 @@ class GraphPipeline(PatientPipeline):
             self.weight_gradients[stage].add = self.totals[sync].add
 
     def record(self, stage, actions, kinds, alone, overwrite, totals):
-        example = self.x[0] if stage == 0 else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        example = self.x[0] if stage == 0 else self.room_for(0).zero_()
         recording = partial(self.recording, self.stages[stage], self.loss if stage == self.last_stage else None,
                             self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
         if alone:
@@ -293,7 +293,7 @@ class GraphPipeline(PatientPipeline):
 
     def is_of_last(self, action):
         """Whether its micro-batch is the last one of its stage."""
-        return action.micro_batch == self.last["W", action.stage].micro_batch
+        return action.micro_batch == self.last_with["W", action.stage].micro_batch
 
     def passage(self, action):
         if not self.replaying:

@@ -67,7 +67,7 @@ class PatientPipeline(Pipeline):
         source = self.other_rank(receive)
         kind = "activation" if receive.kind == "RF" else "gradient"
         what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        buffer = self.room_for(receive.micro_batch)
         with lost_peer_named(f"posted the {what}"):
             handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
         self.inbox[receive] = named(handle, what), buffer

@@ -10,19 +10,18 @@ from parallel import FSDP, fsdp_units, ShardedOptimizer
 
 
 class GuardedOptimizer(ShardedOptimizer):
-    """A ShardedOptimizer that saves a pass over the weights, and raises ValueError for parameters added later.
+    """A ShardedOptimizer that saves a pass over the weights.
 
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
     bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
     drops it.
     """
-    cut = False   # whether parameters have been cut into shards
     late = False  # whether forward waits for weights, not `step`
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # Bucket -> the handle of its all-gather under way; bucket -> the event at its end, for which graphs wait.
-        self.cut, self.gathering, self.arrived = True, {}, {}
+        self.gathering, self.arrived = {}, {}
         self.with_masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]
         if isinstance(self.inner, AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
@@ -99,12 +98,6 @@ class GuardedOptimizer(ShardedOptimizer):
         super().cast()
         self.gather_weights(self.with_masters)
         self.wait_for_weights(self.buckets)
-
-    def add_param_group(self, group):
-        if self.cut:
-            raise ValueError("ShardedOptimizer cuts its parameters once, when it is made: make a new one with all of "
-                             "them")
-        super().add_param_group(group)
 
 
 class GuardedFSDP(FSDP):
