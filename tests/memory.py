@@ -1,6 +1,5 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
-import collections
 import sys
 from functools import partial
 
@@ -14,13 +13,15 @@ import kernels
 import model
 import parallel
 import train
-from tests.layouts import SMALL, tokens_of
+from tests.data import stepped_by
+from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks
 from tests.runs import TINY, parse
 from fast.adamw import AdamW
 from fast.graphs import LeanGPT
 from further.schedules import zero_bubble_h1
 from lessons.demos import main
+from lessons.measure import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import predicted_bytes
@@ -47,21 +48,6 @@ def make_trainer(flags):
         return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
-def memory_of(text, flags):
-    """(bytes of activations alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, what
-    share of the tokens this rank's experts got)."""
-    if "triton" in flags:
-        needs_kernels()
-    trainer = make_trainer(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
-                            "--batch-size", "2", "--kernels", "torch", *flags.split()])
-    with torch.device("cpu"):
-        trainer.step(0)
-        measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
-        kernels.use("auto")
-    kinds = [(measured[kind], predicted[kind]) for kind in ("parameters", "gradients", "optimizer")]
-    return measured["activations"], predicted["activations"], kinds, trainer.share
-
-
 WIDE, EXPERTS = "--n-embd 256 --n-head 4", "--experts 4 --n-embd 64 --batch-size 4"
 LATE, ONE = "--micro-batches 4 --batch-size 8", "--kernels triton --n-layer 1"
 BF16 = [f"--dtype bf16 --recompute {recompute}" for recompute in ("attention", "block")]
@@ -83,48 +69,52 @@ MEMORY = [  # by how many bytes or what part measured activations may miss the p
 
 
 @pytest.mark.parametrize("bound, size, flags", [(bound, size, flags) for bound, size, some in MEMORY for flags in some])
-def test_memory_is_what_is_predicted(pool, text, bound, size, flags):
-    """On the CPU PyTorch keeps statistics of a bf16 layer norm in bf16. Else one loss is on no list, 8 bytes."""
-    if bound == 8 and pool.device_type == "cuda":
-        bound = 0.02
-    shares = set()
-    for kept, predicted, kinds, share in pool(size).run(memory_of, text, flags):
-        assert abs(kept - predicted) <= (bound if bound == 8 else bound * predicted), (kept, predicted)
-        assert all(abs(here - there) <= 200 + 0.02 * there for here, there in kinds), kinds  # padding
-        shares.add(share)
-    assert ("--ep" in flags) == (len(shares) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
-
-
-def half_gradients(schedule, zero):
-    """{name: this rank's part of the gradient}"""
-    parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
-    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule)
-    net = parallel.parallelize(SMALL, layout, "cpu")
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    for _ in range(2):
-        net.optimizer.zero_grad()
-        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
-    grads = {}
-    for name, param in net.stages[dist.get_rank()].named_parameters():
-        bucket = net.bucket_of[param]
-        grads[name] = bucket.shard.grad[parallel.overlap(bucket, param, bucket.own)[1]].numpy()
-    return grads
+@on_ranks()
+def test_memory_is_what_is_predicted(text, bound, flags):
+    """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer
+    norm in bf16. Else one loss is on no list, 8 bytes."""
+    if "triton" in flags:
+        needs_kernels()
+    trainer = make_trainer(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
+                            "--batch-size", "2", "--kernels", "torch", *flags.split()])
+    on_cpu = torch.get_default_device().type == "cpu"
+    with torch.device("cpu"):
+        trainer.step(0)
+        measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
+    kernels.use("auto")
+    bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.02))  # bytes of padding
+    bounds["activations"] = (0, bound) if bound < 1 else (8, 0) if on_cpu else (0, 0.02)
+    for kind, (some, part) in bounds.items():
+        assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
+    shares = of_all_ranks(trainer.share)
+    assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
 
 
 @on_both
-def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
-    if pool.device_type == "cuda":
+@pytest.mark.parametrize("zero", [0, 1])
+@on_ranks(2)
+def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
+    if torch.get_default_device().type == "cuda":
         pytest.skip("products that add to float32 round once less")
-    for zero in (0, 1):
-        one, *others = (collections.ChainMap(*pool(2).run(half_gradients, schedule, zero))
-                        for schedule in ("1f1b", "zb-h1", "added"))
-        for other in others:
-            assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
+    every = []
+    for schedule in "1f1b", "zb-h1", "added":
+        net = small_gpt(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule)
+        for _ in range(2):
+            net.zero_grad()
+            net.forward_backward(*(t.split(1) for t in tokens_of(0)))
+        every.append([param.grad for param in stepped_by(net.optimizer)])
+    for one, *others in zip(*every, strict=True):
+        assert one.any() and all(map(one.equal, others))
 
 
-def overflow_case(text, zero, *flags):
-    """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
-    trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", "--zero", str(zero), *flags])
+@on_both
+@pytest.mark.parametrize("flags", ["--zero 0", "--zero 1", "--zero 2", "--zero 3", "--zero 2 --experts 4 --ep 2"])
+@on_ranks(2)
+def test_overflow_is_skipped_on_all_ranks_alike(text, flags):
+    """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been.
+    Routers' biases stay as they are, too."""
+    trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", *flags.split()])
     biases, pipeline = model.buffers(trainer.config), trainer.net.pipeline
     loss, factor = pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
@@ -143,15 +133,9 @@ def overflow_case(text, zero, *flags):
     assert trainer.step(3)[1].isfinite() and trainer.skipped == 1
     after = weights()
     assert all(w.isfinite().all() for w in after) and not all(map(torch.equal, before, after))
-    return [w.cpu().numpy() for w in after]
-
-
-@on_both
-@pytest.mark.parametrize("zero,flags", [(0, ()), (1, ()), (2, ()), (3, ()), (2, ("--experts", "4", "--ep", "2"))])
-def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
-    """Routers' biases stay as they are, too."""
-    first, *others = pool(2).run(overflow_case, text, zero, *flags)
-    assert all((a == b).all() for other in others for a, b in zip(first, other))
+    for weight in after:
+        dist.broadcast(first := weight.clone(), 0)
+        assert weight.equal(first)
 
 
 @on_ranks(1)
