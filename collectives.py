@@ -138,9 +138,10 @@ class Link:
     def run(self, name, operation, arguments, async_op):
         """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
 
-        With `async_op` return a handle at once. The operation then runs beside the caller, after those before it.
-        The operation has its tensors already. arguments: those of torch.distributed's function of this name, so that a
-        stream knows which memory to keep, and `Library` what to call.
+        With `async_op` return a handle at once. The operation then runs beside the caller, after those before it. A
+        blocking call waits behind those, too, or its messages would overtake theirs.
+        arguments: those of torch.distributed's function of this name. The operation has them already; a stream must
+        know which memory to keep, and `Library` what to call.
         """
         log = _traffic[name]
         log.calls += 1
@@ -200,12 +201,8 @@ class Link:
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
-        width, inputs = max(map(len, chunks)), {chunk.untyped_storage().data_ptr() for chunk in chunks}
-        if len(result) == width and result.untyped_storage().data_ptr() not in inputs:  # later steps still read these
-            sums = result
-        else:
-            sums = torch.empty(width, dtype=result.dtype, device=result.device)
-        _unflatten(ring_reduce_scatter(self, chunks, op, sums), result)
+        sums = torch.empty(max(map(len, chunks)), dtype=result.dtype, device=result.device)
+        result.copy_(ring_reduce_scatter(self, chunks, op, sums))
 
     def all_gather(self, chunks):
         """Rank c holds chunk c; afterwards every rank holds all. Step s: send chunk r-s right, receive chunk r-1-s."""
@@ -439,11 +436,14 @@ def _tree(link, root, group_root):
     if root is not None and group_root is not None:
         raise ValueError("give the root once: by global rank or by rank in the group")
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
-    v, d, children = (link.rank - root) % link.size, 1, []
-    while d < link.size - v and not v & d:
+    v = (link.rank - root) % link.size
+    lowest_bit = v & -v  # 0 of the root alone
+    parent = (link.rank - lowest_bit) % link.size if v else None
+    d, children = 1, []
+    while d < link.size - v and d != lowest_bit:
         children.append(((link.rank + d) % link.size, d))
         d *= 2
-    return (link.rank - (v & -v)) % link.size if v else None, children, min(d, link.size - v)
+    return parent, children, min(d, link.size - v)
 
 
 # ----------------------------------------------------------------------------------------------------- public functions
@@ -504,7 +504,8 @@ def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
     def operation(link):
         parent, children, _ = _tree(link, dst, group_dst)
-        flat = _flat(tensor) if parent is None or not children else _flat(tensor).clone()  # only the root's may change
+        # Only the root's tensor may change, so what adds up on other ranks needs a copy. A leaf adds up nothing.
+        flat = _flat(tensor).clone() if children and parent is not None else _flat(tensor)
         theirs = link.scratch(flat, len(flat)) if children else None
         for child, _ in children:
             link.exchange(receives=[(theirs, child)])
