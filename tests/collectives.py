@@ -24,17 +24,17 @@ from theory.memory import tensors_in
 
 BIG = 300_000  # float64: 2.4 MB, beyond recursive doubling
 LARGE = BIG // 8  # the same where `carried` has set all bounds an eighth as high
-TREES = ["broadcast", "reduce", "gather", "scatter"]
-NTHS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]  # between a tensor and its Nths
+TREES = "broadcast reduce gather scatter".split()
+NTHS = "all_gather_into_tensor reduce_scatter_tensor all_to_all_single".split()  # between a tensor and its Nths
 DIRECT = ["all_to_all", "all_gather", "reduce_scatter", "all_reduce", *NTHS]  # a switch can carry them straight
 COLLECTIVES = [*TREES, *DIRECT]
-OF_WHOLE = ["broadcast", "reduce", "all_reduce"]  # every rank has a tensor of all K elements
+OF_WHOLE = "broadcast reduce all_reduce".split()  # every rank has a tensor of all K elements
 LIBRARYS = torch.float64, torch.float32, torch.int64  # dtypes that it takes in all collectives, on gloo, too
 SUMMED = torch.float32, torch.int32, torch.int64, torch.bfloat16, torch.float16
 COPIED = torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.complex64
-MESSAGES = ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv"]
+MESSAGES = "send recv isend irecv P2POp batch_isend_irecv".split()
 NODES = {2: [1, 2], 4: [2], 8: [4, 2]}  # of so many ranks: how many may stand on each node
-WORLD = ["init_process_group", "is_initialized", "get_rank", "get_world_size", "new_group", "destroy_process_group"]
+WORLD = "init_process_group is_initialized get_rank get_world_size new_group destroy_process_group".split()
 
 
 def _values(shape, dtype, rank):
@@ -152,9 +152,9 @@ def cases_for(name, size):
     """Shapes (0 and 1 element, not divisible by the world, large), dtypes, ops, roots, layouts, async."""
     root, reduces = size - 1, "reduce" in name
     big = LARGE if name in OF_WHOLE else LARGE // size
-    cases = [Case((n,), root=root, layout=layout) for n in (0, 1, 7, 1001) for layout in ("plain", "gaps")]
-    cases += [Case((3, 5, 2), torch.float32, layout="gaps", async_op=True), Case((big,), root=root, async_op=True),
-              Case((big // 7, 7), torch.float32, root=size // 2, layout="gaps")]
+    cases = [Case((n,), root=root, layout=layout, async_op=layout == "gaps")
+             for n in (0, 1, 7, 1001) for layout in ("plain", "gaps")]
+    cases += [Case((big,), root=root, async_op=True), Case((big // 7, 7), torch.float32, root=size // 2, layout="gaps")]
     if reduces:
         cases.append(Case((big + 1,), op=dist.ReduceOp.AVG))
     if size < 4:  # how numbers are combined, and what of, has nothing to do with how many ranks there are
@@ -185,7 +185,7 @@ def test_arguments_are_the_librarys(name):
 
 
 @pytest.mark.parametrize("size,way", [(1, "ring"), *itertools.product((2, 5), ("plain", "ring", "messages")), (4, 2),
-                                      (4, "plain"), *itertools.product((2, 3, 4), ("windows", "kernel"))])
+                                      (4, "plain"), *itertools.product((2, 3), ("windows", "kernel"))])
 @on_ranks()
 def test_blocks_may_be_uneven(way):
     """Of any sizes, some of them empty, in lists and as rows of one tensor. What was sent may be written at once."""
@@ -257,7 +257,7 @@ def hand_on(ranks, group):
     assert dist.traffic() == {"send": dist.Traffic(1, 1, tensor.nbytes), "isend": dist.Traffic(2, 2, 2 * tensor.nbytes)}
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 5])
 @on_ranks()
 def test_barrier_lets_nobody_pass_before_the_last():
     dist.barrier()  # in a link's first operation ranks wait for each other anyway
@@ -301,7 +301,6 @@ def sent_by(name, elements):
     return log
 
 
-# Recursive doubling's sizes are a matter of speed.
 @pytest.mark.parametrize("size,ways,elements", [*((size, (), 400) for size in (1, 2, 3, 4, 5, 8)),
                                                 (2, ("kernel",), 40), (3, ("kernel",), 40)])
 @on_ranks()
@@ -311,7 +310,7 @@ def test_bytes_sent_are_the_formulas(ways, elements):
     if ways:
         needs_kernels()
     for way in ways or [way for way in ways_of("all_reduce") if way != "torch"]:
-        with carried(way, DOUBLING_BYTES=NO_DOUBLING):
+        with carried(way, DOUBLING_BYTES=NO_DOUBLING):  # whose sizes are a matter of speed
             for name in DIRECT:
                 log, steps = sent_by(name, elements * size), (size - 1) * (2 if name == "all_reduce" else 1)
                 assert (log.messages, log.bytes) == (steps, steps * 4 * elements), name

@@ -121,13 +121,25 @@ def in_layout_on_tape(*args, without=None, **options):
         return in_layout(*args, cuda_graphs=True, **options)
 
 
-@pytest.mark.parametrize("row", [row for some in (
-    "dp=1,2", "dp=2 micro_batches=4 zero=0,1", "dp=2 micro_batches=4 schedule=gpipe", "dp=2 tp=2 schedule=zb-h1",
-    "pp=4 micro_batches=4 schedule=gpipe,1f1b,zb-h1", "pp=2 micro_batches=4 schedule=interleaved virtual_stages=2",
-    "dp=2 pp=2 micro_batches=4 schedule=zb-h1,dualpipe-v zero=1", "pp=2 micro_batches=4 schedule=zb-v",
-    "tp=2 pp=2 micro_batches=4 recompute=block", "dp=1 micro_batches=2 zero=3",
-    "dp=2 micro_batches=1,4 zero=2,3", "dp=4 micro_batches=2 zero=2 zero_within=2", "dp=4 zero=3 zero_within=2",
-    "dp=2 tp=2 micro_batches=2 zero=3 recompute=block sp=1") for row in expanded(some)])
+REPLAYED = """
+    dp=1,2
+    dp=2 micro_batches=4 zero=0,1
+    dp=2 micro_batches=4 schedule=gpipe
+    dp=2 tp=2 schedule=zb-h1
+    pp=4 micro_batches=4 schedule=gpipe,1f1b,zb-h1
+    pp=2 micro_batches=4 schedule=interleaved virtual_stages=2
+    dp=2 pp=2 micro_batches=4 schedule=zb-h1,dualpipe-v zero=1
+    pp=2 micro_batches=4 schedule=zb-v
+    tp=2 pp=2 micro_batches=4 recompute=block
+    dp=1 micro_batches=2 zero=3
+    dp=2 micro_batches=1,4 zero=2,3
+    dp=4 micro_batches=2 zero=2 zero_within=2
+    dp=4 zero=3 zero_within=2
+    dp=2 tp=2 micro_batches=2 zero=3 recompute=block sp=1
+"""
+
+
+@pytest.mark.parametrize("row", [row for line in REPLAYED.strip().splitlines() for row in expanded(line)])
 def test_replayed_graphs_equal_one_process(pool, row):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""

@@ -15,7 +15,7 @@ import parallel
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
-from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks
+from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, table
 from tests.runs import TINY, parse
 from fast.adamw import AdamW
 from fast.graphs import LeanGPT
@@ -48,27 +48,40 @@ def make_trainer(flags):
         return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
-WIDE, EXPERTS = "--n-embd 256 --n-head 4", "--experts 4 --n-embd 64 --batch-size 4"
-LATE, ONE = "--micro-batches 4 --batch-size 8", "--kernels triton --n-layer 1"
-BF16 = [f"--dtype bf16 --recompute {recompute}" for recompute in ("attention", "block")]
-MEMORY = [  # by how many bytes or what part measured activations may miss the predicted, processes, flags
-    (8, 1, ["--dtype fp32", *(f"{ONE} {flags}" for flags in BF16)]), (0.02, 1, BF16),
-    *((bound, 2, [f"--tp 2 {sp} {flags}" for flags in some for sp in ("", "--sp --n-embd 128")])
-      for bound, some in ((8, ["--dtype fp32"]), (0.02, BF16))),
-    # Each rank picks its tokens of a shared sequence, which is on no list.
-    *((0.01, size, [f"--cp 2 --cp-kind {kind} {WIDE} {more}" for kind in ("ring", "ulysses")])
-      for size, more in ((2, ""), (2, "--recompute block"), (4, "--tp 2 --sp"))),
-    # Gradients on their way are no activations.
-    (0.01, 2, [f"--zero {stage} {LATE}" for stage in (1, 2, 3)]),
-    (0.1, 2, ["--pp 2 --micro-batches 2"]),  # what is sent and received, too
-    # What experts take follows from the tokens that they got. A router's counts are on no list.
-    (0.02, 1, [EXPERTS, f"{EXPERTS} --dtype bf16 --top-k 1"]),
-    (0.02, 2, [f"{EXPERTS} {more}" for more in ("--dp 2 --ep 2", "--dp 2 --ep 2 --recompute attention", "--tp 2",
-                                                f"--dp 2 --ep 2 --seq-len 16 --n-embd 32 {ONE}")]),
-    (0.02, 4, [f"{EXPERTS} --dp 2 --tp 2 --sp --ep 2 --expert-every 2"])]
+# By how many bytes or what part measured activations may miss the predicted, processes, flags
+MEMORY = """
+    8     1  --dtype fp32
+    8     1  --dtype bf16 --recompute attention --kernels triton --n-layer 1
+    8     1  --dtype bf16 --recompute block --kernels triton --n-layer 1
+    0.02  1  --dtype bf16 --recompute attention
+    0.02  1  --dtype bf16 --recompute block
+    8     2  --tp 2 --dtype fp32
+    8     2  --tp 2 --dtype fp32 --sp --n-embd 128
+    0.02  2  --tp 2 --dtype bf16 --recompute attention
+    0.02  2  --tp 2 --dtype bf16 --recompute block
+    0.02  2  --tp 2 --dtype bf16 --recompute attention --sp --n-embd 128
+    0.02  2  --tp 2 --dtype bf16 --recompute block --sp --n-embd 128
+    0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4              which tokens are this rank's is on no list
+    0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --recompute block
+    0.01  4  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --tp 2 --sp
+    0.01  2  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4
+    0.01  2  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --recompute block
+    0.01  4  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --tp 2 --sp
+    0.01  2  --zero 1 --micro-batches 4 --batch-size 8                  gradients on their way are no activations
+    0.01  2  --zero 2 --micro-batches 4 --batch-size 8
+    0.01  2  --zero 3 --micro-batches 4 --batch-size 8
+    0.1   2  --pp 2 --micro-batches 2                                   what is sent and received, too
+    0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
+    0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --tp 2
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2       by the tokens that this rank's experts got
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention
+    0.02  2  --experts 4 --batch-size 4 --dp 2 --ep 2 --seq-len 16 --kernels triton --n-layer 1
+    0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
+"""
 
 
-@pytest.mark.parametrize("bound, size, flags", [(bound, size, flags) for bound, size, some in MEMORY for flags in some])
+@pytest.mark.parametrize("bound, size, flags", [(float(row[0]), int(row[1]), row[2]) for row in table(MEMORY)])
 @on_ranks()
 def test_memory_is_what_is_predicted(text, bound, flags):
     """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer

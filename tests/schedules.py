@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import re
 import unittest.mock
 
 import pytest
@@ -15,7 +14,7 @@ import model
 import parallel
 import theory.clock
 from tests.layouts import SMALL, small_gpt, tokens_of
-from tests.pool import close, on_ranks
+from tests.pool import close, on_ranks, table
 from further.schedules import (
     dualpipe_v, interleaved, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
 from theory.clock import simulate
@@ -131,8 +130,7 @@ OF = {"1f1b": [parallel.one_f_one_b], "split": [zero_bubble_h1, *IN_A_V], "in a 
 
 @pytest.mark.parametrize("make,change,says", [
     (make, dict(pair.split("=") for pair in change.split()), says)
-    for schedules, change, says in (re.split("  +", line.strip())[:3] for line in BROKEN.strip().splitlines())
-    for make in OF[schedules]])
+    for schedules, change, says, *_ in table(BROKEN) for make in OF[schedules]])
 def test_broken_schedules_are_rejected(make, change, says):
     def name(action):
         return str(action) + "'" * (action.stage > 2)
