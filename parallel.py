@@ -405,7 +405,8 @@ def flatten(bucket, sharded, compute_dtype):
         bf16, bf16                     the same, copied from 16 bits
     """
     values = make_shard(bucket, sharded)
-    bucket.dtype = compute_dtype or bucket.dtype
+    if compute_dtype and values.is_floating_point():
+        bucket.dtype = compute_dtype
     bucket.weights = values.to(bucket.dtype)  # the values themselves, where the dtype is theirs
     if bucket.weights is not values:
         bucket.shard.data = bucket.shard.data.clone()  # so that the other ranks' values can go
@@ -435,12 +436,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
-        self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group,
-                                    same=number.get,  # a bucket is of one parameter group
-                                    reduce_dtype=reduce_dtype)
-        for bucket in self.buckets:
-            flatten(bucket, stage > 0, compute_dtype)
+
+        def same(p):
+            return p.requires_grad, number[p]
+
+        every = make_buckets([*number], bucket_mb, self.group, same, reduce_dtype=reduce_dtype)
+        for bucket in every:
+            flatten(bucket, stage > 0 and bucket.params[0].requires_grad, compute_dtype)
+        self.buckets = [bucket for bucket in every if bucket.shard.requires_grad]  # frozen ones are equal from now on
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
@@ -490,14 +493,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def set_frozen(params, group, compute_dtype):
-    """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
-    for p in params:
-        if not p.is_meta:
-            dist.broadcast(p.detach(), group=group, group_src=0)
-            p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
 
 
 class FlatParameter(Bucket):

@@ -563,6 +563,16 @@ def test_layers_of_16_bits_want_their_optimizer_first():
         net.forward(*([t.to(net.device)] for t in tokens_of(0)))
 
 
+@on_ranks(2)
+def test_frozen_experts_stay_each_rank_s_own():
+    config, name = dataclasses.replace(SMALL, experts=4), "h.0.mlp.experts.c_fc.weight"
+    net = parallel.parallelize(config, parallel.Layout(dp=2, ep=2, zero=1), torch.get_default_device())
+    net.module(0).get_parameter(name).requires_grad_(False)
+    before = net.whole_parameter(name)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    assert net.whole_parameter(name).equal(before)
+
+
 def refused(message, *args, **options):
     with pytest.raises(ValueError, match=message):
         in_layout(*args, **options)

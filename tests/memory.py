@@ -24,7 +24,7 @@ from lessons.demos import main
 from lessons.measure import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
-from safe.reports import predicted_bytes
+from safe.reports import measured_bytes, predicted_bytes
 
 
 def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
@@ -93,7 +93,7 @@ def test_memory_is_what_is_predicted(text, bound, flags):
     on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
         trainer.step(0)
-        measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
+        measured, predicted = measured_bytes(trainer), predicted_bytes(trainer)
     kernels.use("auto")
     bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.02))  # bytes of padding
     bounds["activations"] = (0, bound) if bound < 1 else (8, 0) if on_cpu else (0, 0.02)
