@@ -119,8 +119,8 @@ def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes):
             got = link.post(receives=into[:len(into) // 2])
             went = link.post([(message(i, rank, r), r) for i, r in pairs])
             got += link.post(receives=into[len(into) // 2:])
-            for handles in (went, got) if times % 2 else (got[::-1], went):
-                link.wait(handles)
+            for handle in went + got if times % 2 else got[::-1] + went:
+                handle.wait()
             assert all(t.equal(message(i, r, rank)) for (t, _), (i, r) in zip(into, pairs))
         assert type(link.mailboxes) is Mailboxes
 
