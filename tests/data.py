@@ -56,7 +56,7 @@ def module_and_inputs(kind, seed):
     return net.double().to(device), [[(x[i, rank], *more(i, rank)) for rank in range(size)] for i in range(2)]
 
 
-def laid_out(net, way, optimizer=torch.optim.SGD, group=None, reduce_dtype=None, **options):
+def laid_out(net, way, optimizer=torch.optim.SGD, group=None, reduce_dtype=None, compute_dtype=None, **options):
     """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, "ddp" or "naive"."""
     if way == "naive":
         finish = functools.partial(parallel.average_gradients, net)
@@ -64,10 +64,10 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, reduce_dtype=None,
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
         wrapped = (parallel.DDP(net, group, bucket_mb=1e-4) if way == "ddp" else  # a hundred bytes: many buckets
-                   parallel.FSDP(net, group, reduce_dtype=reduce_dtype))
+                   parallel.FSDP(net, group, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009, reduce_dtype=reduce_dtype,
-                                        **options)
+                                        compute_dtype=compute_dtype, **options)
     return net, sharded, sharded
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import types
 
 import pytest
@@ -64,14 +65,14 @@ def test_experts_are_mlps_of_their_own(k):
     router, fc, proj = mixture.router, mixture.experts.c_fc, mixture.experts.c_proj
     router.bias += torch.tensor([0.3, 0.0, -0.1])
     leaves = [x.requires_grad_(), *mixture.parameters()]
-    every = [F.linear(plain_gelu(F.linear(x, *up)), *down)                                    # E x (B, T, C)
-             for up, down in zip(zip(fc.weight, fc.bias), zip(proj.weight, proj.bias))]
+    every = torch.stack([F.linear(plain_gelu(F.linear(x, fc.weight[e], fc.bias[e])), proj.weight[e], proj.bias[e])
+                         for e in range(3)], -2)                                              # (B, T, E, C)
     scores = (x @ router.weight.T).sigmoid()
     chosen = (scores + router.bias).topk(k).indices
     gates = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))           # (B, T, E)
     if k > 1:
         gates = gates / gates.sum(-1, keepdim=True)
-    exact = sum(gate[..., None] * y for gate, y in zip(gates.unbind(-1), every))
+    exact = (gates.unsqueeze(-1) * every).sum(-2)
     for ours, theirs in zip(*((y, *torch.autograd.grad(y, leaves, dy)) for y in (mixture(x), exact))):
         assert close(ours.detach(), theirs.detach(), 1e-12)
     one = model.initial_value(config, "h.0.mlp.experts.1.c_fc.weight", (128, 32), 0)
@@ -85,7 +86,7 @@ def test_ring_attention_on_kernels(dtype, error):
     in float32, once."""
     needs_kernels()
     rank, n = dist.get_rank(), dist.get_world_size()
-    B, T, H, D = 4 // n, 256 * n, 1, 16
+    B, T, H, D = 4 // n, 128 * n, 1, 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
     whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, n, "ring", qkv.device)
@@ -101,8 +102,8 @@ def test_ring_attention_on_kernels(dtype, error):
     assert out.dtype == part.grad.dtype == dtype and out.is_contiguous()
     for ours, theirs in (out, y), *zip(part.grad.unbind(2), whole.grad.unbind(2)):
         assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
-    sent = sum(t.bytes for t in dist.traffic().values())
-    assert sent == (n - 1) * B * 256 * H * D * 2 * (2 * dtype.itemsize + 4)
+    sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
+    assert sent == (n - 1) * keys_and_values * (2 * dtype.itemsize + 4)
 
 
 def test_cuts_that_leave_a_rest_are_refused():
@@ -118,11 +119,11 @@ def test_attention_to_keys_that_some_queries_do_not_see(triton_kernels):
     *qkv, do = (random(1, 2, T, 16) for T in (40, 8, 8, 40))
     leaves = [x.double().requires_grad_() for x in qkv]
     y = plain_attention(*leaves, True)
-    exact = y, *torch.autograd.grad(y, leaves, do.double())
+    exact = y.detach(), *torch.autograd.grad(y, leaves, do.double())
     for choice in "triton", "torch":
         kernels.use(choice)
         o, sums = fast.attention.attention_block(*qkv, True)
         grads = fast.attention.attention_block_backward(*qkv, o, sums, do, True)
-        assert all(close(ours, theirs.detach(), 1e-5) for ours, theirs in zip((o, *grads), exact))
+        assert all(map(functools.partial(close, tolerance=1e-5), (o, *grads), exact))
         for of_queries in o, grads[0], sums.exp():
             assert of_queries[:, :, :32].eq(0).all() and of_queries[:, :, 32:].isfinite().all()

@@ -105,6 +105,13 @@ def margin_of(router, x):
 
 # ---------------------------------------------------------------------------------------------------------- in a layout
 
+def small_gpt(config=SMALL, **options):
+    """A ParallelGPT in a layout on this process's device, with an optimizer."""
+    net = parallel.parallelize(config, parallel.Layout(**options), torch.get_default_device())
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    return net
+
+
 SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
 
 

@@ -1,6 +1,5 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
-import collections
 import sys
 from functools import partial
 
@@ -14,13 +13,15 @@ import kernels
 import model
 import parallel
 import train
-from tests.layouts import SMALL, tokens_of
-from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks
+from tests.data import stepped_by
+from tests.layouts import small_gpt, tokens_of
+from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, table
 from tests.runs import TINY, parse
 from fast.adamw import AdamW
 from fast.graphs import LeanGPT
 from further.schedules import zero_bubble_h1
 from lessons.demos import main
+from lessons.measure import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import measured_bytes, predicted_bytes
@@ -47,111 +48,107 @@ def make_trainer(flags):
         return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
-def memory_of(text, flags):
-    """(bytes of activations alive after forward, bytes predicted, [(bytes, predicted)] of what outlives the step, what
-    share of the tokens this rank's experts got)."""
+# By how many bytes or what part measured activations may miss the predicted, processes, flags
+MEMORY = """
+    8     1  --dtype fp32
+    8     1  --dtype bf16 --recompute attention --kernels triton --n-layer 1
+    8     1  --dtype bf16 --recompute block --kernels triton --n-layer 1
+    0.02  1  --dtype bf16 --recompute attention
+    0.02  1  --dtype bf16 --recompute block
+    8     2  --tp 2 --dtype fp32
+    8     2  --tp 2 --dtype fp32 --sp --n-embd 128
+    0.02  2  --tp 2 --dtype bf16 --recompute attention
+    0.02  2  --tp 2 --dtype bf16 --recompute block
+    0.02  2  --tp 2 --dtype bf16 --recompute attention --sp --n-embd 128
+    0.02  2  --tp 2 --dtype bf16 --recompute block --sp --n-embd 128
+    0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4              which tokens are this rank's is on no list
+    0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --recompute block
+    0.01  4  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --tp 2 --sp
+    0.01  2  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4
+    0.01  2  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --recompute block
+    0.01  4  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --tp 2 --sp
+    0.01  2  --zero 1 --micro-batches 4 --batch-size 8                  gradients on their way are no activations
+    0.01  2  --zero 2 --micro-batches 4 --batch-size 8
+    0.01  2  --zero 3 --micro-batches 4 --batch-size 8
+    0.1   2  --pp 2 --micro-batches 2                                   what is sent and received, too
+    0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
+    0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --tp 2
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2       by the tokens that this rank's experts got
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention
+    0.02  2  --experts 4 --batch-size 4 --dp 2 --ep 2 --seq-len 16 --kernels triton --n-layer 1
+    0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
+"""
+
+
+@pytest.mark.parametrize("bound, size, flags", [(float(row[0]), int(row[1]), row[2]) for row in table(MEMORY)])
+@on_ranks()
+def test_memory_is_what_is_predicted(text, bound, flags):
+    """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer
+    norm in bf16. Else one loss is on no list, 8 bytes."""
     if "triton" in flags:
         needs_kernels()
     trainer = make_trainer(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
                             "--batch-size", "2", "--kernels", "torch", *flags.split()])
+    on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
         trainer.step(0)
         measured, predicted = measured_bytes(trainer), predicted_bytes(trainer)
-        kernels.use("auto")
-    kinds = [(measured[kind], predicted[kind]) for kind in ("parameters", "gradients", "optimizer")]
-    return measured["activations"], predicted["activations"], kinds, trainer.share
-
-
-WIDE, EXPERTS = "--n-embd 256 --n-head 4", "--experts 4 --n-embd 64 --batch-size 4"
-LATE, ONE = "--micro-batches 4 --batch-size 8", "--kernels triton --n-layer 1"
-BF16 = [f"--dtype bf16 --recompute {recompute}" for recompute in ("attention", "block")]
-MEMORY = [  # by how many bytes or what part measured activations may miss the predicted, processes, flags
-    (8, 1, ["--dtype fp32", *(f"{ONE} {flags}" for flags in BF16)]), (0.02, 1, BF16),
-    *((bound, 2, [f"--tp 2 {sp} {flags}" for flags in some for sp in ("", "--sp --n-embd 128")])
-      for bound, some in ((8, ["--dtype fp32"]), (0.02, BF16))),
-    # Each rank picks its tokens of a shared sequence, which is on no list.
-    *((0.01, size, [f"--cp 2 --cp-kind {kind} {WIDE} {more}" for kind in ("ring", "ulysses")])
-      for size, more in ((2, ""), (2, "--recompute block"), (4, "--tp 2 --sp"))),
-    # Gradients on their way are no activations.
-    (0.01, 2, [f"--zero {stage} {LATE}" for stage in (1, 2, 3)]),
-    (0.1, 2, ["--pp 2 --micro-batches 2"]),  # what is sent and received, too
-    # What experts take follows from the tokens that they got. A router's counts are on no list.
-    (0.02, 1, [EXPERTS, f"{EXPERTS} --dtype bf16 --top-k 1"]),
-    (0.02, 2, [f"{EXPERTS} {more}" for more in ("--dp 2 --ep 2", "--dp 2 --ep 2 --recompute attention", "--tp 2",
-                                                f"--dp 2 --ep 2 --seq-len 16 --n-embd 32 {ONE}")]),
-    (0.02, 4, [f"{EXPERTS} --dp 2 --tp 2 --sp --ep 2 --expert-every 2"])]
-
-
-@pytest.mark.parametrize("bound, size, flags", [(bound, size, flags) for bound, size, some in MEMORY for flags in some])
-def test_memory_is_what_is_predicted(pool, text, bound, size, flags):
-    """On the CPU PyTorch keeps statistics of a bf16 layer norm in bf16. Else one loss is on no list, 8 bytes."""
-    if bound == 8 and pool.device_type == "cuda":
-        bound = 0.02
-    shares = set()
-    for kept, predicted, kinds, share in pool(size).run(memory_of, text, flags):
-        assert abs(kept - predicted) <= (bound if bound == 8 else bound * predicted), (kept, predicted)
-        assert all(abs(here - there) <= 200 + 0.02 * there for here, there in kinds), kinds  # padding
-        shares.add(share)
-    assert ("--ep" in flags) == (len(shares) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
-
-
-def half_gradients(schedule, zero):
-    """{name: this rank's part of the gradient}"""
-    parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
-    layout = parallel.Layout(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule)
-    net = parallel.parallelize(SMALL, layout, "cpu")
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    for _ in range(2):
-        net.optimizer.zero_grad()
-        net.forward_backward(*(t.split(1) for t in tokens_of(0)))
-    grads = {}
-    for name, param in net.stages[dist.get_rank()].named_parameters():
-        bucket = net.bucket_of[param]
-        grads[name] = bucket.shard.grad[parallel.overlap(bucket, param, bucket.own)[1]].numpy()
-    return grads
+    kernels.use("auto")
+    bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.02))  # bytes of padding
+    bounds["activations"] = (0, bound) if bound < 1 else (8, 0) if on_cpu else (0, 0.02)
+    for kind, (some, part) in bounds.items():
+        assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
+    shares = of_all_ranks(trainer.share)
+    assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
 
 
 @on_both
-def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(pool):
-    if pool.device_type == "cuda":
+@pytest.mark.parametrize("zero", [0, 1])
+@on_ranks(2)
+def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
+    if torch.get_default_device().type == "cuda":
         pytest.skip("products that add to float32 round once less")
-    for zero in (0, 1):
-        one, *others = (collections.ChainMap(*pool(2).run(half_gradients, schedule, zero))
-                        for schedule in ("1f1b", "zb-h1", "added"))
-        for other in others:
-            assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
+    every = []
+    for schedule in "1f1b", "zb-h1", "added":
+        net = small_gpt(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule)
+        for _ in range(2):
+            net.zero_grad()
+            net.forward_backward(*(t.split(1) for t in tokens_of(0)))
+        every.append([param.grad for param in stepped_by(net.optimizer)])
+    for one, *others in zip(*every, strict=True):
+        assert one.any() and all(map(one.equal, others))
 
 
-def overflow_case(text, zero, *flags):
-    """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been."""
-    trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", "--zero", str(zero), *flags])
+@on_both
+@pytest.mark.parametrize("flags", ["--zero 0", "--zero 1", "--zero 2", "--zero 3", "--zero 2 --experts 4 --ep 2"])
+@on_ranks(2)
+def test_overflow_is_skipped_on_all_ranks_alike(text, flags):
+    """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been.
+    Routers' biases stay as they are, too."""
+    trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", *flags.split()])
     biases, pipeline = model.buffers(trainer.config), trainer.net.pipeline
     loss, factor = pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     pipeline.loss = lambda logits, targets: loss(logits, targets) * factor
 
-    def weights():
+    def step(number, finite):
+        """All weights after it. finite: whether it counts."""
+        assert trainer.step(number)[1].isfinite() == finite
         return [trainer.net.whole_parameter(name).clone() for name in [*biases, *model.shapes(trainer.config)]]
 
-    assert trainer.step(0)[1].isfinite() and trainer.step(1)[1].isfinite()
-    before = weights()
+    step(0, True)
+    before = step(1, True)
     assert all(bias.any() for bias in before[:len(biases)])
     factor.fill_(1e30 if dist.get_rank() == 1 else 1)
-    assert not trainer.step(2)[1].isfinite()
+    assert all(map(torch.equal, before, step(2, False)))
     assert trainer.skipped == 1 and trainer.scaler.scale == 2**15
-    assert all(map(torch.equal, before, weights()))
     factor.fill_(1)
-    assert trainer.step(3)[1].isfinite() and trainer.skipped == 1
-    after = weights()
-    assert all(w.isfinite().all() for w in after) and not all(map(torch.equal, before, after))
-    return [w.cpu().numpy() for w in after]
-
-
-@on_both
-@pytest.mark.parametrize("zero,flags", [(0, ()), (1, ()), (2, ()), (3, ()), (2, ("--experts", "4", "--ep", "2"))])
-def test_overflow_is_skipped_on_all_ranks_alike(pool, text, zero, flags):
-    """Routers' biases stay as they are, too."""
-    first, *others = pool(2).run(overflow_case, text, zero, *flags)
-    assert all((a == b).all() for other in others for a, b in zip(first, other))
+    after = step(3, True)
+    assert trainer.skipped == 1 and not all(map(torch.equal, before, after))
+    for weight in after:
+        dist.broadcast(first := weight.clone(), 0)
+        assert weight.isfinite().all() and weight.equal(first)
 
 
 @on_ranks(1)

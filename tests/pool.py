@@ -9,6 +9,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import time
 import traceback
@@ -282,6 +283,11 @@ def on_ranks(size=None):
 def run_body(module, name, /, **parameters):
     """What `on_ranks` has made a test of. It travels by name, because the test stands in its place."""
     getattr(importlib.import_module(module), name).__wrapped__(**parameters)
+
+
+def table(text):
+    """Its rows, split into cells where two or more spaces stand."""
+    return [re.split("  +", line.strip()) for line in text.strip().splitlines()]
 
 
 def is_plain():

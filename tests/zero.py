@@ -15,7 +15,7 @@ import model
 import parallel
 from further.nodes import average_between
 from tests.data import laid_out, module_and_inputs, stepped_by
-from tests.layouts import SMALL, tokens_of
+from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.links import NO_DOUBLING, replaced, served_by
 from tests.pool import close, is_plain, on_both, on_ranks
 from safe.flags import Settings
@@ -30,8 +30,9 @@ def bytes_alive():
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    scratches = {t.untyped_storage().data_ptr() for t in fast.gloo.scratches()}
-    return sum(size for place, size in sizes.items() if place not in scratches)
+    for t in fast.gloo.scratches():
+        sizes.pop(t.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
 
 
 K = 4 * 4 * 48 ** 2  # bytes of the parameters: four units of float32, each of which divides evenly
@@ -44,14 +45,10 @@ def wait_for(reducers):
             sent[1].wait()
 
 
-def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
-    """Bytes sent by each collective in a step."""
-    group, ranks, x = None, range(size := dist.get_world_size()), torch.ones(2, 48)
-    n = within or size
-    if within:
-        grid = [ranks[first:first + within] for first in range(0, size, within)]
-        group, between = dist.rows_and_columns(grid)
-    net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)]).to(torch.get_default_device())
+def step_of_zero(stage, micro_batches, reduce_dtype, group, between):
+    """Bytes sent by each collective in a step. group, between: of hybrid sharding, else None."""
+    n, x = dist.get_world_size(group), torch.ones(2, 48)
+    net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)])
     model, sync, opt = laid_out(net, stage, lr=0.1, group=group, reduce_dtype=reduce_dtype)
     before, reducers = bytes_alive(), sync.reducers if stage == 3 else [sync.reducer]
     dist.reset_traffic()
@@ -62,7 +59,7 @@ def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
         # A shard of the gradients lives on. Of four buckets at most two are under way, with room for their averages.
         assert stage in ("ddp", 0, 1) or bytes_alive() - before <= K / n + 2 * (K / 4 + K / 4 / n)
     sync.finish_grad_sync()
-    if within:
+    if between:
         average_between(reducers, between)
     opt.step()
     opt.zero_grad()
@@ -71,27 +68,25 @@ def step_of_zero(stage, micro_batches, reduce_dtype=None, within=None):
 
 
 @on_both
-@pytest.mark.parametrize("size, within", [(2, None), (3, None), (4, None), (4, 2)])
+@pytest.mark.parametrize("size, within", [(2, None), (3, None), (4, 2)])
 @pytest.mark.parametrize("m, reduce_dtype", [(1, torch.bfloat16), (3, None)], ids=str)
 @on_ranks()
 def test_zero_sends_what_the_table_says(m, reduce_dtype, within):
     """m micro-batches. Hybrid sharding: the table's with n for N, and once a step each shard of the gradients between
     two groups. bf16 halves gradients alone."""
-    n, scattered, gathered = within or dist.get_world_size(), "reduce_scatter_tensor", "all_gather_into_tensor"
-    laws = {1: {scattered: 1, gathered: 1}, 2: {scattered: m, gathered: 1},
-            3: {scattered: m, gathered: 2 * m - m / 4}}  # the last unit of 4: once
+    group, between = dist.rows_and_columns([[0, 1], [2, 3]]) if within else (None, None)
+    n, scattered, gathered = dist.get_world_size(group), "reduce_scatter_tensor", "all_gather_into_tensor"
+    laws = {"ddp": {"all_reduce": 2}, 0: {"all_reduce": 2}, 1: {scattered: 1, gathered: 1},
+            2: {scattered: m, gathered: 1}, 3: {scattered: m, gathered: 2 * m - m / 4}}  # the last unit of 4: once
     # Sizes for recursive doubling are a matter of speed. A new link has no graphs that do otherwise.
     with replaced({"DOUBLING_BYTES": NO_DOUBLING}), served_by(type(dist.link_of(None))):
-        if not within:
-            laws[0] = {"all_reduce": 2}
-            assert step_of_zero("ddp", m) == {"all_reduce": 2 * (n - 1) * K // n}
-        for stage, law in laws.items():
-            want = {name: times * (n - 1) * K // n for name, times in law.items()}
+        for stage in [1, 2, 3] if within else laws:
+            want = {name: times * (n - 1) * K // n for name, times in laws[stage].items()}
             if within:
                 want["all_reduce"] = K // n
-            if reduce_dtype:
+            if reduce_dtype and stage != "ddp":
                 want = {name: sent if name == gathered else sent // 2 for name, sent in want.items()}
-            assert step_of_zero(stage, m, reduce_dtype, within) == want, stage
+            assert step_of_zero(stage, m, reduce_dtype, group, between) == want, stage
 
 
 @pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)
@@ -117,30 +112,28 @@ def test_zero_keeps_what_the_table_says(zero, within):
 @on_ranks(4)
 def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backward(zero, schedule):
     """At stage 2 once a micro-batch, the last time in `finish_grad_sync`. Nothing else is left to it, or to `step`."""
-    device, virtual_stages = torch.get_default_device(), 1 + (schedule == "interleaved")
-    layout = parallel.Layout(dp=2, pp=2, zero=zero, schedule=schedule, virtual_stages=virtual_stages)
-    net = parallel.parallelize(dataclasses.replace(SMALL, n_layer=4), layout, device)
-    optimizer = net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(2) for t in tokens_of(0))
+    net = small_gpt(dataclasses.replace(SMALL, n_layer=4), dp=2, pp=2, zero=zero, schedule=schedule,
+                    virtual_stages=1 + (schedule == "interleaved"))
+    x, y = (t.to(net.device).split(2) for t in tokens_of(0))
     name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
     dist.reset_traffic()
     net.run(x, y, net.actions(len(x)), 1.0, net.syncs)
     in_backward = dist.traffic()[name].calls
     for sync in set(net.syncs.values()):
         sync.finish_grad_sync()
-    k = 4 * sum(param.numel() for param in stepped_by(optimizer))  # of ZeRO half of the gradients, padded
+    k = 4 * sum(param.numel() for param in stepped_by(net.optimizer))  # of ZeRO half of the gradients, padded
     assert not zero or bytes_alive() - before < 2.5 * k  # full ones would add 2 k
-    optimizer.step()
-    sent = dist.traffic()[name]
-    assert sent.calls == (len(x) / (len(x) - 1) if zero == 2 else 1) * in_backward > 1
-    assert 0 <= sent.bytes - (len(x) if zero == 2 else 1) * k <= 12  # of the loss
+    net.optimizer.step()
+    sent, times = dist.traffic()[name], len(x) if zero == 2 else 1
+    assert sent.calls * max(1, times - 1) == times * in_backward > times
+    assert 0 <= sent.bytes - times * k <= 12  # of the loss
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_gradients_that_add_up_exist_once(compute_dtype):
     """While micro-batches add up there is one set of gradients, in the shards' dtype."""
-    net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).to(torch.get_default_device())
+    net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
     _, sync, _ = laid_out(net, 1, lr=0.1, compute_dtype=compute_dtype)
     before, most = bytes_alive(), []
     for param in net.parameters():
@@ -191,35 +184,26 @@ def when_it_computes(unit, look):
 
 @on_ranks(2)
 def test_fsdp_gathers_the_next_unit_while_one_computes():
-    """Which units are whole when each computes: itself and the next, in forward and backward; none that is dropped is
-    still on its way."""
-    net, seen = Forks(4).to(torch.get_default_device()), []
+    """Which units are whole when each computes: itself and the next that has matrices, in forward and backward; none
+    that is dropped is still on its way."""
+    net, seen = Forks(4), []
+    forks = [*net.forks]
+    net.forks.insert(2, nn.LayerNorm(4))  # its vectors are always whole
     model = parallel.FSDP(net)
 
     def whole():
-        return [i for i, fork in enumerate(net.forks) if fork.always.weight.untyped_storage().size()]
+        return [i for i, fork in enumerate(forks) if fork.always.weight.untyped_storage().size()]
 
-    for fork in net.forks:
+    for fork in forks:
         when_it_computes(fork, lambda: seen.append(whole()))
     for _ in range(2):
         seen.clear()
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4), order=[0, 1, 3, 4]).sum().backward()
         model.finish_grad_sync()
     assert seen == [[0, 1], [1, 2], [2, 3], [3], [2, 3], [1, 2], [0, 1], [0]], seen
     with torch.no_grad():
-        model(torch.ones(2, 4), order=[0, 2, 3])  # 1, expected after 0, comes for nothing
+        model(torch.ones(2, 4), order=[0, 3, 4])  # 1, expected after 0, comes for nothing
     assert not whole() and not any(bucket.handle for bucket in model.buckets)
-
-
-@on_ranks(2)
-def test_fsdp_gathers_beyond_a_unit_of_vectors():
-    """A norm between two layers has nothing to gather: the layers are each other's next."""
-    net, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to(torch.get_default_device()), []
-    model = parallel.FSDP(net)
-    for layer in net[::2]:
-        when_it_computes(layer, lambda: seen.append([layer.weight.untyped_storage().size() > 0 for layer in net[::2]]))
-    model(torch.ones(2, 4)).sum().backward()
-    assert seen == [[True, True], [False, True], [True, True], [True, False]]
 
 
 @on_both
@@ -229,7 +213,7 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
     """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
     whole, though its outputs' gradients come one after the other."""
     torch.manual_seed(0)  # the same on all ranks, whatever ran before
-    one = Forks(3).double().to(torch.get_default_device())
+    one = Forks(3).double()
     net = copy.deepcopy(one)
     model, sync, optimizer = laid_out(net, way, lr=1.0)
     for both in False, True, True:
@@ -238,6 +222,8 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
     if way == 3:
         assert not any(flat.weights.untyped_storage().size() for flat in model.buckets)
     sync.finish_grad_sync()
+    with pytest.raises(ValueError, match="not in `groups`"):
+        parallel.clip_grad_norm_(stepped_by(optimizer), 1.0)
     norm = parallel.clip_grad_norm_(stepped_by(optimizer), 0, [None])
     assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
 
@@ -247,22 +233,18 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
 @on_ranks(2)
 def test_16_bit_gradients_add_up_in_float32(way):
     """Of 300 backwards that leave a parameter of the bucket out. (bf16 itself cannot count beyond 256.)"""
-    net, dtype = nn.Sequential(nn.Module()).to(torch.get_default_device()), torch.bfloat16
-    net[0].used, net[0].unused = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
-    net[0].forward = lambda x: x @ net[0].used
-    if way == 3:
-        model = sync = parallel.FSDP(net, compute_dtype=dtype)
-    else:
-        model, sync = net, parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=way, lr=1.0,
-                                                     compute_dtype=dtype)
+    net, x = Forks(1), torch.ones(1, 4, dtype=torch.bfloat16)
+    for param in net.parameters():
+        nn.init.zeros_(param)
+    model, sync, optimizer = laid_out(net, way, lr=1.0, compute_dtype=torch.bfloat16)
     for i in range(300):
         with sync.no_sync() if i < 299 else contextlib.nullcontext():
-            model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            model(x, both=False).sum().backward()  # 2 for each of 4 x 4 weights
     sync.finish_grad_sync()
-    total = sum(shard.grad.sum() for shard in (sync.parameters() if way == 3 else sync.shards))
+    total = sum(shard.grad.sum() for shard in stepped_by(optimizer))
     if way:
         dist.all_reduce(total)
-    assert total == 4 * 300
+    assert total == 300 * 2 * 4 * 4
 
 
 @on_both
@@ -273,63 +255,57 @@ def test_sharded_optimizer_loads_its_state(compute_dtype):
     if is_plain():
         compute_dtype = None  # the reference's has no masters
 
-    def step(net, optimizer, lr):
-        optimizer.param_groups[0]["lr"] = lr
-        net(torch.ones(2, 3, dtype=compute_dtype)).square().sum().backward()
-        optimizer.finish_grad_sync()
-        optimizer.step()
-        optimizer.zero_grad()
-        return net.weight.detach().clone()
+    nets = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+    optimizers = [laid_out(net, 1, torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype)[2] for net in nets]
 
-    nets = [nn.Linear(3, 3, bias=False).to(torch.get_default_device()) for _ in range(2)]
-    one, other = (laid_out(net, 1, torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype)[2] for net in nets)
-    weight = step(nets[0], one, 0.1)
+    def step(i, lr):
+        optimizers[i].param_groups[0]["lr"] = lr
+        nets[i](torch.ones(2, 3, dtype=compute_dtype)).square().sum().backward()
+        optimizers[i].finish_grad_sync()
+        optimizers[i].step()
+        optimizers[i].zero_grad()
+        return nets[i].weight.detach().clone()
+
+    weight = step(0, 0.1)
     if compute_dtype is None:  # 16-bit weights come with their masters
         nets[1].load_state_dict(nets[0].state_dict())
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     assert nets[1].weight.equal(weight)
-    assert all(map(torch.equal, stepped_by(one), stepped_by(other)))  # masters hold more than 16-bit weights do
-    weight = step(nets[0], one, 0.2)
-    assert step(nets[1], other, 0.2).equal(weight) and step(nets[1], other, 0.0).equal(weight)
+    assert all(map(torch.equal, *map(stepped_by, optimizers)))  # masters hold more than 16-bit weights do
+    weight = step(0, 0.2)
+    assert step(1, 0.2).equal(weight) and step(1, 0.0).equal(weight)
 
 
 @on_both
-@pytest.mark.parametrize("between", [True, False])
-@pytest.mark.parametrize("way", ["ddp", 0, 1, 2, 3])
+@pytest.mark.parametrize("way", ["ddp", 3])
 @on_ranks(2)
-def test_a_dropped_step_leaves_nothing(way, between):
-    """A step's gradients are zeroed between micro-batches, or before they are all there, as after a backward that
-    raised: the next one's are its own, or whoever zeroed them is told how. A step after that changes nothing."""
+def test_what_has_sent_gradients_tells_how_to_drop_them(way):
+    """After a backward that was to be the last, the optimizer alone is zeroed."""
     net, ((x, _), _) = module_and_inputs("encoder", 0)
-    (model, sync, optimizer), norms = laid_out(net, way, lr=1.0), []
-    wraps = [model] * (way in ("ddp", 3))
-    for dropped in False, True:
-        if dropped:
-            with sync.no_sync() if between else contextlib.nullcontext():
-                (1000 * model(*x).square().mean()).backward()
-            optimizer.zero_grad()
-            if wraps and not between:
-                with pytest.raises(RuntimeError, match="run all but the last one under no_sync|to drop a step, zero_g"):
-                    model(*x).square().mean().backward()
-                    sync.finish_grad_sync()
-        for zeroed in optimizer, *wraps:
-            zeroed.zero_grad()
+    model, sync, optimizer = laid_out(net, way, lr=1.0)
+    model(*x).square().mean().backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="run all but the last one under no_sync|to drop a step, zero_g"):
         model(*x).square().mean().backward()
         sync.finish_grad_sync()
-        if way in (1, 2, 3):
-            with pytest.raises(ValueError, match="not in `groups`"):
-                parallel.clip_grad_norm_(stepped_by(optimizer), 1.0)
-        norms.append(float(parallel.clip_grad_norm_(stepped_by(optimizer), 0, [None])))
-    assert close(*norms)
-    if way in (1, 2) and not is_plain():
-        optimizer.zero_grad(set_to_none=False)
-        assert all(shard.grad.eq(0).all() for shard in stepped_by(optimizer))
-        before = [shard.detach().clone() for shard in stepped_by(optimizer)]
-        optimizer.zero_grad()
-        model(*x).square().mean().backward()
-        optimizer.zero_grad()
-        optimizer.step()
-        assert all(map(torch.equal, before, stepped_by(optimizer))) and optimizer.reducer.finished
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_a_step_of_dropped_gradients_changes_nothing(stage):
+    net, ((x, _), _) = module_and_inputs("encoder", 0)
+    model, sync, optimizer = laid_out(net, stage, lr=1.0)
+    model(*x).square().mean().backward()
+    sync.finish_grad_sync()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(shard.grad.eq(0).all() for shard in optimizer.shards)
+    before = [shard.detach().clone() for shard in optimizer.shards]
+    optimizer.zero_grad()
+    model(*x).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, before, optimizer.shards)) and optimizer.reducer.finished
 
 
 @on_ranks(2)
