@@ -148,12 +148,13 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert predict(MOE, layout("--dp 8 --batch-size 8"), slow).compute >= (6 + 3 * 3 / 9) * 5e-3
 
 
-GPT3 = "--gpus 64 --batch-size 8 --seq-len 131072 --n-layer 96 --n-head 96 --n-embd 12288 --machine h100"
+LARGE = "--n-layer 24 --n-head 96 --n-embd 12288"  # a quarter of GPT-3
+VERY_LONG = f"--gpus 16 --batch-size 2 --seq-len 131072 --machine h100 {LARGE}"
 CONSIDERED = [  # flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered
-    ("--gpus 64", "cp", {1}), (GPT3, "cp", {1, 2, 4, 8, 16, 32}),  # 1024 tokens are not cut
+    ("--gpus 16", "cp", {1}), (VERY_LONG, "cp", {1, 2, 4, 8, 16}),  # 1024 tokens are not cut
     ("--gpus 16 --batch-size 16 --seq-len 98312", "cp", {1, 2, 4}),  # 25 heads; what some tp and cp do not divide
     ("--gpus 16 --batch-size 16 --seq-len 100012 --n-head 12 --n-embd 768", "cp", {1, 2, 4}),
-    ("--gpus 24 --batch-size 48 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
+    ("--gpus 12 --batch-size 24 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
 
 
 def asked(flags):
@@ -173,14 +174,12 @@ def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
         assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
 
 
-LARGE = "--n-layer 16 --n-head 96 --n-embd 12288"  # a sixth of GPT-3
 LISTED = [  # flags, how many layouts are listed, and what is true of each
     ("--gpus 64 --batch-size 512", 15, lambda s: s.cp == 1),
-    ("--gpus 40 --batch-size 40 --top 40", 40, lambda s: s.cp == 1),
-    (f"--gpus 512 --batch-size 512 --top 2 {LARGE}", 2, lambda s: s.cp == 1),
+    ("--gpus 12 --batch-size 24 --top 40", 40, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
-    (GPT3 + " --top 1000", 61, lambda s: s.cp > 1),
+    (VERY_LONG + " --top 1000", 34, lambda s: s.cp > 1),
     ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 33,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
     ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]

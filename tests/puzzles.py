@@ -1,9 +1,9 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
 import contextlib
+import functools
 import io
 import re
-import sys
 
 import pytest
 
@@ -12,6 +12,7 @@ import lessons.puzzles
 import safe.launch
 from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
 from tests.pool import in_new_process, pools
+from tests.runs import output_of
 from tests.walls import REFERENCE, SOURCES
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told
@@ -86,14 +87,10 @@ def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
     assert code and "rank 1: no result within 2 s; does it wait" in said
 
 
-def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
-    def lesson(*words):
-        monkeypatch.setattr(sys, "argv", ["lessons", "puzzles", *words])
-        lessons.demos.main()
-        return capsys.readouterr().out
-
+def test_puzzles_are_listed_and_written(tmp_path):
+    lesson = functools.partial(output_of, lessons.demos.main, "puzzles")
     listed = lesson().splitlines()
     assert len(listed) == len(PUZZLES) == 12 and max(map(len, listed)) <= 120
     assert lesson("g", "--solution") == "return grad, None\n"
-    assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", str(tmp_path / "g"))
+    assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", tmp_path / "g")
     assert "# Puzzle: g's backward: " in (tmp_path / "g" / "parallel.py").read_text()

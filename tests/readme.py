@@ -1,9 +1,8 @@
 """The README and docs/ name what is there, and their commands run."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import importlib.util
+import functools
 import inspect
 import io
 import operator
@@ -33,7 +32,7 @@ from further.experts import split_experts
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import SMALL, tokens_of
 from tests.pool import HERE, in_new_process
-from tests.runs import command, FILES, files_in, FURTHER, LECTURE, module_of, named, ran, slow, TRAIN, WHOLE
+from tests.runs import command, FILES, files_in, FURTHER, LECTURE, module_of, named, output_of, ran, slow, TRAIN, WHOLE
 
 
 TOP = pathlib.Path(HERE)
@@ -177,30 +176,23 @@ def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
         elif program == "bench.py":
             bench.parse([word for word in words if word != "..."])
         elif program == "lessons" and words != ["NAME"]:
-            monkeypatch.setattr(sys, "argv", ["lessons", *words])
             with pytest.raises(SystemExit, match="0"):
-                lessons.demos.main()
+                output_of(lessons.demos.main, *words)
     assert not capsys.readouterr().err
 
 
-def run_short(line, folder):
-    """What a command prints. It runs as it was typed, but with few steps, and in `folder` what it writes."""
-    program, words, processes = program_of(line)
-    words = [word.replace("runs/", f"{folder}/") for word in words]
-    if program == "train.py":
-        words += ["--sample", "0", "--eval-every", "0"] + ["--steps", "2"] * ("--resume" not in words)
-    elif program == "bench.py":
-        words += ["--quick"]
-    path = "lessons/__main__.py" if program == "lessons" else program
-    return ran(words, processes, folder / "log", program=path, launcher="fork" if processes == 1 else None)
-
-
-def test_commands_of_the_lecture_run(tmp_path):
-    """All twelve stops; with the same batch their losses are the same."""
+def test_commands_of_the_lecture_run(text, tmp_path):
+    """As typed, but with a tiny model: with the same batch, losses are the same. One demo on ranks: what each of them
+    prints has tests of its own."""
     lines = dict.fromkeys(line for row in levels()[0] for line in commands(row[3]))
-    losses = [re.findall(r"loss (\S+)", run_short(line, tmp_path)) for line in lines]
-    losses = [some for some in losses if some]
-    assert len(lines) == 10 and len(losses) == 3 and losses[0] == losses[1] == losses[2]
+    losses, log = [], tmp_path / "log"
+    for program, words, processes in map(program_of, lines):
+        if program == "train.py":
+            said = ran([*words, *TRAIN, "--data", text, "--steps", "2"], processes, log)
+            losses.append(re.findall(r"loss (\S+)", said))
+        elif words[0] == "data":
+            ran(words, 1, log, program="lessons/__main__.py", launcher="fork")
+    assert len(lines) == 10 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
 
 
 # GPUs, nodes, a person; or it is refused
@@ -240,15 +232,13 @@ def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
 
 def debugged(words):
     """What pdb prints of where it has stopped."""
-    sys.argv, sys.stdin = words, io.StringIO("w\nq\n")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_module("pdb", run_name="__main__")
-    return out.getvalue()
+    sys.stdin = io.StringIO("w\nq\n")
+    return output_of(functools.partial(runpy.run_module, "pdb", run_name="__main__"), *words)
 
 
 def test_readme_debugger_stops_in_what_was_read():
     line = next(line for line in commands(PAGES[TOP / "docs" / "reading.md"]) if "-m pdb" in line)
-    printed = in_new_process(debugged, [*shlex.split(line)[2:], *TRAIN])
+    printed = in_new_process(debugged, [*shlex.split(line)[3:], *TRAIN])
     for name in ("train.py", "parallel.py"):
         assert re.search(rf"(?m)^  {re.escape(os.path.join(HERE, name))}\(\d+\)", printed), printed
     assert printed.index("step()") < printed.index("forward_backward()") < printed.rindex("cross_entropy()")
@@ -278,23 +268,12 @@ def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
     assert not safe.launch.may_fork()
 
 
-def readme_code(folder):
-    """The Python of docs/adding.md as a module."""
-    with open(os.path.join(folder, "readme_code.py"), "w") as file:
-        file.write("\n\n".join(re.findall(r"```python\n(.*?)```", PAGES[TOP / "docs" / "adding.md"], re.DOTALL)))
-    spec = importlib.util.spec_from_file_location("readme_code", file.name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def sign_gradients(folder):
+def sign_gradients(file):
+    """SignDDP's of a linear layer; and it trains a GPT in the place of DDP."""
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
         [p.fill_(0.5) for p in net.parameters()]
-    own = os.path.join(folder, f"rank {dist.get_rank()}")  # or one would read what another is writing
-    os.mkdir(own)
-    strategy = readme_code(own).SignDDP(net, None)
+    strategy = runpy.run_path(file)["SignDDP"](net, None)
     strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
     strategy.finish_grad_sync()
     with unittest.mock.patch.object(parallel, "DDP", type(strategy)):
@@ -306,10 +285,13 @@ def sign_gradients(folder):
 
 
 def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):
-    added = readme_code(tmp_path)
+    file = tmp_path / "code.py"  # which Triton reads
+    file.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGES[TOP / "docs" / "adding.md"], re.DOTALL)))
+    added = runpy.run_path(file)
+    eager = added["eager"]
     for p, m in ((1, 1), (3, 5), (4, 8)):
-        parallel.check(parallel.lower(added.eager(p, m, 1)))
-    assert theory.clock.simulate(added.eager(4, 8, 1)).peak == [7, 5, 3, 1]
-    no_worse_than_pytorch(added.relu2, [lambda x: F.relu(x).square()], [random(1000)])
-    for grads in pool(2).run(sign_gradients, str(tmp_path)):
+        parallel.check(parallel.lower(eager(p, m, 1)))
+    assert theory.clock.simulate(eager(4, 8, 1)).peak == [7, 5, 3, 1]
+    no_worse_than_pytorch(added["relu2"], [lambda x: F.relu(x).square()], [random(1000)])
+    for grads in pool(2).run(sign_gradients, file):
         assert grads == [[[1, -1, 0]] * 2, [1, 1]]  # of the third input, one vote for and one against, however loud

@@ -130,6 +130,10 @@ REFUSED = {
         --resume STEP_3 --out RUN           | process 1 on here writes there
         --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
         --resume STEP_2 --out RUN           | /run and move newer ones away
+        --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
+        --plain --vocab-size 50             | --vocab-size 50: the text has token
+        --plain --data ASCII --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
+        --plain --data ASCII --resume /none | /none: no file step-*.pt, as --plain writes it; leave --plain out
 
         --tokenizer /no/such                | --tokenizer /no/such: vocab.json: No such file
         --tokenizer HALF                    | merges.txt: No such file

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import itertools
 import json
 import operator
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 
 import pytest
 import torch
@@ -65,6 +67,19 @@ def trained(pool, text, tmp_path):
         words = ["--device", pool(size).device_type, *flags.replace("OUT", str(tmp_path)).split()]
         return pool(size).run(train, [*TRAIN, "--data", text, *words])
     return run
+
+
+def printed_by(function, *args, **options):
+    """What it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*args, **options)
+    return out.getvalue()
+
+
+def output_of(main, *words):
+    """What a program's `main` prints in this process, with these words behind its name."""
+    with unittest.mock.patch.object(sys, "argv", ["", *map(str, words)]):
+        return printed_by(main)
 
 
 def log_of(folder, *keys):

@@ -1,7 +1,6 @@
 """One's own text: byte-pair encoding, tokens on disk, what is refused, samples."""
 
 import collections
-import contextlib
 import io
 import itertools
 import json
@@ -29,7 +28,7 @@ from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus
-from tests.runs import log_of, start, trained
+from tests.runs import log_of, output_of, start, trained
 from tests.walls import REFERENCE, reference_in
 
 
@@ -93,19 +92,12 @@ def test_tokens_are_those_made_by_hand(tmp_path, text, spelled):
     assert words.numbers["!"] == 0 and words.numbers["Ġ"] == 220  # as in GPT-2's
 
 
-def learned(folder, files, size):
-    words = ["bpe", *map(str, files), "--vocab-size", str(size), "--out", str(folder)]
-    with unittest.mock.patch.object(sys, "argv", words):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            further.bpe.main()
-    return out.getvalue()
-
-
 @pytest.fixture(scope="session")
 def vocab(tmp_path_factory):
     """A folder with 600 tokens, learned from Python."""
     folder = tmp_path_factory.mktemp("vocab")
-    assert "600 tokens" in learned(folder, [json.__file__, io.__file__, os.__file__], 600)
+    words = json.__file__, io.__file__, os.__file__, "--vocab-size", 600, "--out", folder
+    assert "600 tokens" in output_of(further.bpe.main, *words)
     return folder
 
 

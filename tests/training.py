@@ -1,7 +1,6 @@
 """train.py: losses, traces, profiles, data, bad input."""
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ import parallel
 import theory.speed
 import train
 from tests.pool import close
-from tests.runs import log_of, parse, run_training, trained
+from tests.runs import log_of, parse, printed_by, run_training, trained
 from further.schedules import zero_bubble_h1
 from safe.data import load_data
 from safe.flags import BadInput, check_layout, model_config, Settings
@@ -146,10 +145,8 @@ def test_mfu_is_of_known_gpus_alone(monkeypatch):
 
 
 def training_at_a_known_peak(flags):
-    with unittest.mock.patch.object(theory.speed, "peak_flops", lambda device: 1e12), \
-            contextlib.redirect_stdout(io.StringIO()) as out:
-        run_training(flags)
-    return out.getvalue()
+    with unittest.mock.patch.object(theory.speed, "peak_flops", lambda device: 1e12):
+        return printed_by(run_training, flags)
 
 
 @pytest.mark.parametrize("tokens, long", [(64, False), (65, True)])

@@ -56,13 +56,12 @@ def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
     test(plain_pool, **arguments)
 
 
-PROGRAMS = [  # processes, flags
-    (1, ""), (4, "--dp 2 --tp 2"), (2, "--tp 2 --sp"), (4, "--cp 2 --dp 2 --zero 2"), (2, "--cp 2 --cp-kind ulysses"),
-    (2, "--dp 2 --ep 2 --experts 4"), (2, "--pp 2 --schedule zb-h1"),
-    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--pp 2 --schedule zb-v"), (2, "--zero 3"),
-    (4, "--dp 2 --pp 2 --zero 1"), (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"),
-    (2, "--dtype fp16 --zero 3")]
-OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
+PROGRAMS = [  # processes, flags, which of the reference's files there are
+    (1, "", REFERENCE), (4, "--dp 2 --tp 2 --sp --zero 2", REFERENCE),
+    (4, "--cp 2 --dp 2 --ep 2 --experts 4", REFERENCE), (4, "--zero 3 --zero-within 2", REFERENCE),
+    (2, "--pp 2 --schedule interleaved --virtual-stages 2", REFERENCE), (2, "--pp 2 --schedule zb-v", REFERENCE),
+    (2, "--dtype bf16 --zero 1", REFERENCE), (2, "--dtype fp16 --zero 3", REFERENCE),
+    (2, "--dp 2 --zero 1", CORE), (2, "--tp 2", CORE), (2, "--pp 2", CORE)]
 
 
 def copy_reference(rooms, folder):
@@ -85,8 +84,7 @@ def reference_in(tmp_path_factory):
 
 
 @on_cpus
-@pytest.mark.parametrize("size, flags, rooms", [(*program, REFERENCE) for program in PROGRAMS]
-                         + [(*program, CORE) for program in OF_DP_ALONE])
+@pytest.mark.parametrize("size, flags, rooms", PROGRAMS)
 def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, size, flags,
                                                                    rooms):
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
