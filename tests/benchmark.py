@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import time
-import types
 import unittest.mock
 
 import numpy as np
@@ -16,27 +15,21 @@ import bench
 import collectives as dist
 import fast.rings
 import kernels
-import lessons.gpu
-import lessons.machine
-import lessons.peers
-import lessons.strategies
 import parallel
 import model
-import theory.speed
-import theory.traffic
 import train
 from tests.collectives import nodes_of
 from tests.kernels import HALF, KERNEL_DEVICE
 from tests.pool import close, on_cpus, on_ranks
 from tests.runs import named, output_of, parse, ran
+from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
 from lessons.kernels import Size, grouped
-from lessons.machine import calls_of, fit, sent_in
+from lessons.machine import BUS, calls_of, fit, sent_in
 from lessons.measure import without_collectives
-from lessons.peers import world_mesh
 from lessons.strategies import communication, configs_of, forget, make_trainer, predicted_traffic, routes_of_rows
-from safe.flags import Settings
-from theory.speed import Machine
+from theory.speed import MACHINES, Machine
+from theory.traffic import HALVES
 
 
 # ------------------------------------------------------------------------------------------------------------ benchmark
@@ -133,7 +126,7 @@ CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 @on_ranks()
 def test_bytes_of_every_collective_are_the_formulas(nodes):
     """An all-reduce's in rings and in log2 rounds. nodes: in two levels, nodes of so many ranks; 0: in one."""
-    ops, sizes = ["all_reduce", *theory.traffic.HALVES] if nodes else lessons.machine.BUS, (5000, 1_600_000)
+    ops, sizes = ["all_reduce", *HALVES] if nodes else BUS, (5000, 1_600_000)
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
         for op, small, size in itertools.product(ops, (0, 1 << 30), sizes):
             with doubling_up_to(small):
@@ -167,14 +160,20 @@ def test_bench_strategies(run_bench, tmp_path):
         assert ("bubble_measured" in row) == (row["strategy"] == "zb-h1") != ("communication" in row)
 
 
-def times_without(pieces):
+def asked(flags):
+    """What bench.py makes of its command line."""
+    a = bench.parse(flags.split())
+    bench.check(a, 1)
+    return a
+
+
+def times_without_a_piece():
     """{strategy: {piece: a step's time without it, over one with all}}; a sleep stands in the place of "fetching"."""
-    slow = lessons.strategies.pieces() | {"fetching": [(parallel.Units, "fetch", lambda self, unit: time.sleep(0.03))]}
-    layouts = {f"zero{zero}": Settings(dp=2, zero=zero, batch_size=2, device="cpu") for zero in (1, 3)}
-    configs = dict.fromkeys(layouts, model.GPTConfig(67, 16, 2, 4, 48))
-    a = types.SimpleNamespace(layouts=layouts, configs=configs, repeats=1, without=pieces, json="", model="")
-    with unittest.mock.patch.object(lessons.strategies, "pieces", lambda: slow):
-        return {row["strategy"]: row for row in lessons.strategies.without(a, torch.device("cpu")).rows}
+    a = asked("strategies --quick --device cpu --gpus 2 --batch-size 2 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 48 "
+              "--repeats 1 --only zero1 zero3 --without addition fetching")
+    slow = strategies.pieces() | {"fetching": [(parallel.Units, "fetch", lambda self, unit: time.sleep(0.03))]}
+    with unittest.mock.patch.object(strategies, "pieces", lambda: slow):
+        return {row["strategy"]: row for row in strategies.without(a, torch.device("cpu")).rows}
 
 
 def test_a_gathering_left_out_repeats_the_own_part():
@@ -193,20 +192,20 @@ def test_strategies_of_pytorch_take_the_worlds_group():
     config, x = model.GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
     kernels.use("torch")
     for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
-        lessons.peers.PEERS[name](config, parse(flags.split()), device, x, x)[0]()
+        peers.PEERS[name](config, parse(flags.split()), device, x, x)[0]()
     kernels.use("auto")
     with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
-        assert world_mesh(device).get_group() is torch_dist.group.WORLD
+        assert peers.world_mesh(device).get_group() is torch_dist.group.WORLD
     assert not {*torch_dist.distributed_c10d._world.pg_map} - before
 
 
 @on_cpus
 def test_bench_strategies_without_a_piece(pool):
     """What stands in a piece's place is in use while a step is timed, where the layout uses that piece."""
-    found = pool(2).run(times_without, ["addition", "fetching"])[0]
+    found = pool(2).run(times_without_a_piece)[0]
     assert found["zero1"]["fetching"] < 2 * found["zero1"]["again"] and found["zero1"]["addition"] > 0
     assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
-    assert all(hasattr(owner, attribute) for rows in lessons.strategies.pieces().values()
+    assert all(hasattr(owner, attribute) for rows in strategies.pieces().values()
                for owner, attribute, _ in rows)
 
 
@@ -246,13 +245,13 @@ def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     output_of(bench.main, "lessons", "--quick", "--device", device, "--json", path)
     rows = json.loads(path.read_text())["rows"]
     found = {(row["lesson"], row["way"]): row["fewer"] for row in rows}
-    wanted = {name for name, lesson in lessons.gpu.LESSONS.items() if on_triton or not lesson.on_triton}
+    wanted = {name for name, lesson in gpu.LESSONS.items() if on_triton or not lesson.on_triton}
     assert all(row["ms"] > 0 for row in rows) and {name for name, _ in found} == wanted
     assert fewer.items() <= found.items() and 1.5 < found.get(("eight-bits", "8 bits"), 1.6) < 2  # tiny rows count
 
 
 def test_lessons_name_what_to_read():
-    for lesson in lessons.gpu.LESSONS.values():
+    for lesson in gpu.LESSONS.values():
         assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
 
 
@@ -267,7 +266,7 @@ def test_weights_of_eight_bits_are_off_by_half_a_step(rows, width, out, triton_k
     assert close(few_rows(x, w, torch.ones_like(scale)), x.double() @ w.double().T, 2**-8)
 
 
-H200 = theory.speed.MACHINES["h200"]
+H200 = MACHINES["h200"]
 
 
 def test_benchmark_without_a_word_says_what_there_is():

@@ -61,9 +61,9 @@ def first_red(cache, name="", returned=""):
             file, function = re.fullmatch(r"(further\.\w+|\w+)\.(.*)", name).groups()
             with open(f"{folder}/{file.replace('.', '/')}.py", "a") as text:
                 text.write(f"\n{function} = lambda *values, **more: {returned}\n")
-        done = subprocess.run(["timeout", "900", sys.executable, "-m", "pytest", "-qx", "-rfE", "-k", RUN_IT, "test_all.py",
-                               "--failed-first", "-o", f"cache_dir={cache}", f"--basetemp={folder}/.tmp"],
-                              cwd=folder, text=True, stdout=subprocess.PIPE)
+        words = ["timeout", "900", sys.executable, "-m", "pytest", "-qx", "-rfE", "-k", RUN_IT, "test_all.py",
+                 "--failed-first", "-o", f"cache_dir={cache}", f"--basetemp={folder}/.tmp"]
+        done = subprocess.run(words, cwd=folder, text=True, stdout=subprocess.PIPE)
     red = re.search(r"(?m)^(?:FAILED|ERROR) (?:test_all.py::)?(.*?)(?: - |$)", done.stdout)
     return red[1] if red else done.returncode and f"exit code {done.returncode}"
 

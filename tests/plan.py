@@ -13,7 +13,7 @@ import model
 import parallel
 import theory.clock
 import train
-from tests.benchmark import H200
+from tests.benchmark import H200, asked
 from tests.pool import close
 from tests.runs import parse
 from lessons.plan import HALVES, all_layouts, describe_layout
@@ -157,16 +157,10 @@ CONSIDERED = [  # flags of `bench.py plan`, an axis, and how long that is in the
     ("--gpus 12 --batch-size 24 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
 
 
-def asked(flags):
-    a = bench.parse(["plan", *flags.split()])
-    assert bench.check(a, 1) == 1
-    return a
-
-
 @pytest.mark.parametrize("flags, axis, sizes", CONSIDERED)
 def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
     """One of each set of axes is tried."""
-    a = asked(flags)
+    a = asked(f"plan {flags}")
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
     assert {getattr(s, axis) for s in found} == sizes
     assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in HALVES)
@@ -189,7 +183,7 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
 def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small = tmp_path / "small.json"
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
-    a = asked(f"{flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
+    a = asked(f"plan {flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
     lessons.plan.plan(a)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
@@ -210,8 +204,7 @@ def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
         return bench.subprocess.CompletedProcess(words, n == "8")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
-    a = bench.parse(["scaling", "--gpus", "4", "--device", "cpu", "--kind", kind])
-    assert bench.check(a, 1) == 1
+    a = asked(f"scaling --gpus 4 --device cpu --kind {kind}")
     rows = bench.scaling(a).rows
     assert [(row["gpus"], row["batch"]) for row in rows] == list(zip((1, 2, 4), batches))
     assert close(rows[2]["efficiency"], 100 * 96 / 99)

@@ -284,11 +284,7 @@ def cut(data):
 
 
 def flipped(data):
-    return data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1:]
-
-
-def becomes(data):
-    return lambda _: data
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 def edited(old, new):
@@ -297,19 +293,19 @@ def edited(old, new):
 
 PICKLED = pickle.dumps({"wte.weight": Malice()})
 MANIFEST, CONFIG, WEIGHTS, MOMENTS = "manifest.json", "config.json", "model.safetensors", "optimizer.safetensors"
-DAMAGED = [  # a file of a checkpoint, what becomes of its bytes, what the one line must say
-    (MANIFEST, becomes(None), "manifest.json: No such file"), (MANIFEST, cut, "manifest.json: "),
+DAMAGED = [  # a file of a checkpoint, what becomes of its bytes (None: it goes), what the one line must say
+    (MANIFEST, None, "manifest.json: No such file"), (MANIFEST, cut, "manifest.json: "),
     (MANIFEST, edited(b"skipped", b"skjpped"), "manifest.json: it does not match its own checksum"),
     (WEIGHTS, cut, "model.safetensors: it has"), (WEIGHTS, flipped, "model.safetensors: its checksum"),
-    (MOMENTS, becomes(None), "optimizer.safetensors: No such file"),
+    (MOMENTS, None, "optimizer.safetensors: No such file"),
     (MOMENTS, flipped, "optimizer.safetensors: its checksum"),
     (CONFIG, flipped, "config.json: its checksum")]
 FORGED = [  # the manifest is made to match, so only the contents can tell
     (MANIFEST, edited(b'"format": 1', b'"format": 2'), "its format is 2"),
-    (MOMENTS, becomes(PICKLED), "optimizer.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, becomes(PICKLED), "model.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, becomes(b"\xff" * 100), "model.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, becomes(b""), "cannot mmap an empty file"), (WEIGHTS, cut, "it is cut short or damaged"),
+    (MOMENTS, PICKLED, "optimizer.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, PICKLED, "model.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, b"\xff" * 100, "model.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, b"", "cannot mmap an empty file"), (WEIGHTS, cut, "it is cut short or damaged"),
     (WEIGHTS, edited(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
      "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
     (WEIGHTS, edited(b"[64, 16]", b"[16, 64]"),
@@ -327,7 +323,7 @@ def test_damaged_checkpoint_is_one_line_and_exit_code_2(forged, file, change, sa
     """Nothing in it runs. --init-from, which reads no manifest, says of the contents what --resume says."""
     step = tmp_path / "step-00000003"
     shutil.copytree(files["STEP_3"], step)
-    data = change((step / file).read_bytes())
+    data = change((step / file).read_bytes()) if callable(change) else change
     (step / file).unlink() if data is None else (step / file).write_bytes(data)
     if forged:
         manifest = json.loads((step / MANIFEST).read_text())

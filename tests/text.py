@@ -113,16 +113,17 @@ def test_any_text_comes_back(vocab):
     for _ in range(300):
         text = random_text(draw, draw.randrange(200))
         assert words.decode(words.encode(text)) == text
-    assert words.tokens_of([b"a", b"b"]).tolist() == [words.numbers[token] for token in ("a", END, "b")]
-    raw = bytes(range(256)) * 2  # no UTF-8
-    assert b"".join(map(words.bytes.get, words.tokens_of([raw]).tolist())) == raw
+
+
+def bytes_of(words, tokens):
+    return b"".join(map(words.bytes.get, tokens.tolist()))
 
 
 def test_every_third_file_of_the_standard_library_comes_back(vocab):
     """At 1 MB/s of this process's time at least."""
     words, since, size = Tokenizer(vocab), time.process_time(), 0
     for text in train.read_texts(train.standard_library()[::3]):
-        assert b"".join(map(words.bytes.get, words.tokens_of([text]).tolist())) == text
+        assert bytes_of(words, words.tokens_of([text])) == text
         size += len(text)
     assert size > 1e6 and size / (time.process_time() - since) > 1e6
 
@@ -167,14 +168,15 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     """In processes of their own; into a .bin if there is --out; again if a text or the vocabulary is another."""
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
     words, out = Tokenizer(vocab), tmp_path / "out"
-    texts = {"a.txt": b"first\xa0line\n" * 200, "b.txt": b"second line\n" * 200}  # the first one is no UTF-8
-    (tmp_path / "texts").mkdir()
-    for name, text in texts.items():
-        (tmp_path / "texts" / name).write_bytes(text)
-    s = Settings(data=str(tmp_path / "texts"), out=str(out))
+    folder = tmp_path / "texts"
+    texts = bytes(range(1, 256)) * 20, b"second line\n" * 200  # the first one is no UTF-8
+    folder.mkdir()
+    for name, text in zip("ab", texts):
+        (folder / f"{name}.txt").write_bytes(text)
+    s = Settings(data=str(folder), out=str(out))
     tokens = np.concatenate(load_data(s, words)[:2])
     assert tokens.dtype == np.uint16 and (tokens == words.numbers[END]).sum() == 1
-    assert b"".join(map(words.bytes.get, tokens.tolist())) == END.encode().join(texts.values())
+    assert bytes_of(words, tokens) == END.encode().join(texts)
     assert "0 of 0 million letters encoded" in capsys.readouterr().out
     file, = out.iterdir()
     monkeypatch.setattr(safe.data, "_encoded", {})
@@ -182,7 +184,7 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
         no.setattr(safe.data, "encode_parts", lambda *_: pytest.fail("encoded again"))
         for again in np.concatenate(load_data(s, words)[:2]), np.fromfile(file, np.uint16):
             assert again.tolist() == tokens.tolist()
-    (tmp_path / "texts" / "b.txt").write_text("another")
+    (folder / "b.txt").write_text("another")
     load_data(s, words)
     load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
     assert len(os.listdir(out)) == 3
