@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import time
-import unittest.mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def trainer_of(flags):
 def doubling_up_to(size):
     """Inside, all-reduces of up to so many bytes take log2 rounds, others rings."""
     both = dict.fromkeys(fast.rings.DOUBLING_BYTES, size)
-    return unittest.mock.patch.object(fast.rings, "DOUBLING_BYTES", both)
+    return patch.object(fast.rings, "DOUBLING_BYTES", both)
 
 
 TRAFFIC = {  # ranks: flags
@@ -99,7 +99,7 @@ def test_a_step_runs_without_its_collectives():
         trainer = trainer_of(case)
         trainer.step(0)
         dist.reset_traffic()
-        with unittest.mock.patch("safe.run.measured", side_effect=AssertionError("a timed step is measured, too")):
+        with patch("safe.run.measured", side_effect=AssertionError("a timed step is measured, too")):
             assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
@@ -172,7 +172,7 @@ def times_without_a_piece():
     a = asked("strategies --quick --device cpu --gpus 2 --batch-size 2 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 48 "
               "--repeats 1 --only zero1 zero3 --without addition fetching")
     slow = strategies.pieces() | {"fetching": [(parallel.Units, "fetch", lambda self, unit: time.sleep(0.03))]}
-    with unittest.mock.patch.object(strategies, "pieces", lambda: slow):
+    with patch.object(strategies, "pieces", lambda: slow):
         return {row["strategy"]: row for row in strategies.without(a, torch.device("cpu")).rows}
 
 
@@ -194,7 +194,7 @@ def test_strategies_of_pytorch_take_the_worlds_group():
     for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
         peers.PEERS[name](config, parse(flags.split()), device, x, x)[0]()
     kernels.use("auto")
-    with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
+    with patch.object(torch.cuda, "is_available", lambda: True):
         assert peers.world_mesh(device).get_group() is torch_dist.group.WORLD
     assert not {*torch_dist.distributed_c10d._world.pg_map} - before
 

@@ -1,17 +1,19 @@
 """Checkpoints survive crashes, kills, full disks, and are refused when damaged."""
 
 import errno
+import functools
 import itertools
 import math
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import socket
 import sys
 import time
-import unittest.mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -123,6 +125,21 @@ def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
     assert sorted(os.listdir(out)) == [".lock", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
 
 
+def dies(nth, after):
+    """From now on: SIGKILL just before, or just after, the nth time that something becomes durable, gets its name or
+    goes."""
+    count = itertools.count(1)
+
+    def deadly(call, *arguments, **more):
+        last = next(count) == nth
+        last and not after and os.kill(os.getpid(), signal.SIGKILL)
+        call(*arguments, **more)
+        last and os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("fsync", "replace", "rename", "unlink"):
+        setattr(os, name, functools.partial(deadly, getattr(os, name)))
+
+
 def test_killed_at_each_point_of_a_write(start, tmp_path):
     """The same run, killed again and again, each time a little later in the writing of its first or second
     checkpoint."""
@@ -131,7 +148,7 @@ def test_killed_at_each_point_of_a_write(start, tmp_path):
     half, last = 0, 0
     # 5 is the log, 15 the checkpoint's name, 17 the older one's, which then goes.
     for nth in (1, 6, 8, 11, 13, 15, 16, 17, 18, 20, 21, 22):
-        start(flags + "run", deaths=(nth, nth % 2)).said([-9])
+        start(flags + "run", before=functools.partial(dies, nth, nth % 2)).said([-9])
         found = [open_checkpoint(path, True).manifest["step"] for path in checkpoints(out)]
         assert max(found, default=0) >= last  # never less than before
         last = max(found, default=0)
@@ -216,7 +233,7 @@ def not_finite(flags):
     def loss(*arguments):
         return whole(*arguments) * (math.nan if next(steps) == 3 and dist.get_rank() == 1 else 1)
 
-    with unittest.mock.patch.object(parallel, "cross_entropy", loss):
+    with patch.object(parallel, "cross_entropy", loss):
         try:
             return run_training(flags)
         except NotFinite as error:
@@ -261,12 +278,13 @@ def test_nothing_is_saved_of_a_step_whose_nan_is_seen_late(pool, trained, tmp_pa
 
 def test_full_disk_costs_the_checkpoint_and_nothing_else(start, tmp_path):
     out, flags = tmp_path / "run", "--save-every 2 --dp 2 --out OUT/run --steps "
-    start(flags + "2", 2).said()
-    before = end_of(out)
     # Room for the weights, not for the optimizer.
-    said = start(flags + "4 --resume", 2, file_bytes=40_000).said([1, 0])
+    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (40_000, 40_000))
+    start(flags + "2", 2).said()
+    old = end_of(out)
+    said = start(flags + "4 --resume", 2, before=full).said([1, 0])
     assert re.search(r"step 4/4  not saved in .*: File too large; older checkpoints there are complete", said), said
-    assert end_of(out)[2:] == before[2:] and log_of(out)[-1]["not_saved"] and not any(out.glob(".step*"))
+    assert end_of(out)[2:] == old[2:] and log_of(out)[-1]["not_saved"] and not any(out.glob(".step*"))
     start(flags + "4 --resume", 2).said()
     assert end_of(out)[0] == 4
 
@@ -296,6 +314,10 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
     assert path.read_text() == '{"step": 1}\n{"step": 4, "loss": "nan"}\n'
 
 
+def store_of_its_own():
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as README says
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_two_nodes_and_a_killed_rank_that_comes_back(start, text, tmp_path):
     """Two torchrun agents, as on two machines, of two ranks each; ZeRO within each, replicas between. A rank is killed;
@@ -311,7 +333,7 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(start, text, tmp_path):
              f"--local-addr 127.0.0.1 --start-method fork --run-path {HERE}/train.py {' '.join(TRAIN)} --data {text} "
              f"--zero 3 --zero-within 2 {flags}{out}").split()
     nodes = [Ranks(words, 1, tmp_path / f"node {i}", program=torch.distributed.run.__file__, launcher="fork",
-                   TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for i in range(2)]  # as README says
+                   before=store_of_its_own) for i in range(2)]
     try:
         deadline = time.time() + 100
         while len(checkpoints(out)) < 2:

@@ -13,7 +13,7 @@ import runpy
 import shlex
 import sys
 import types
-import unittest.mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -276,7 +276,7 @@ def sign_gradients(file):
     strategy = runpy.run_path(file)["SignDDP"](net, None)
     strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
     strategy.finish_grad_sync()
-    with unittest.mock.patch.object(parallel, "DDP", type(strategy)):
+    with patch.object(parallel, "DDP", type(strategy)):
         gpt = parallel.parallelize(SMALL, parallel.Layout(dp=dist.get_world_size()), "cpu")
     gpt.make_optimizer(torch.optim.SGD, lr=0.1)
     gpt.forward_backward(*([t] for t in tokens_of(0)))

@@ -5,18 +5,16 @@ import functools
 import gc
 import importlib
 import io
-import itertools
 import json
 import operator
 import os
 import pathlib
-import resource
 import runpy
 import signal
 import subprocess
 import sys
 import time
-import unittest.mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -78,7 +76,7 @@ def printed_by(function, *args, **options):
 
 def output_of(main, *words):
     """What a program's `main` prints in this process, with these words behind its name."""
-    with unittest.mock.patch.object(sys, "argv", ["", *map(str, words)]):
+    with patch.object(sys, "argv", ["", *map(str, words)]):
         return printed_by(main)
 
 
@@ -119,25 +117,13 @@ TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder, forks, env):
+def _rank(rank, size, port, flags, log, before, program, folder, forks):
     gc.freeze()
-    os.environ.update(env)
     torch.set_num_threads(1)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-    if file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    if deaths:  # SIGKILL just before, or just after, the nth time that something becomes durable, gets its name or goes
-        count, (nth, after) = itertools.count(1), deaths
-
-        def deadly(call, *arguments, **more):
-            last = next(count) == nth
-            last and not after and os.kill(os.getpid(), signal.SIGKILL)
-            call(*arguments, **more)
-            last and os.kill(os.getpid(), signal.SIGKILL)
-
-        for name in ("fsync", "replace", "rename", "unlink"):
-            setattr(os, name, functools.partial(deadly, getattr(os, name)))
+    if before:
+        before()
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -162,16 +148,16 @@ def import_from(folder):
 class Ranks:
     """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    folder: one with the reference's files alone, whose program runs in place of the whole one. launcher: it starts
-    processes of its own, by "fork" or from "new", and the test must see to its end."""
+    before: called in each of them first. folder: one with the reference's files alone, whose program runs in place of
+    the whole one. launcher: it starts processes of its own, by "fork" or from "new", and the test must see to its
+    end."""
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train.py", folder=HERE, launcher=None,
-                 **env):
+    def __init__(self, flags, size, log, before=None, program="train.py", folder=HERE, launcher=None):
         # Theirs; it survives them.
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        settings = self.store.port, flags, self.log, file_bytes, deaths, program, folder, launcher == "fork", env
+        settings = self.store.port, flags, self.log, before, program, folder, launcher == "fork"
         self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=not launcher)
                           for r in range(size)]
         for process in self.processes:

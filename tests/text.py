@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import unicodedata
-import unittest.mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -236,7 +236,7 @@ def test_cached_logits_are_those_without(change):
         seen.append((tokens, first, real(self, tokens, first, caches)))
         return seen[-1][2]
 
-    with unittest.mock.patch.object(model.GPT, "newest_logits", noted):
+    with patch.object(model.GPT, "newest_logits", noted):
         out = net.generate(start, 20, 1.0, top_k=5, seed=0)
     assert [first for _, first, _ in seen] == [0, *range(3, 10), *[0] * 12]
     for i, (_, _, logits) in enumerate(seen):

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import re
-import unittest.mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -145,7 +145,7 @@ def test_mfu_is_of_known_gpus_alone(monkeypatch):
 
 
 def training_at_a_known_peak(flags):
-    with unittest.mock.patch.object(theory.speed, "peak_flops", lambda device: 1e12):
+    with patch.object(theory.speed, "peak_flops", lambda device: 1e12):
         return printed_by(run_training, flags)
 
 
@@ -153,9 +153,8 @@ def training_at_a_known_peak(flags):
 def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens, long):
     printed, = trained(1, f"--steps 2 --seq-len {tokens} --out OUT", training_at_a_known_peak)
     config = model.GPTConfig(256, tokens, 1, 2, 16)
-    flops = 6 * (config.parameters() - 16 * tokens) + (12 - 6 * long) * 16 * tokens
     assert "  MFU " in printed and (theory.speed.HALF_COUNTED in printed) == long == config.long_sequences
-    assert all(close(mfu, speed * flops / 1e12) for mfu, speed in log_of(tmp_path, "mfu", "tokens_per_s"))
+    assert all(close(mfu, speed * config.flops_per_token() / 1e12) for mfu, speed in log_of(tmp_path, "mfu", "tokens_per_s"))
 
 
 def test_token_files(tmp_path):
