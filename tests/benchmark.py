@@ -21,7 +21,7 @@ import train
 from tests.collectives import nodes_of
 from tests.kernels import HALF, KERNEL_DEVICE
 from tests.pool import close, on_cpus, on_ranks
-from tests.runs import named, output_of, parse, ran
+from tests.runs import output_of, parse, ran
 from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
 from lessons.kernels import Size, grouped
@@ -248,11 +248,6 @@ def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     wanted = {name for name, lesson in gpu.LESSONS.items() if on_triton or not lesson.on_triton}
     assert all(row["ms"] > 0 for row in rows) and {name for name, _ in found} == wanted
     assert fewer.items() <= found.items() and 1.5 < found.get(("eight-bits", "8 bits"), 1.6) < 2  # tiny rows count
-
-
-def test_lessons_name_what_to_read():
-    for lesson in gpu.LESSONS.values():
-        assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
 
 
 @pytest.mark.parametrize("rows, width, out", [(1, 64, 64), (8, 300, 70), (16, 520, 33)])

@@ -1,9 +1,10 @@
 """The README and docs/ name what is there, and their commands run."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-import inspect
+import importlib
 import io
 import operator
 import os
@@ -23,6 +24,7 @@ from torch import nn
 import bench
 import collectives as dist
 import lessons.demos
+import lessons.gpu
 import parallel
 import safe.flags
 import safe.launch
@@ -32,7 +34,8 @@ from further.experts import split_experts
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import SMALL, tokens_of
 from tests.pool import HERE, in_new_process
-from tests.runs import command, FILES, files_in, FURTHER, LECTURE, module_of, named, output_of, ran, slow, TRAIN, WHOLE
+from tests.runs import TRAIN, command, output_of, ran, slow
+from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
 
 
 TOP = pathlib.Path(HERE)
@@ -44,6 +47,18 @@ PLAIN = re.search(r"(?m)^plain\(\) { (.*); }$", README)[1]
 
 def section(title, page="README.md"):
     return PAGES[TOP / page].split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def named(token, where=None):
+    """Whether `token` is a class, function, method or constant of these files, or of one of them. Before its name may
+    stand its module's: fast.adamw.AdamW."""
+    files = [where] if where else [file.removesuffix(".py") for file in SOURCES if "__main__" not in file]
+    for file in files:
+        module = importlib.import_module(file.removesuffix("/__init__").replace("/", "."))
+        with contextlib.suppress(AttributeError):
+            operator.attrgetter(token.removeprefix(f"{module.__name__}."))(module)
+            return True
+    return False
 
 
 def inline_code(text):
@@ -86,25 +101,24 @@ def test_links_and_pictures_are_there(page):
 
 def test_reading_path_names_what_is_there():
     """A row's names are defined in the file before them, and a level reads its own rooms."""
-    sources = {file: inspect.getsource(module_of(file)) for file in FILES}
-    rooms = [files_in(LECTURE), files_in([*LECTURE, *FURTHER]), files_in(WHOLE)]
-    for room, rows in zip(rooms, levels(), strict=True):
+    whole = [room for room in ROOMS if room not in REFERENCE]
+    for rooms, rows in zip((CORE, REFERENCE, whole), levels(), strict=True):
         for row in rows:
             where = None
             for file, name, part in re.findall(r"\]\((?:\.\./)?([\w/]+)\.py\)|`([^`]+)`|\"([^\"]+)\"", row[1]):
                 where = file or where
                 begins = rf"(def |class |){name.split('.')[0]}" if name else f"# -+ {part}"
-                assert where in room, row
-                assert file or re.search(rf"(?m)^{begins}\b", sources[where]), row
+                assert room_of(where) in rooms, row
+                assert file or re.search(rf"(?m)^{begins}\b", SOURCES[f"{where}.py"]), row
                 assert not name or named(name, where), row
             assert where, row
-    lecture, further, whole = map(len, levels())
-    assert lecture == 12 and further > 15 and whole > 20
+    lecture, further, others = map(len, levels())
+    assert lecture == 12 and further > 15 and others > 20
 
 
 def test_call_path_and_map_name_what_is_there():
     listed = re.findall(r"(?m)^    (\w+)(\.py|/) ", section("How a step runs").split("```")[0])
-    assert {name for name, _ in listed} == {file.split("/")[0] for file in FILES} - {"tests"}
+    assert {name for name, _ in listed} == {*ROOMS} - {"tests"}
     where, called = None, []
     for line in section("How a step runs").split("```")[1].splitlines()[1:]:
         where = line.split(".py")[0] if re.match(r"\w+\.py", line) else where
@@ -116,10 +130,10 @@ def test_call_path_and_map_name_what_is_there():
 def test_names_and_flags_of_a_page_are_there(page):
     flags = {safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
     flags |= {name for _, name, _ in bench.FLAGS}
-    text = "".join(inspect.getsource(module_of(file)) for file in FILES)
+    text = "".join(SOURCES.values())
     for token in inline_code(PAGES[page]):
         if re.fullmatch(r"[\w/]+\.py", token):
-            assert token[:-3] in FILES, token
+            assert token in SOURCES, token
         elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # the environment's
             assert named(token) or re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text) or names_tests(token), token
         elif token.startswith("--"):
@@ -128,6 +142,11 @@ def test_names_and_flags_of_a_page_are_there(page):
 
 def names_tests(word):
     return [name for name in vars(sys.modules["test_all"]) if name.startswith("test_") and word in name]
+
+
+def test_lessons_name_what_to_read():
+    for lesson in lessons.gpu.LESSONS.values():
+        assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
 
 
 def test_each_claim_names_its_tests():

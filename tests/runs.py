@@ -1,9 +1,7 @@
-"""Runs of the programs in processes of their own, and what stands in which file."""
+"""Runs of the programs, in this process, in a pool's and in processes of their own."""
 
 import contextlib
-import functools
 import gc
-import importlib
 import io
 import json
 import operator
@@ -217,39 +215,3 @@ def end_of(run):
     folder."""
     newest = safe.checkpoints.open_checkpoint(safe.checkpoints.checkpoints(run)[-1], True).manifest
     return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["updates"], newest["scaler"]
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
-
-LECTURE = "model", "kernels", "collectives", "parallel", "train"
-FURTHER, WHOLE = ("further",), ("theory", "safe", "fast", "lessons", "bench", "test_all", "tests")
-
-
-def files_in(names):
-    """Files of these names, and in rooms of these names, without ".py": ["train", "fast/__init__", "fast/adamw"]"""
-    paths = [path for name in names
-             for path in (pathlib.Path(HERE, name + ".py"), *pathlib.Path(HERE, name).glob("*.py"))]
-    return sorted(str(path.relative_to(HERE).with_suffix("")) for path in paths
-                  if path.is_file() and path.name != "__main__.py")  # which would run
-
-
-FILES = files_in([*LECTURE, *FURTHER, *WHOLE])
-
-
-def module_of(file):
-    """The module of one of FILES. A room's own, "fast/__init__", is the package."""
-    return importlib.import_module(file.removesuffix("/__init__").replace("/", "."))
-
-
-def named(token, where=None):
-    """Whether `token` is a class, function, method or constant of these files, or of one of them. Before its name may
-    stand its module's: fast.adamw.AdamW."""
-    for file in [where] if where else FILES:
-        module, *parts = module_of(file), *token.split(".")
-        path = module.__name__.split(".")
-        if parts[:len(path)] == path:
-            parts = parts[len(path):]
-        with contextlib.suppress(AttributeError):
-            functools.reduce(getattr, parts, module)
-            return True
-    return False
