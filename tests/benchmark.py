@@ -106,20 +106,13 @@ def test_a_step_runs_without_its_collectives():
         forget()
 
 
-@pytest.fixture
-def run_bench(tmp_path):
-    """run_bench(*words): what bench.py prints. It forks the ranks that it asks for."""
-    return lambda *words: ran(words, 1, tmp_path / "log", program="bench.py", launcher="fork")
-
-
-def bench_rows(run_bench, tmp_path, *words):
-    printed = run_bench(*words, "--json", str(tmp_path / "rows.json"))
-    found = json.loads((tmp_path / "rows.json").read_text())
+def bench_rows(tmp_path, *words):
+    """(what bench.py writes as JSON, what it prints) with two processes, which it forks."""
+    file = tmp_path / "rows.json"
+    words = [*words, "--quick", "--device", "cpu", "--gpus", "2", "--json", str(file)]
+    printed, found = ran(words, 1, tmp_path / "log", program="bench.py", launcher="fork"), json.loads(file.read_text())
     assert found["torch"] == torch.__version__ and {"hardware", "commit", "triton", "command"} <= set(found)
     return found, printed
-
-
-CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 
 
 @pytest.mark.parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
@@ -136,8 +129,8 @@ def test_bytes_of_every_collective_are_the_formulas(nodes):
                 assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
 
 
-def test_bench_collectives(run_bench, tmp_path):
-    found, printed = bench_rows(run_bench, tmp_path, "collectives", *CPU, "--only", "all_reduce", "reduce")
+def test_bench_collectives(tmp_path):
+    found, printed = bench_rows(tmp_path, "collectives", "--only", "all_reduce", "reduce")
     rows = [row for row in found["rows"] if "formula" in row]
     assert {row["op"] for row in rows} == {"all_reduce", "reduce"} and "a, us" in printed
     assert all(row["counted"] == row["formula"] and row["torch_us"] > 0 and row["us"] > 0 for row in rows)
@@ -146,10 +139,10 @@ def test_bench_collectives(run_bench, tmp_path):
     assert Machine(**found["machine"]).link > 0
 
 
-def test_bench_strategies(run_bench, tmp_path):
+def test_bench_strategies(tmp_path):
     only = ["zb-h1", "experts", "dense twin"]
-    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", *only, "--repeats", "1", "--seq-len",
-                                "32", "--n-layer", "2", "--batch-size", "8")
+    found, printed = bench_rows(tmp_path, "strategies", "--only", *only, "--repeats", "1", "--seq-len", "32",
+                                "--n-layer", "2", "--batch-size", "8")
     ours = [row for row in found["rows"] if row["who"] == "ours"]
     assert [row["strategy"] for row in ours] == only and "MFU %" in printed
     assert [row["who"] for row in found["rows"] if row not in ours] == ["torch InterleavedZeroBubble", "torch DDP"]

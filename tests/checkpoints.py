@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 from unittest.mock import patch
@@ -167,7 +166,7 @@ def test_killed_runs_lose_nothing(start, tmp_path, kills):
     same command ends with the loss, and the files, of the run that nobody killed."""
     flags, out = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/", tmp_path / "run"
     start(flags + "whole", 2).said()
-    draw, killed, unfinished = np.random.default_rng(kills), 0, 0
+    draw, killed = np.random.default_rng(kills), 0
 
     def newest():
         return max([0] + [int(path[-8:]) for path in checkpoints(out)])
@@ -182,15 +181,12 @@ def test_killed_runs_lose_nothing(start, tmp_path, kills):
         for rank, process in enumerate(ranks.processes):
             process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
         killed += -9 in ranks.end()
-        unfinished += any(out.glob(".step*"))
         for path in checkpoints(out):
             open_checkpoint(path, True)
         if newest() == 30 or killed == kills:
             start(flags + "run", 2).said()
             assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
             shutil.rmtree(out)  # and again
-    assert unfinished or kills < 100  # some of them were caught writing
-    print(f"{killed} runs killed, {unfinished} of them while they wrote; none lost anything")
 
 
 def test_killed_or_stalled_rank_is_named_by_the_others(start):
@@ -325,12 +321,10 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(start, text, tmp_path):
     their agent, because each new process would spend three seconds on importing PyTorch."""
     flags = "--steps 60 --save-every 20 --log-every 20 --dtype fp64 --out "
     one = start(flags + "OUT/one")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     out = str(tmp_path / "run")
-    words = (f"--nnodes 2 --nproc_per_node 2 --max-restarts 2 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} "
-             f"--local-addr 127.0.0.1 --start-method fork --run-path {HERE}/train.py {' '.join(TRAIN)} --data {text} "
+    words = (f"--nnodes 2 --nproc_per_node 2 --max-restarts 2 --local-addr 127.0.0.1 --start-method fork "
+             f"--rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{one.store.port} "
+             f"--run-path {HERE}/train.py {' '.join(TRAIN)} --data {text} "
              f"--zero 3 --zero-within 2 {flags}{out}").split()
     nodes = [Ranks(words, 1, tmp_path / f"node {i}", program=torch.distributed.run.__file__, launcher="fork",
                    before=store_of_its_own) for i in range(2)]

@@ -1,6 +1,5 @@
 """Processes start and end together."""
 
-import functools
 import os
 import re
 import shutil
@@ -24,18 +23,14 @@ from safe.checkpoints import checkpoints
 ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"
 
 
-@functools.cache
-def can_be_alone():
-    return bool(shutil.which("unshare")) and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
-
-
 FLAGS = [*TINY, *"--dp 2 --device cpu --eval-every 2 --sample 4 --data".split()]
 
 
 def test_processes_start_together(text, tmp_path):
     """train.py under a torchrun of one process starts two. It has no network but the loopback interface, and a name
     that does not resolve, if this machine can do that."""
-    words = *ALONE * can_be_alone(), *TORCHRUN, "train.py", *FLAGS, text, "--out", str(tmp_path), "--steps", "2"
+    can_be_alone = shutil.which("unshare") and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
+    words = *ALONE * bool(can_be_alone), *TORCHRUN, "train.py", *FLAGS, text, "--out", str(tmp_path), "--steps", "2"
     process = command(*words)
     printed = "".join(process.communicate(timeout=120))
     assert process.returncode == 0 and not re.search(r"resolve hostname|\(made-up, ", printed), printed

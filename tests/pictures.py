@@ -12,6 +12,7 @@ import lessons.pictures
 import model
 from safe.flags import Settings
 from tests.pool import HERE
+from tests.runs import ran
 from theory.memory import memory_bytes
 
 
@@ -42,9 +43,10 @@ SHOWN = [  # of five actions, equally long, the first, fourth and fifth: F, I, W
     'x="800.0" y="28.0" width="179.0" height="18.0" fill="#4ba36b"']
 
 
-def test_pictures_show_the_code_and_a_trace(run_bench, tmp_path):
+def test_pictures_show_the_code_and_a_trace(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": TRACE}))
-    printed = run_bench("pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made"))
+    words = "pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made")
+    printed = ran(words, 1, tmp_path / "log", program="bench.py", launcher="fork")
     texts = {path.stem: path.read_text() for path in (tmp_path / "made").iterdir()}
     assert set(texts) == {*OF_NO_FILE, "pipeline"}
     assert all(f"{name}.svg" in printed and fits(text) for name, text in texts.items())

@@ -1,17 +1,14 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
-import contextlib
 import functools
-import io
 
 import pytest
 
 import lessons.demos
 import lessons.puzzles
-import safe.launch
 from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
-from tests.pool import in_new_process, pools
-from tests.runs import output_of
+from tests.pool import pools
+from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told
@@ -68,22 +65,20 @@ def test_a_name_that_moved_is_found_out(moved):
         hole(PUZZLES["hook"]._replace(**moved))
 
 
-def checked(name, folder, seconds):
-    """(exit code, what is printed) of a check that gives up after so many seconds."""
-    safe.launch._imported = safe.launch.threads()  # its ranks are forked from this process
-    lessons.puzzles.SECONDS = seconds
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as exit:
-        lessons.puzzles.check(PUZZLES[name], folder)
-    return exit.value.code, out.getvalue()
+def hurry():
+    lessons.puzzles.SECONDS = 2
 
 
 def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
+    def said_of(name, code, **more):
+        words = ["puzzles", name, "--check", str(tmp_path / name)]
+        return ran(words, 1, tmp_path / "log", [code], program="lessons/__main__.py", launcher="fork", **more)
+
     write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
-    assert in_new_process(checked, "g", tmp_path / "g", 30) == (False, "green\n")
+    assert said_of("g", 0) == "green\n"
     silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
     write(PUZZLES["ring"], tmp_path / "ring", silent)
-    code, said = in_new_process(checked, "ring", tmp_path / "ring", 2)
-    assert code and "rank 1: no result within 2 s; does it wait" in said
+    assert "rank 1: no result within 2 s; does it wait" in said_of("ring", 1, before=hurry)
 
 
 def test_puzzles_are_listed_and_written(tmp_path):

@@ -134,7 +134,7 @@ def test_names_and_flags_of_a_page_are_there(page):
     for token in inline_code(PAGES[page]):
         if re.fullmatch(r"[\w/]+\.py", token):
             assert token in SOURCES, token
-        elif re.fullmatch(r"[A-Za-z_][\w.]*", token) and not re.fullmatch(r"[A-Z_]+", token):  # the environment's
+        elif re.fullmatch(r"(?![A-Z_]+$)[A-Za-z_][\w.]*", token):  # the environment's
             assert named(token) or re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text) or names_tests(token), token
         elif token.startswith("--"):
             assert {*re.findall(r"--[a-z][a-z-]*", token)} <= flags, token

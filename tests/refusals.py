@@ -85,9 +85,9 @@ REFUSED = {
         --data ASCII --vocab-size 123 --prompt é | --prompt
         --data ASCII --vocab-size 123 --prompt BYTE_255 | --prompt
         --seq-len 3 --prompt four           | tokens, the model's context is of 3: give a shorter one, or --sample 0
-        --trace FILE                        | --trace
-        --profile FILE                      | --profile
-        --out FILE                          | --out
+        --trace EMPTY                       | --trace
+        --profile EMPTY                     | --profile
+        --out EMPTY                         | --out
         --out OLD_RUN                       | --out
         --out READ_ONLY                     | --out
         --out NO_LOCK                       | --out
@@ -210,27 +210,19 @@ def refusal(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="session")
-def finished_run(text, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    flags = "--steps 3 --save-every 1 --experts 2 --out".split()
-    ran([*TRAIN, "--data", text, *flags, str(folder / "run")], 1, folder / "log")
-    return folder / "run"
-
-
-@pytest.fixture(scope="session")
-def files(text, finished_run, tmp_path_factory):
+def files(text, tmp_path_factory):
     """{word: path} of what rows name, in one folder."""
     folder = tmp_path_factory.mktemp("bad")
     for name, experts, tokens in [("hf", 0, 256), ("bad_hf", 0, 256), ("experts", 2, 256), ("bad_experts", 2, 256),
                                   ("large", 0, 300), ("large_half", 0, 300)]:
         save(model.GPT(model.GPTConfig(tokens, 16, 1, 2, 16, experts=experts)), folder / name)
     hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
-    for name, merges, tokens in [("hand", BY_HAND, hand), ("no_json", [], []), ("list", [], []), ("gaps", [], []),
+    for name, merges, tokens in [("hand", BY_HAND, hand), ("gaps", [], []),
                                  ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1])]:
         write_vocabulary(folder / name, merges, tokens)
     config = (folder / "bad_experts" / "config.json").read_bytes()
     for name, data in {
-            "empty": b"", "file": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
+            "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",
             "bad_hf/config.json": b"{}", "no_weights/config.json": b"{}", "large_half/vocab.json": b"{}",
             "bad_experts/config.json": config.replace(b"ringgpt_moe", b"gpt2"), "half/vocab.json": b"{}",
@@ -241,7 +233,8 @@ def files(text, finished_run, tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     os.mkdir(folder / "read_only", 0o555)
-    shutil.copytree(finished_run, folder / "run")
+    flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
+    ran([*TRAIN, *flags.split()], 1, folder / "log")
     lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
     lock.write("process 1 on here")
     lock.flush()

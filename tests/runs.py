@@ -87,8 +87,7 @@ def log_of(folder, *keys):
 # -------------------------------------------------------------------------------------------------- starting and ending
 
 def command(*words, **more):
-    env = ({k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-           | {"OMP_NUM_THREADS": "1"})
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 

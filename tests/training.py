@@ -157,13 +157,6 @@ def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens,
     assert all(close(mfu, speed * config.flops_per_token() / 1e12) for mfu, speed in log_of(tmp_path, "mfu", "tokens_per_s"))
 
 
-def test_token_files(tmp_path):
-    tokens = (np.arange(5000) * 7 % 300).astype(np.uint16)
-    tokens.tofile(tmp_path / "nano.bin")
-    a, b, _ = load_data(Settings(data=str(tmp_path / "nano.bin")), train.Bytes())
-    assert np.concatenate([a, b]).tolist() == tokens.tolist() and len(b) == 500
-
-
 @pytest.mark.parametrize("flag, path, rest", [
     ("out", "run", b""), ("resume", "run", b""), ("resume", "run/step-00000001", b""), ("out", "", b"\n{}"),
     ("out", ".", b"\n{}"), ("out", "..", b"\n{}")])
