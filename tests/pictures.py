@@ -3,17 +3,10 @@
 import itertools
 import json
 import pathlib
-import re
 import xml.etree.ElementTree
 
-import pytest
-
-import lessons.pictures
-import model
-from safe.flags import Settings
 from tests.pool import HERE
 from tests.runs import ran
-from theory.memory import memory_bytes
 
 
 def fits(svg):
@@ -54,11 +47,3 @@ def test_pictures_show_the_code_and_a_trace(tmp_path):
         old = pathlib.Path(HERE, "assets", f"{name}.svg").read_text()
         assert texts[name] == old, f"assets/{name}.svg is old: python bench.py pictures"
     assert all(part in texts["pipeline"] for part in SHOWN) and texts["pipeline"].count('height="18.0"') == 3
-
-
-def test_bars_of_zero_stages_are_as_high_as_their_bytes():
-    heights = re.findall(r'<rect [^>]*height="(.*?)"', "".join(lessons.pictures.draw_zero_stages()[1]))
-    values = [n for zero in range(4) for n in memory_bytes(model.PRESETS["gpt2-xl"], Settings(
-        dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)).values()]
-    bars = [float(height) for height in heights[4:]]  # after the legend
-    assert bars == pytest.approx([180 * n / max(values) for n in values], abs=0.1)
