@@ -31,9 +31,8 @@ def test_processes_start_together(text, tmp_path):
     that does not resolve, if this machine can do that."""
     can_be_alone = shutil.which("unshare") and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
     words = *ALONE * bool(can_be_alone), *TORCHRUN, "train.py", *FLAGS, text, "--out", str(tmp_path), "--steps", "2"
-    process = command(*words)
-    printed = "".join(process.communicate(timeout=120))
-    assert process.returncode == 0 and not re.search(r"resolve hostname|\(made-up, ", printed), printed
+    printed = command(*words)
+    assert not re.search(r"resolve hostname|\(made-up, ", printed), printed
     for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
                  "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):
         assert printed.count(said) == 1, said
@@ -97,10 +96,8 @@ def test_train_on_gpus(tmp_path):
         if logs:
             shutil.copytree(tmp_path / "out", out)
             shutil.rmtree(out / "step-00000060")
-        process = command(sys.executable, "train.py", "--dp", "2", "--tp", "2", "--dtype", "bf16", "--steps", "60",
+        printed = command(sys.executable, "train.py", "--dp", "2", "--tp", "2", "--dtype", "bf16", "--steps", "60",
                           "--save-every", "50", "--log-every", "1", "--out", str(out))
-        printed, errors = process.communicate(timeout=180)
-        assert process.returncode == 0, errors
         logs.append(log_of(out, "loss", "grad_norm"))
     assert "cuda (NCCL)" in printed and "after step 50" in printed and log_of(out)[-1]["val_loss"] < 3
     assert len(logs[0]) == 60 and logs[0] == logs[1]

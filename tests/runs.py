@@ -86,9 +86,12 @@ def log_of(folder, *keys):
 
 # -------------------------------------------------------------------------------------------------- starting and ending
 
-def command(*words, **more):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+def command(*words):
+    """What a command prints in this project's folder. It must end within ten minutes, with exit code 0."""
+    done = subprocess.run(words, cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=600,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def processes(parent=None):

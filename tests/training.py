@@ -92,7 +92,6 @@ def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, 
 
     profile, pipeline = tmp_path / "profile", "--pp" in layout
     assert run("seen", "--profile OUT/profile --trace OUT") == run("unseen")
-    assert sorted(os.listdir(profile)) == ["rank-0.json", "rank-1.json"]
     traced = events_of(tmp_path / "trace.json")
     assert all(e["dur"] >= 0 for e in traced)
     lists = parallel.lower(zero_bubble_h1(2, 4)) if pipeline else 2 * parallel.one_f_one_b(1, 4)
@@ -149,11 +148,11 @@ def training_at_a_known_peak(flags):
         return printed_by(run_training, flags)
 
 
-@pytest.mark.parametrize("tokens, long", [(64, False), (65, True)])
-def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens, long):
+@pytest.mark.parametrize("tokens", [64, 65])
+def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens):
     printed, = trained(1, f"--steps 2 --seq-len {tokens} --out OUT", training_at_a_known_peak)
     config = model.GPTConfig(256, tokens, 1, 2, 16)
-    assert "  MFU " in printed and (theory.speed.HALF_COUNTED in printed) == long == config.long_sequences
+    assert "  MFU " in printed and (theory.speed.HALF_COUNTED in printed) == config.long_sequences == (tokens > 64)
     assert all(close(mfu, speed * config.flops_per_token() / 1e12) for mfu, speed in log_of(tmp_path, "mfu", "tokens_per_s"))
 
 
