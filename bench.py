@@ -47,7 +47,7 @@ from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch
 from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings
-from safe.folder import check_folder
+from safe.files import check_folder
 from safe.launch import is_forked
 from theory.speed import MACHINES, describe_machine
 
@@ -76,7 +76,7 @@ def measure_kernels(a):
                 table.row(op=f"{case.name} {str(x.dtype)[6:]}", way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
                           tflops=flops / t / 1e12 if flops else None, share=100 * max(moved / hbm, flops / peak) / t)
         torch._dynamo.reset()
-    write_json(a.json, "kernels", device, [table])
+    write_json(a, device, table)
 
 
 def lessons(a):
@@ -95,7 +95,7 @@ def lessons(a):
         for way, (*_, moved) in ways.items():
             table.row(lesson=name, says=lesson.says if way == first else "", way=way, ms=1e3 * took[way][0],
                       read=lesson.read, faster=took[first][0] / took[way][0], fewer=ways[first][2] / moved)
-    write_json(a.json, "lessons", device, [table])
+    write_json(a, device, table)
 
 
 GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # timed from a CUDA graph, too
@@ -122,7 +122,7 @@ def collectives(a):
         rows = [row for row in table.rows if row["op"] == op]
         a_us, b = fit(*([row[key] for row in rows] for key in ("messages", "most", "us")))
         lines.row(op=op, a=a_us, b=b / 1e3)
-    write_json(a.json, "collectives", device, [table, lines], machine=dataclasses.asdict(machine))
+    write_json(a, device, table, lines, machine=dataclasses.asdict(machine))
 
 
 def measure_collective(op, size, a, device):
@@ -167,7 +167,7 @@ def scaling(a):
         for row in rows:
             first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
             table.row(kind=a.kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first, **row)
-    write_json(a.json, "scaling", torch.device(a.device), [table])
+    write_json(a, torch.device(a.device), table)
     return table
 
 
@@ -320,7 +320,7 @@ def check_file(a):
 
 
 def main():
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     if len(sys.argv) == 1:
         print(__doc__.strip())
         return
@@ -330,7 +330,7 @@ def main():
             fast.on()
         processes = check(a, world)
     except BadInput as problem:
-        refuse("bench.py", problem, rank)
+        refuse("bench.py", problem)
     if processes > world:
         launch.start_again(processes)
     WHAT[a.what](a)

@@ -7,11 +7,10 @@ The names and arguments are those of `torch.distributed`, so `import collectives
     reduce_scatter(_tensor)              ring                              N-1 steps        (N-1)/N x K by each rank
     all_gather(_into_tensor)             ring                              N-1 steps        (N-1)/N x K
     all_reduce                           reduce-scatter, then all-gather   2(N-1) steps     2(N-1)/N x K
-      of fewer than N elements           recursive doubling                log2(N) rounds   log2(N) x K
     all_to_all(_single)                  pairwise exchange                 N-1 steps        (N-1)/N x K
     barrier                              dissemination                     log2(N) rounds   a byte a round
 
-Where N is no power of two, log2(N) is rounded up; recursive doubling rounds it down and takes two rounds more.
+Where N is no power of two, log2(N) is rounded up.
 send, recv, isend, irecv and batch_isend_irecv are torch.distributed's own, counted.
 
 `Link` is a process group as messages. Algorithms are loops of `link.exchange`. Public functions run them on their
@@ -138,9 +137,10 @@ class Link:
     def run(self, name, operation, arguments, async_op):
         """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
 
-        With `async_op` return a handle at once. The operation then runs beside the caller, after those before it.
-        The operation has its tensors already. arguments: those of torch.distributed's function of this name, so that a
-        stream knows which memory to keep, and `Library` what to call.
+        With `async_op` return a handle at once. The operation then runs beside the caller, after those before it. A
+        blocking call waits behind those, too, or its messages would overtake theirs.
+        arguments: those of torch.distributed's function of this name. The operation has them already; a stream must
+        know which memory to keep, and `Library` what to call.
         """
         log = _traffic[name]
         log.calls += 1
@@ -200,12 +200,8 @@ class Link:
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
-        width, inputs = max(map(len, chunks)), {chunk.untyped_storage().data_ptr() for chunk in chunks}
-        if len(result) == width and result.untyped_storage().data_ptr() not in inputs:  # later steps still read these
-            sums = result
-        else:
-            sums = torch.empty(width, dtype=result.dtype, device=result.device)
-        _unflatten(ring_reduce_scatter(self, chunks, op, sums), result)
+        sums = torch.empty(max(map(len, chunks)), dtype=result.dtype, device=result.device)
+        result.copy_(ring_reduce_scatter(self, chunks, op, sums))
 
     def all_gather(self, chunks):
         """Rank c holds chunk c; afterwards every rank holds all. Step s: send chunk r-s right, receive chunk r-1-s."""
@@ -216,12 +212,9 @@ class Link:
 
     def all_reduce(self, flat, op):
         """Combine `flat` of all ranks in place."""
-        if len(flat) < self.size:  # too few elements for N chunks
-            recursive_doubling(self, flat, op)
-        else:
-            chunks = flat.tensor_split(self.size)  # where N does not divide K, the last chunks are one element shorter
-            ring_reduce_scatter(self, chunks, op)
-            self.all_gather(chunks)
+        chunks = flat.tensor_split(self.size)  # where N does not divide K, the last chunks are one element shorter
+        ring_reduce_scatter(self, chunks, op)
+        self.all_gather(chunks)
 
     def all_to_all(self, outgoing, incoming):
         """Send outgoing[c] to rank c and receive incoming[c] from it, for every rank c; my own is copied.
@@ -393,33 +386,6 @@ def ring_reduce_scatter(link, chunks, op, sums=None):
     return outgoing
 
 
-# -------------------------------------------------------------------------------------------------- recursive doubling
-
-def recursive_doubling(link, flat, op):
-    """All-reduce in log2(N) rounds: in round i the ranks that differ in bit i swap the whole tensor and both add.
-
-    Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a
-    swap add the same two numbers, so every rank ends with the same bits.
-    """
-    core = 1 << (link.size.bit_length() - 1)
-    theirs = link.scratch(flat, len(flat))
-    if link.rank >= core:
-        link.exchange(sends=[(flat, link.rank - core)])
-        link.exchange(receives=[(flat, link.rank - core)])
-        return
-    if link.rank + core < link.size:
-        link.exchange(receives=[(theirs, link.rank + core)])
-        COMBINE[op](flat, theirs, out=flat)
-    distance = 1
-    while distance < core:
-        link.exchange([(flat, link.rank ^ distance)], [(theirs, link.rank ^ distance)])
-        COMBINE[op](flat, theirs, out=flat)
-        distance *= 2
-    _average(op, flat, link.size)
-    if link.rank + core < link.size:
-        link.exchange(sends=[(flat, link.rank + core)])
-
-
 # ------------------------------------------------------------------------------------------------------ tree algorithms
 #
 # A binomial tree over v = (r - root) mod N. v's parent is v with its lowest set bit cleared; its children are v + 1,
@@ -439,19 +405,23 @@ def _tree(link, root, group_root):
     if root is not None and group_root is not None:
         raise ValueError("give the root once: by global rank or by rank in the group")
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
-    v, d, children = (link.rank - root) % link.size, 1, []
-    while d < link.size - v and not v & d:
+    v = (link.rank - root) % link.size
+    lowest_bit = v & -v  # 0 of the root alone
+    parent = (link.rank - lowest_bit) % link.size if v else None
+    d, children = 1, []
+    while d < link.size - v and d != lowest_bit:
         children.append(((link.rank + d) % link.size, d))
         d *= 2
-    return (link.rank - (v & -v)) % link.size if v else None, children, min(d, link.size - v)
+    return parent, children, min(d, link.size - v)
 
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
 def _call(name, operation, group, async_op, **arguments):
+    """Run what a public function has defined. It passes its locals: the operation and torch.distributed's arguments."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # a rank outside the group has nothing to do, as in torch.distributed
-    return link_of(group).run(name, operation, arguments, async_op)  # arguments: for `Library`, torch's own
+    return link_of(group).run(name, operation, arguments, async_op)
 
 
 def _count_sent(name, tensor, group, dst, group_dst):
@@ -497,14 +467,15 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
             _unflatten(flat, tensor)
         for child, _ in reversed(children):  # a round each; the largest subtree first, because it takes longest
             link.exchange(sends=[(flat, child)])
-    return _call("broadcast", operation, group, async_op, tensor=tensor, src=src, group_src=group_src)
+    return _call("broadcast", **locals())
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
     def operation(link):
         parent, children, _ = _tree(link, dst, group_dst)
-        flat = _flat(tensor) if parent is None or not children else _flat(tensor).clone()  # only the root's may change
+        # Only the root's tensor may change, so what adds up on other ranks needs a copy. A leaf adds up nothing.
+        flat = _flat(tensor).clone() if children and parent is not None else _flat(tensor)
         theirs = link.scratch(flat, len(flat)) if children else None
         for child, _ in children:
             link.exchange(receives=[(theirs, child)])
@@ -514,7 +485,7 @@ def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_
         else:
             _average(op, flat, link.size)
             _unflatten(flat, tensor)
-    return _call("reduce", operation, group, async_op, tensor=tensor, dst=dst, group_dst=group_dst, op=op)
+    return _call("reduce", **locals())
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -529,8 +500,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
         else:
             for i, row in enumerate(rows):
                 gather_list[(link.rank + i) % link.size].copy_(row.view(tensor.shape))
-    arguments = {"tensor": tensor, "gather_list": gather_list, "dst": dst, "group_dst": group_dst}
-    return _call("gather", operation, group, async_op, **arguments)
+    return _call("gather", **locals())
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
@@ -546,8 +516,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
         for child, d in reversed(children):
             link.exchange(sends=[(rows[d:2 * d].view(-1), child)])
         tensor.copy_(rows[0].view(tensor.shape))
-    arguments = {"tensor": tensor, "scatter_list": scatter_list, "src": src, "group_src": group_src}
-    return _call("scatter", operation, group, async_op, **arguments)
+    return _call("scatter", **locals())
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -558,7 +527,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
         link.all_gather(flats)
         for flat, t in zip(flats, tensor_list):
             _unflatten(flat, t)
-    return _call("all_gather", operation, group, async_op, tensor_list=tensor_list, tensor=tensor)
+    return _call("all_gather", **locals())
 
 
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
@@ -570,8 +539,7 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
         _unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
         link.all_gather(chunks)
         _unflatten(flat, output_tensor)
-    tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
-    return _call("all_gather_into_tensor", operation, group, async_op, **tensors)
+    return _call("all_gather_into_tensor", **locals())
 
 
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
@@ -580,7 +548,7 @@ def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=Fal
         result = _flat(output)
         link.reduce_scatter([_flat(t) for t in input_list], result, op)
         _unflatten(result, output)
-    return _call("reduce_scatter", operation, group, async_op, output=output, input_list=input_list, op=op)
+    return _call("reduce_scatter", **locals())
 
 
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -590,17 +558,17 @@ def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=F
         result = _flat(output)
         link.reduce_scatter(_nths(_flat(input), result, link.size), result, op)
         _unflatten(result, output)
-    return _call("reduce_scatter_tensor", operation, group, async_op, output=output, input=input, op=op)
+    return _call("reduce_scatter_tensor", **locals())
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits. Ring reduce-scatter, then ring
-    all-gather: 2(N-1)/N x K elements sent. Fewer than N elements take recursive doubling: log2(N) x K."""
+    all-gather: 2(N-1)/N x K elements sent."""
     def operation(link):
         flat = _flat(tensor)
         link.all_reduce(flat, op)
         _unflatten(flat, tensor)
-    return _call("all_reduce", operation, group, async_op, tensor=tensor, op=op)
+    return _call("all_reduce", **locals())
 
 
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
@@ -610,8 +578,7 @@ def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False
         link.all_to_all(outgoing, incoming)
         for flat, t in zip(incoming, output_tensor_list):
             _unflatten(flat, t)
-    lists = {"output_tensor_list": output_tensor_list, "input_tensor_list": input_tensor_list}
-    return _call("all_to_all", operation, group, async_op, **lists)
+    return _call("all_to_all", **locals())
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
@@ -623,8 +590,7 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
         incoming = result.split(_blocks(output, output_split_sizes, link.size))
         link.all_to_all(outgoing, incoming)
         _unflatten(result, output)
-    sizes = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
-    return _call("all_to_all_single", operation, group, async_op, output=output, input=input, **sizes)
+    return _call("all_to_all_single", **locals())
 
 
 def barrier(group=None, async_op=False):
@@ -638,7 +604,7 @@ def barrier(group=None, async_op=False):
             distance *= 2
         if mine.is_cuda and not async_op:
             torch.cuda.current_stream().synchronize()  # so far only the stream waits, but a barrier holds up the CPU
-    return _call("barrier", operation, group, async_op)
+    return _call("barrier", **locals())
 
 
 # -------------------------------------------------------------------------------------------------------- start and end

@@ -1,4 +1,4 @@
-"""What a training step spends its time on beside cuBLAS, as Triton kernels. In lecture order:
+"""What a training step spends its time on beside cuBLAS, as Triton kernels:
 
     activations      ELU and GELU
     linear           cuBLAS's product, with a backward that can be cut in two
@@ -387,16 +387,6 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
 
 
-def attend(q, k, v, is_causal):
-    """attention_reference, for ring attention, which merges what queries get from several parts of the keys. It has S
-    and P in memory, (Tq, Tk) a head."""
-    return attention_reference(q, k, v, is_causal)
-
-
-def attend_backward(q, k, v, o, lse, do, is_causal):
-    return attention_backward_reference(q, k, v, o, lse, do, is_causal)
-
-
 def finite_or_inf(lse):
     """L as (B, H, Tq, 1), with +inf in place of -inf. A row that sees no key then has P = exp(S - inf) = 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(3)
@@ -413,7 +403,7 @@ def at_least_float32(x):
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
     """The last key that each row sees, negative for none. Causal: the last row sees all, the one above all but one."""
-    return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)
+    return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)  # * 0: a number for each row
 
 
 @triton.jit
@@ -582,6 +572,16 @@ def attention(qkv, is_causal=True):
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
 
+def attend(q, k, v, is_causal):
+    """attention_reference, for ring attention, which merges what queries get from several parts of the keys. It has S
+    and P in memory, (Tq, Tk) a head."""
+    return attention_reference(q, k, v, is_causal)
+
+
+def attend_backward(q, k, v, o, lse, do, is_causal):
+    return attention_backward_reference(q, k, v, o, lse, do, is_causal)
+
+
 # ------------------------------------------------------------------------------------------------------ cross-entropy
 #
 # Logits z (rows, V), one target t a row. With top = max(z), total = sum exp(z - top), p = softmax(z) = exp(z - top) /
@@ -717,7 +717,8 @@ def tile_of(program, tall, wide, group):
     wide 3, group 2 programs 0 to 5 compute (0, 0) (1, 0) (0, 1) (1, 1) (0, 2) (1, 2), program 6 (2, 0)."""
     first = program // (group * wide) * group  # the first row of tiles of this program's group
     height = min(tall - first, group)  # the last group may be lower
-    return first + program % (group * wide) % height, program % (group * wide) // height
+    within = program % (group * wide)
+    return first + within % height, within // height
 
 
 _tile = triton.jit(tile_of)

@@ -117,8 +117,8 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
 
-    group: the N ranks that average their gradients. reduce_dtype: of the gradients that are sent; None: what they add
-    up in.
+    Gradients of several micro-batches add up in .grad; when the bucket leaves, `message` lays them side by side. group:
+    the N ranks that average them. reduce_dtype: of what is sent; None: what they add up in.
     """
 
     def __init__(self, params, group, reduce_dtype=None):
@@ -137,14 +137,14 @@ class Bucket:
     def hold(self, params):
         self.params = params
         ends = itertools.accumulate(p.numel() for p in params)
-        self.first = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector a parameter begins
+        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector it begins
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
 
     def view(self, flat, param):
         """A parameter's part of a flat vector, in the parameter's shape."""
-        return flat[self.first[param]:][:param.numel()].view(param.shape)
+        return flat[self.start_of[param]:][:param.numel()].view(param.shape)
 
     @torch.no_grad()
     def collect(self, param):
@@ -353,76 +353,6 @@ class DDP(nn.Module):
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters. (The last unit is gathered
 # once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
-class ShardedOptimizer(torch.optim.Optimizer):
-    """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
-
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
-        with optimizer.no_sync(): loss.backward()              every micro-batch but the last
-        loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
-        clip_grad_norm_(optimizer.shards, 1.0, [group])
-        optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
-
-    params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
-    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
-    stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
-    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
-    below.
-    """
-
-    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 reduce_dtype=None, **kwargs):
-        params = list(params)
-        param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
-        number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
-        self.group, self.stage = group_or_world(group), stage
-        set_frozen([p for p in number if not p.requires_grad], self.group, compute_dtype)
-        self.buckets = make_buckets([p for p in number if p.requires_grad], bucket_mb, self.group,
-                                    same=number.get,  # a bucket is of one parameter group
-                                    reduce_dtype=reduce_dtype)
-        for bucket in self.buckets:
-            flatten(bucket, stage > 0, compute_dtype)
-        self.shards = [bucket.shard for bucket in self.buckets]
-        for i, g in enumerate(param_groups):
-            g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
-        self.inner = optimizer_class(param_groups, **kwargs)
-        super().__init__(self.inner.param_groups, self.inner.defaults)  # PyTorch's makes groups and a state of its own
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # so that a new lr reaches the inner
-        # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
-        send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
-        self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
-        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
-
-    def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
-        self.reducer.forget()
-        super().zero_grad(set_to_none)
-
-    def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank in a run of as many ranks. Weights of 16 bits are loaded before
-        the optimizer is made, which copies them into its masters."""
-        self.inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    @torch.no_grad()
-    def step(self):
-        """Shard, `weights` and parameters share one memory, so to step the shard is to change this rank's Nth of the
-        parameters. The other ranks' Nths arrive by all-gather."""
-        self.inner.step()
-        self.cast()
-        self.gather_weights(self.buckets)
-
-    def cast(self):
-        """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
-        for bucket in self.buckets:
-            if bucket.dtype != bucket.shard.dtype:
-                bucket.weights[bucket.own].copy_(bucket.shard)
-
-    def gather_weights(self, buckets):
-        """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
-        for bucket in buckets if self.stage else ():
-            dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
-
-
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
@@ -450,7 +380,7 @@ def add_to_shard(bucket, average):
 def make_shard(bucket, sharded):
     """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
 
-    Returns all values, as the first rank has them; the shard is a view, or of 16-bit values a float32 copy.
+    Returns all values, as the first rank has them. The shard is a view of them, or of 16-bit values a float32 copy.
     """
     values, first = bucket.zeros(bucket.dtype), bucket.params[0]
     if not first.is_meta:
@@ -458,7 +388,7 @@ def make_shard(bucket, sharded):
             bucket.view(values, p).copy_(p.detach())
         dist.broadcast(values, group=bucket.group, group_src=0)
     bucket.own = bucket.own if sharded else slice(0, bucket.numel)
-    own = values[bucket.own].to(master_dtype(values.dtype))  # a view, or of a 16-bit module's values a float32 copy
+    own = values[bucket.own].to(master_dtype(values.dtype))
     bucket.shard = nn.Parameter(own, first.requires_grad)
     bucket.total_dtype = bucket.shard.dtype
     cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
@@ -467,16 +397,94 @@ def make_shard(bucket, sharded):
 
 
 def flatten(bucket, sharded, compute_dtype):
-    """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters."""
+    """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters.
+
+        module, layers compute in      the shard
+        float32, float32               a view of the weights: to step it is to change them
+        float32, bf16                  a float32 master of its own, `cast` to the weights after each step
+        bf16, bf16                     the same, copied from 16 bits
+    """
     values = make_shard(bucket, sharded)
-    bucket.dtype = compute_dtype or bucket.dtype
-    if bucket.dtype == values.dtype:
-        bucket.weights = values  # the shard is a view of it: to step the shard is to change the weights
-    else:
-        bucket.weights = values.to(bucket.dtype)
-        bucket.shard.data = bucket.shard.data.clone()  # a master of its own, so that the other values can go
+    if compute_dtype and values.is_floating_point():
+        bucket.dtype = compute_dtype
+    bucket.weights = values.to(bucket.dtype)  # the values themselves, where the dtype is theirs
+    if bucket.weights is not values:
+        bucket.shard.data = bucket.shard.data.clone()  # so that the other ranks' values can go
     for p in bucket.params:
         p.data = bucket.view(bucket.weights, p)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
+        with optimizer.no_sync(): loss.backward()              every micro-batch but the last
+        loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
+        clip_grad_norm_(optimizer.shards, 1.0, [group])
+        optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
+
+    params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
+    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
+    stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
+    below.
+    """
+
+    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
+                 reduce_dtype=None, **kwargs):
+        params = list(params)
+        param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
+        number = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # of its parameter group
+        self.group, self.stage = group_or_world(group), stage
+
+        def same(p):
+            return p.requires_grad, number[p]
+
+        every = make_buckets([*number], bucket_mb, self.group, same, reduce_dtype=reduce_dtype)
+        for bucket in every:
+            flatten(bucket, stage > 0 and bucket.params[0].requires_grad, compute_dtype)
+        self.buckets = [bucket for bucket in every if bucket.shard.requires_grad]  # frozen ones are equal from now on
+        self.shards = [bucket.shard for bucket in self.buckets]
+        for i, g in enumerate(param_groups):
+            g["params"] = [bucket.shard for bucket in self.buckets if number[bucket.params[0]] == i]
+        self.inner = optimizer_class(param_groups, **kwargs)
+        # An Optimizer, so that PyTorch's schedulers take it. Its groups and its state are the inner one's, which steps.
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        # Stage 1 adds up full gradients, so its Nth may as well be a slice of them.
+        send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
+        self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
+        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
+        self.reducer.forget()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict):
+        """Load what `state_dict` returned on this rank in a run of as many ranks. Weights of 16 bits are loaded before
+        the optimizer is made, which copies them into its masters."""
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    @torch.no_grad()
+    def step(self):
+        """Step this rank's Nth of the parameters, of which the shard is a view, or which `cast` sets. The other ranks'
+        Nths arrive by all-gather."""
+        self.inner.step()
+        self.cast()
+        self.gather_weights(self.buckets)
+
+    def cast(self):
+        """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
+        for bucket in self.buckets:
+            if bucket.dtype != bucket.shard.dtype:
+                bucket.weights[bucket.own].copy_(bucket.shard)
+
+    def gather_weights(self, buckets):
+        """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
+        for bucket in buckets if self.stage else ():
+            dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
@@ -485,14 +493,6 @@ def flatten(bucket, sharded, compute_dtype):
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def set_frozen(params, group, compute_dtype):
-    """Frozen parameters have no shard: every rank keeps the first one's values, in the compute dtype."""
-    for p in params:
-        if not p.is_meta:
-            dist.broadcast(p.detach(), group=group, group_src=0)
-            p.data = p.data.to(compute_dtype) if compute_dtype and p.is_floating_point() else p.data
 
 
 class FlatParameter(Bucket):
@@ -509,8 +509,8 @@ class FlatParameter(Bucket):
         self.shard.data = self.shard.data.clone()  # so that the other values can go
         self.dtype = compute_dtype or self.dtype
         self.weights = self.zeros(self.dtype)
-        # Autograd raises an error if the version counter of a saved tensor has changed. Resizing changes none.
-        # To refill `weights` would, so each parameter is made from .data, which gives it a counter of its own.
+        # Autograd counts the writes to a tensor it has saved, and refuses it if there were any. To refill `weights` is
+        # such a write, of `weights` and all its views. A parameter made from .data has a count of its own.
         new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
         for param, p in zip(new, old):
             param.__dict__.update(p.__dict__)  # its place, and what others have put there
@@ -562,8 +562,9 @@ class Units:
         freed             a            b                       c               b               a
 
     The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
-    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units; a model
-    that uses them in another order gathers some too early, and some only when they are needed.
+    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units, without
+    those that have 1-D parameters alone; a model that uses units in another order gathers some too early, and some only
+    when they are needed.
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
@@ -573,24 +574,25 @@ class Units:
         self.expect = expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         self.flats = [*uses]
-        sharded = [flats for flats in flats_of.values() if not all(flat.stays_whole for flat in flats)]
-        last = sharded[-1] if sharded else []
+        units = [*flats_of]
+        sharded = [unit for unit, flats in flats_of.items() if not all(flat.stays_whole for flat in flats)]
+        self.previous, self.next = nearest_before(units, sharded), nearest_before(units[::-1], sharded)
+        last = flats_of[sharded[-1]] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
         self.in_backward = False
-        units = [*flats_of]
-        for previous, unit, following in zip([None, *units], units, [*units[1:], None]):
-            unit.register_forward_pre_hook(partial(self.before_forward, following))
-            unit.register_forward_hook(partial(self.after_forward, previous))
+        for unit in units:
+            unit.register_forward_pre_hook(self.before_forward)
+            unit.register_forward_hook(self.after_forward)
 
     # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
     # inside of units.) Backward has gathered the unit then, and will free it.
 
-    def before_forward(self, next_in_forward, unit, inputs):
+    def before_forward(self, unit, inputs):
         self.gather(unit)
         if not self.in_backward:
-            self.fetch(next_in_forward)
+            self.fetch(self.next[unit])
 
-    def after_forward(self, next_in_backward, unit, inputs, output):
+    def after_forward(self, unit, inputs, output):
         """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
         `before_backward` is hooked."""
         if self.in_backward:
@@ -600,15 +602,14 @@ class Units:
                 flat.free()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:  # any: by the first of several outputs
-            hook = partial(self.before_backward, next_in_backward, unit)
-            register_multi_grad_hook(tensors, hook, mode="any")
+            register_multi_grad_hook(tensors, partial(self.before_backward, unit), mode="any")
 
-    def before_backward(self, next_in_backward, unit, grad):
+    def before_backward(self, unit, grad):
         self.in_backward = True
         self.gather(unit)
         for flat in self.flats_of[unit]:
             self.expect(flat)
-        self.fetch(next_in_backward)
+        self.fetch(self.previous[unit])
 
     def gather(self, unit):
         """The unit is whole when this returns."""
@@ -625,6 +626,15 @@ class Units:
         for flat in self.flats:
             flat.free()
         self.in_backward = False
+
+
+def nearest_before(units, sharded):
+    """{unit: the nearest one before it in the list that is `sharded`, so that there is something to gather, or None}"""
+    found, nearest = {}, None
+    for unit in units:
+        found[unit] = nearest
+        nearest = unit if unit in sharded else nearest
+    return found
 
 
 class FSDP(nn.Module):
@@ -694,9 +704,12 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def full_state_dict(self):
         """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
-        every = self.module.named_parameters(remove_duplicate=False)
-        named = [(name, param, self.bucket_of[param]) for name, param in every]
-        return {name: gather_one(flat, param, flat.shard.detach()) for name, param, flat in named}
+        whole = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            flat = self.bucket_of[param]
+            there, here = overlap(flat, param, flat.own)
+            whole[name] = put_together(param.shape, there, flat.shard[here], [flat.group])
+        return whole
 
     @torch.no_grad()
     def load(self, get):
@@ -712,11 +725,10 @@ def flatten_units(module, group, compute_dtype, reduce_dtype, device):
     units = fsdp_units(module)
     unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
 
-    def same(p):  # a bucket has a unit's matrices, of any size, or the vectors of all units
-        return p.requires_grad, unit_of[p] if is_matrix(p) else "vectors"
+    def same(p):  # a unit's matrices are in one flat parameter, and the vectors of all units (None) in another
+        return p.requires_grad, unit_of[p] if is_matrix(p) else None
 
-    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter,
-                         reduce_dtype=reduce_dtype)
+    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, reduce_dtype=reduce_dtype)
     new, flat_of = {}, {}
     for flat in flats:
         flat_of.update(dict.fromkeys(flat.params, flat))
@@ -807,24 +819,14 @@ class Cut:
         self.group, self.dim, self.parts = group_or_world(group), dim, parts
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def part(self, full, rank=None):
-        """What a rank, by default this one, has of the whole tensor."""
-        rank = self.rank if rank is None else rank
-        parts = [part.tensor_split(self.size, self.dim)[rank] for part in full.chunk(self.parts, self.dim)]
+    def part(self, full):
+        """What this rank has of the whole tensor."""
+        parts = [part.tensor_split(self.size, self.dim)[self.rank] for part in full.chunk(self.parts, self.dim)]
         return torch.cat(parts, self.dim)
 
     def first(self, rows):
         """The first of so many rows that this rank has."""
         return self.rank * (rows // self.size) + min(self.rank, rows % self.size)
-
-    def gather(self, local, shape):
-        """The whole tensor, of `shape`, on every rank of the group."""
-        pieces = [self.part(torch.empty(shape, device="meta"), r) for r in range(self.size)]  # each rank's shape
-        rows = local.new_zeros(self.size, max(p.numel() for p in pieces))  # padded, because the collective needs equals
-        rows[self.rank, :local.numel()] = local.detach().reshape(-1)
-        dist.all_gather_into_tensor(rows.view(-1), rows[self.rank], group=self.group)
-        parts = [row[:p.numel()].view(p.shape).chunk(self.parts, self.dim) for row, p in zip(rows, pieces)]
-        return torch.cat([torch.cat(ranks, self.dim) for ranks in zip(*parts)], self.dim)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -1130,7 +1132,8 @@ def lower(lists):
     Why there is no deadlock: number the transfers in the order in which they are appended here. Then each rank's list
     has its transfers in the order of their numbers. Take the lowest number that is not done: both of its ranks have
     done all their earlier transfers. The actions between need only results that these have brought, or that were made
-    here. So both ranks can reach it.
+    here, because a receive is appended as soon as its result is made, and so stands before what needs it. So both ranks
+    can reach it.
     """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
@@ -1383,7 +1386,8 @@ def copies(place, groups):
     parts: in how many parts of the model `cut_over` leaves the parameter; each stage has a part of its own. equal: how
     many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages do.
     8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp, so 8 / 4 = 2 ranks hold the
-    same. The shard of a tied embedding is cut over all three, but 2 of its 8 parts are equal: 8 x 2 / 8 = 2.
+    same. The shard of a tied embedding is cut over all three, so one rank holds each part, but parts are equal in twos:
+    8 / 8 x 2 = 2. Of twins one rank holds two.
 
     Sequence parallelism adds a norm's gradient up over tp, too. But these ranks hold one part, not several, so only an
     `add_over` inside of `cut_over` counts.
@@ -1405,7 +1409,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64. Call it after finish_grad_sync, on all ranks.
 
-    Every rank adds up the squares of its gradients, each divided by the number of ranks that hold the same one. This
+    Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
     number is all-reduced over each group in turn, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
@@ -1440,7 +1444,8 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 # -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
 #
 # Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
-# that, with ZeRO, what `overlap` says lies in its shard. Back: `gather_one`, then `gather_cuts`.
+# that, with ZeRO, what `overlap` says lies in its shard. Back: every rank puts what it has where it belongs, and
+# `put_together` takes the largest of all ranks' values.
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
@@ -1449,35 +1454,22 @@ def cut_like(param, whole):
     return whole
 
 
-def gather_cuts(param, local, shape):
-    """The whole tensor, of `shape`, on all ranks that the parameter is cut over."""
-    whole = [torch.empty(shape, device="meta")]  # before each cut, for its shape
-    for cut in place_of(param).cuts:
-        whole.append(cut.part(whole[-1]))
-    for cut, before in reversed([*zip(place_of(param).cuts, whole)]):
-        local = cut.gather(local, before.shape)
-    return local
-
-
 def overlap(bucket, param, part):
     """What of a parameter lies in `part`, a slice of its bucket's vector: (where in the flat parameter, where in
     `part`)."""
-    start = bucket.first[param]
+    start = bucket.start_of[param]
     low = max(start, part.start)
     high = max(low, min(start + param.numel(), part.stop))
     return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
 
-def gather_one(bucket, param, local):
-    """One whole parameter, or its moment, each piece broadcast by the rank that keeps it. local: this rank's shard of
-    the bucket's vector. Call it on all ranks."""
-    whole, width = local.new_empty(param.shape), len(local)
-    for rank in range(bucket.numel // width):  # one turn where nothing is sharded
-        there, here = overlap(bucket, param, slice(rank * width, (rank + 1) * width))
-        if rank * width == bucket.own.start:
-            whole.view(-1)[there] = local[here]
-        if width < bucket.numel and here.start < here.stop:
-            dist.broadcast(whole.view(-1)[there], group=bucket.group, group_src=rank)
+def put_together(shape, places, values, groups):
+    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. places: where they
+    lie in the flat tensor, a slice or numbers. What a rank does not have is -inf there, so the largest is the value."""
+    whole = values.new_full(shape, -math.inf)
+    whole.view(-1)[places] = values
+    for group in groups:
+        dist.all_reduce(whole, dist.ReduceOp.MAX, group)
     return whole
 
 
@@ -1553,7 +1545,7 @@ def parallelize(config, layout, device, source=None):
         if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model
-    return ParallelGPT(config, layout, device, mesh, groups, stages, pieces_of, homes)
+    return ParallelGPT(config, layout, device, mesh, groups, stages, homes)
 
 
 def make_groups(mesh, layout, homes, tied):
@@ -1580,7 +1572,8 @@ def make_groups(mesh, layout, homes, tied):
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
     ends = [homes[0], homes[len(homes) - 1]]
     if tied and ends[0] != ends[1]:
-        groups.ends, _ = make(mesh.mesh[ends].flatten(1).T.tolist())
+        first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
+        groups.ends, _ = make(first_and_last.T.tolist())
     return groups
 
 
@@ -1642,7 +1635,7 @@ class ParallelGPT:
         norm = net.clip_grad_norm_(1.0); optimizer.step()
     """
 
-    def __init__(self, config, layout, device, mesh, groups, stages, pieces_of, homes):
+    def __init__(self, config, layout, device, mesh, groups, stages, homes):
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
         self.stages, self.homes = stages, homes
@@ -1651,11 +1644,6 @@ class ParallelGPT:
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.owners = {}  # name -> the stage that has it; of a tied weight, the first
-        for stage, pieces in enumerate(pieces_of):
-            model = GPT(config, seed=None, pieces=pieces)
-            for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-                self.owners.setdefault("wte.weight" if config.tied and name == "lm_head.weight" else name, stage)
         self.pipeline = Pipeline(stages, homes, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
         wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
@@ -1707,7 +1695,7 @@ class ParallelGPT:
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
-        Returns, on every rank of the pipeline, this replica's part of it times replicas: their mean is the loss."""
+        Returns, on every rank of the pipeline, a number of this replica; the mean over replicas is the loss."""
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
             raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
@@ -1755,8 +1743,11 @@ class ParallelGPT:
 
     def weight_of_a_target(self, y):
         """Replicas / targets of all replicas that count. Sums of losses times this, averaged over the replicas, are the
-        mean over these targets, however unevenly they lie in micro-batches and replicas. A mean of parts' means would
-        weigh the targets of short parts more. A tensor, so that nothing waits for the GPU."""
+        mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on another, 2/4
+        (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as much as the
+        other three. Backward starts from it, because gradients add up and are sent while backward runs.
+
+        A tensor, so that nothing waits for the GPU."""
         count = (torch.cat([*y]) != kernels.IGNORED).sum()
         dist.all_reduce(count, group=self.groups.replicas)
         replicas = dist.get_world_size(self.groups.replicas)
@@ -1770,43 +1761,41 @@ class ParallelGPT:
         """A stage without its DDP or FSDP."""
         return getattr(self.stages[stage], "module", self.stages[stage])
 
-    def kept(self, stage, name):
-        """(a parameter of this rank, what the optimizer steps for it, their bucket, or None if both are one)"""
-        param = self.module(stage).get_parameter(name)
-        bucket = self.bucket_of.get(param)
-        return param, bucket.shard if bucket else param, bucket
+    def kept(self, param):
+        """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
+        parameter's, which elements of the parameter they are)."""
+        if bucket := self.bucket_of.get(param):
+            there, here = overlap(bucket, param, bucket.own)
+            return bucket.shard, here, there
+        return param, slice(None), slice(None)
 
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Gathered from the bucket's ranks, then the cuts'; then its stage
-        sends to all. Call it on all ranks."""
-        owner, is_buffer = self.owners[name], name in buffers(self.config)
+        (zeros before its first step); or a buffer. Call it on all ranks."""
         shape = {**shapes(self.config), **buffers(self.config)}[name]
-        dtype = torch.float32 if is_buffer else master_dtype(self.layout.dtype)
-        local = torch.empty(shape, dtype=dtype, device=self.device)
-        if owner in self.stages and is_buffer:
-            local = self.module(owner).get_buffer(name)
-        elif owner in self.stages:
-            param, stepped, bucket = self.kept(owner, name)
-            local = stepped.detach()
-            if key is not None:
-                local = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-            local = gather_one(bucket, param, local) if bucket else local
-            local = gather_cuts(param, local, shape)
-        local = local.clone()  # not what the optimizer steps
-        if self.layout.pp > 1:
-            dist.broadcast(local, group=self.groups.pp, group_src=self.homes[owner])
-        return local
+        dtype = torch.float32 if name in buffers(self.config) else master_dtype(self.layout.dtype)
+        places, values, groups = slice(0), torch.empty(0, device=self.device), []  # of a rank that has none of it
+        for model in map(self.module, self.stages):
+            if name in (own := dict(model.named_buffers())):
+                places, values = slice(None), own[name].view(-1)
+            elif name in (own := dict(model.named_parameters())):
+                stepped, here, there = self.kept(own[name])
+                held = stepped.detach()
+                if key is not None:
+                    held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+                # Cut like the tensor, its numbers say what of it is here.
+                numbers = torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
+                places, values = cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
+                groups = [group for group in place_of(stepped).cut_over if group != self.groups.pp]
+        return put_together(shape, places, values.to(dtype), [*groups, self.groups.pp])  # other stages know pp alone
 
     @torch.no_grad()
-    def load_state(self, name, key, whole):
-        """Let the optimizer keep under `key` this rank's part of `whole`, of a parameter's shape."""
-        names = {self.owners[name]: name}
-        if self.config.tied and name == "wte.weight":
-            names.setdefault(len(self.homes) - 1, "lm_head.weight")
-        for stage in names.keys() & self.stages.keys():
-            param, stepped, bucket = self.kept(stage, names[stage])
-            there, here = overlap(bucket, param, bucket.own) if bucket else (slice(None), slice(None))
-            kept = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
-            kept.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(kept)
+    def load_state(self, key, source):
+        """Let the optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's shape."""
+        for model in map(self.module, self.stages):
+            for name, param in model.named_parameters():
+                stepped, own, there = self.kept(param)
+                whole = source("wte.weight" if self.config.tied and name == "lm_head.weight" else name)
+                state = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+                state.view(-1)[own] = cut_like(param, whole).reshape(-1)[there].to(state)

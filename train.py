@@ -258,7 +258,8 @@ class Trainer:
             self.show_sample()
 
     def step(self, step):
-        """One optimizer step. Returns (loss, of which the mean over replicas is the batch's; norm before clipping)."""
+        """One optimizer step. Returns (this replica's loss, norm before clipping). The mean of replicas' losses is the
+        batch's."""
         s, scale = self.s, self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.net.zero_grad()
@@ -281,7 +282,7 @@ class Trainer:
     def all_finite(self, loss, norm):
         """Whether this step counts. If one rank finds that its loss or the norm is not finite, all ranks skip the step,
         because replicas must stay equal."""
-        bad, = self.agree(not (loss.isfinite() and norm.isfinite()))
+        [bad] = self.agree(not (loss.isfinite() and norm.isfinite()))
         self.skipped += bad
         if self.scaler:
             self.scaler.update(not bad)
@@ -375,9 +376,8 @@ class Trainer:
         if self.scaler and saved["scaler"]:
             vars(self.scaler).update(saved["scaler"])
         if updates := saved["step"] - self.skipped:  # before the first one, an optimizer has no state
-            for name in shapes(self.config):
-                for key in MOMENTS:
-                    self.net.load_state(name, key, saved["tensors"][f"{key}.{name}"])
+            for key in MOMENTS:
+                self.net.load_state(key, lambda name: saved["tensors"][f"{key}.{name}"])
             for param in [p for group in self.optimizer.param_groups for p in group["params"]]:
                 self.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
         return saved["step"]

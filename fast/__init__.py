@@ -12,7 +12,7 @@ import kernels
 import model
 import parallel
 import safe
-from fast import attention, blocks, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence
+from fast import attention, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence
 from fast import zero
 from further import context as further_context
 from further import experts as further_experts
@@ -22,7 +22,6 @@ from theory.clock import split_pieces
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", links.fast_link),
     (kernels, "bias_gradient", linear.fast_bias_gradient),
-    (kernels, "Linear", linear.PaddedLinear),
     (kernels, "linear", linear.fast_linear),
     (kernels, "grouped_linear", grouped.fast_grouped),
     (kernels, "LayerNorm", norm.TunedLayerNorm),
@@ -33,7 +32,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (kernels, "attend", attention.attention_block),
     (kernels, "attend_backward", attention.attention_block_backward),
     (kernels, "matmul", linear.tuned_matmul),
-    (model, "Block", blocks.FusedBlock),
+    (model, "Block", norm.FusedBlock),
     (parallel, "make_buckets", overlap.large_buckets),
     (parallel, "Reducer", overlap.FastReducer),
     (parallel, "ShardedOptimizer", zero.GuardedOptimizer),

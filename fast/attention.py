@@ -3,7 +3,6 @@
 import functools
 import heapq
 import math
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +24,8 @@ try:  # Gluon is a part of Triton whose names still change. Without it kernels.p
     tma_load, tma_store = (getattr(tma, name, None) or getattr(tma, old) for name, old in (
         ("async_load", "async_copy_global_to_shared"), ("async_store", "async_copy_shared_to_global")))  # old: 3.6
     HAVE_GLUON = True
-except (ImportError, AttributeError):
-    gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
-    HAVE_GLUON = False
+except (ImportError, AttributeError):  # its kernels stay unused, and decorating them does nothing that matters
+    gluon, gl, HAVE_GLUON = triton, tl, False
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -58,6 +56,12 @@ except (ImportError, AttributeError):
 #     D = 128    here 487, 635, 664    cuDNN 448, 511, 535    (without `turn` 1 to 6 % less)
 #     D =  64    here 344, 421, 442    cuDNN 340, 408, 434    (without `turn` 2 to 3 % less)
 
+TILE = 128  # rows of queries, and keys of a block. They are as many, so that one block has a tile's diagonal.
+BM = BN = gl.constexpr(TILE)
+STAGES = {64: 3, 128: 2}  # head dim: blocks of keys, and of values, in shared memory
+# At head dim 128 shared memory has 64 KiB of Q, 128 of K and V, 32 of O, of 227.
+
+
 @gluon.jit
 def _tile_at(tiles, i, blocks):
     """(head, block of rows) of tile i. tiles: this program's row of `attention_schedule`."""
@@ -66,18 +70,18 @@ def _tile_at(tiles, i, blocks):
 
 
 @gluon.jit
-def _key_blocks(block, Tq, Tk, CAUSAL: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+def _key_blocks(block, Tq, Tk, CAUSAL: gl.constexpr):
     """How many blocks of keys a block of rows sees."""
     return gl.minimum((block + 1) * BM + Tk - Tq, Tk) // BN if CAUSAL else Tk // BN
 
 
 @gluon.jit
 def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
-                BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+                STAGES: gl.constexpr):
     n = 2 * STAGES  # as in `_attend`
     for i in range(gl.load(tiles)):
         bh, block = _tile_at(tiles, i, blocks)
-        b, h, key_blocks = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN)
+        b, h, key_blocks = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL)
         for group in gl.static_range(2):
             slot = i % 2 * 2 + group
             mbarrier.wait(q_free.index(slot), 1 - i // 2 % 2)
@@ -93,8 +97,8 @@ def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, 
 
 
 @gluon.jit
-def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP: gl.constexpr, BM: gl.constexpr,
-                    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP: gl.constexpr, D: gl.constexpr,
+                    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr):
     """Start Q K^T of block n and acc + P V of block n - 1, and wait for the first one. ahead, behind: whether block n,
     and block n - 1, exist. If one does not, its barriers are left out, and its product means nothing."""
     k, v = n % STAGES * 2, (n - 1) % STAGES * 2 + 1
@@ -112,8 +116,7 @@ def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP:
 
 @gluon.jit
 def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq,
-            Tk, H, blocks, CAUSAL: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-            STAGES: gl.constexpr):
+            Tk, H, blocks, CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     """One group's rows of all tiles of this program. Round i starts the first Q K^T of tile i beside the last P V of
     tile i - 1, stores that tile, and computes the rest of tile i. One more round stores the last tile."""
     ROWS: gl.constexpr = BM // 2
@@ -129,12 +132,11 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
     for i in range(count + 1):
         bh, block = _tile_at(tiles, i, blocks)
-        key_blocks = gl.where(i < count, _key_blocks(block, Tq, Tk, CAUSAL, BM, BN), 1)
+        key_blocks = gl.where(i < count, _key_blocks(block, Tq, Tk, CAUSAL), 1)
         q_slot = i % 2 * 2 + GROUP
         q = q_slots.index(q_slot).reshape([ROWS, D])
         mbarrier.wait(q_full.index(q_slot), i // 2 % 2, pred=i < count)
-        s, acc = _start_products(q, p, acc, n, i < count, i > 0, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
-                                 S_LAYOUT)
+        s, acc = _start_products(q, p, acc, n, i < count, i > 0, slots, full, free, turn, GROUP, D, STAGES, S_LAYOUT)
         if CAUSAL:
             last_seen = rows + (block * BM + GROUP * ROWS + Tk - Tq)
             s = gl.where((columns + (key_blocks - 1) * BN)[None, :] <= last_seen[:, None], s, -float("inf"))
@@ -157,8 +159,7 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         n += 1
         for _ in range(1, key_blocks):
-            s, acc = _start_products(q, p, acc, n, True, True, slots, full, free, turn, GROUP, BM, BN, D, STAGES,
-                                     S_LAYOUT)
+            s, acc = _start_products(q, p, acc, n, True, True, slots, full, free, turn, GROUP, D, STAGES, S_LAYOUT)
             top = gl.maximum(m, gl.max(s, 1) * scale)
             e = gl.exp2(s * scale - top[:, None])
             alpha = gl.exp2(m - top)
@@ -174,35 +175,32 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
 
 
 @gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
-                               D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+                               D: gl.constexpr, STAGES: gl.constexpr):
     """O and LSE (base 2) of all tiles of BM rows, as `tiles` hands them out. Tq, Tk: multiples of BM, BN."""
     tiles += gl.program_id(0) * stride
     q_slots = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, BM // 2, D], Q.layout)
     slots = gl.allocate_shared_memory(K.dtype, [2 * STAGES, 1, 1, BN, D], K.layout)
     o_slots = gl.allocate_shared_memory(O.dtype, [2, 1, 1, BM // 2, D], O.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(4):
-        mbarrier.init(q_full.index(slot), 1)
-        mbarrier.init(q_free.index(slot), 1)
-    for slot in gl.static_range(2 * STAGES):
-        mbarrier.init(full.index(slot), 1)
-        mbarrier.init(free.index(slot), 2)  # an arrival from each group
-    for group in gl.static_range(2):
-        mbarrier.init(turn.index(group), 1)
+    q_full, q_free = _barriers(4, 1), _barriers(4, 1)
+    full, free = _barriers(2 * STAGES, 1), _barriers(2 * STAGES, 2)  # free: an arrival from each group
+    turn = _barriers(2, 1)
     fence_async_shared()
     mbarrier.arrive(turn.index(0))  # group 0 has the first turn
     gl.warp_specialize([
         (_attend, (0, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
-                   blocks, CAUSAL, D, BM, BN, STAGES)),
+                   blocks, CAUSAL, D, STAGES)),
         (_attend, (1, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
-                   blocks, CAUSAL, D, BM, BN, STAGES)),
-        (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL, BM, BN,
-                       STAGES)),
+                   blocks, CAUSAL, D, STAGES)),
+        (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL, STAGES)),
     ], [4, 1], [240, 24])  # warps, and registers a thread, of the last two parts. The first has num_warps, and what is
     # left of 3 x 168 registers: a part has at least four warps' registers.
 
@@ -228,46 +226,44 @@ def attention_schedule(costs, heads, together, programs, device):
 
 
 @functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
-def specialized_tiles(Tq, Tk, BM, BN, is_causal, heads, together, programs, device):
+def specialized_tiles(Tq, Tk, is_causal, heads, together, programs, device):
     """The `attention_schedule` of these sizes. Costs: blocks of keys, and one more for loading Q and storing O."""
-    costs = [(min((i + 1) * BM + Tk - Tq, Tk) if is_causal else Tk) // BN + 1 for i in range(Tq // BM)]
+    costs = [(min((i + 1) * TILE + Tk - Tq, Tk) if is_causal else Tk) // TILE + 1 for i in range(Tq // TILE)]
     return attention_schedule(costs, heads, together, programs, device)
-
-
-SPECIALIZED = {64: (128, 128, 3), 128: (128, 128, 2)}  # head dim: BM, BN, STAGES. BM = BN: one block has the diagonal.
-# At head dim 128 shared memory has 64 KiB of Q, 128 of K and V, 32 of O, of 227.
 
 
 def specialized_takes(q, k, is_causal):
     """Whether this is a Hopper GPU, with Gluon, 16-bit numbers, whole tiles, and a key that each row sees."""
     (_, _, Tq, D), Tk = q.shape, k.shape[2]
     able = HAVE_GLUON and not kernels.INTERPRETED and q.is_cuda and kernels._generation(q.device) == 9
-    return (able and q.itemsize == 2 and D in SPECIALIZED and (Tk >= Tq or not is_causal) and min(Tq, Tk) > 0
-            and Tq % SPECIALIZED[D][0] == Tk % SPECIALIZED[D][1] == 0)
+    return (able and q.itemsize == 2 and D in STAGES and (Tk >= Tq or not is_causal) and min(Tq, Tk) > 0
+            and Tq % TILE == Tk % TILE == 0)
 
 
-def specialized_attention_forward(q, k, v, is_causal, o, lse):
-    """Write o (B, H, Tq, D) and lse (B*H, Tq)."""
+def specialized_attention_forward(q, k, v, is_causal):
+    """As tuned_attention_forward."""
     (B, H, Tq, D), Tk = q.shape, k.shape[2]
-    BM, BN, STAGES = SPECIALIZED[D]
+    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(B * H, Tq, dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
     def tiles_of(x, rows):
         like = tiled(x, rows)
         return GluonDescriptor(x, like.shape, like.strides, like.block_shape, layout)
 
-    together = max(1, (32 << 20) // (k[0, 0].nbytes + v[0, 0].nbytes))  # of L2's 50 MiB
-    programs = min(programs_at_once(q.device) - grouped.SPARED, B * H * (Tq // BM))
-    tiles = specialized_tiles(Tq, Tk, BM, BN, is_causal, B * H, together, programs, q.device)
+    together = max(1, (32 << 20) // (2 * k[0, 0].nbytes))  # of L2's 50 MiB
+    programs = min(programs_at_once(q.device) - grouped.SPARED, B * H * (Tq // TILE))
+    tiles = specialized_tiles(Tq, Tk, is_causal, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
-        tiles_of(q, BM // 2), tiles_of(k, BN), tiles_of(v, BN), tiles_of(o, BM // 2), lse, tiles, tiles.shape[1],
-        math.log2(math.e) / math.sqrt(D), Tq, Tk, H, Tq // BM, CAUSAL=is_causal, D=D, BM=BM, BN=BN, STAGES=STAGES,
-        num_warps=4, maxnreg=168)
+        tiles_of(q, TILE // 2), tiles_of(k, TILE), tiles_of(v, TILE), tiles_of(o, TILE // 2), lse, tiles,
+        tiles.shape[1], math.log2(math.e) / math.sqrt(D), Tq, Tk, H, Tq // TILE, CAUSAL=is_causal, D=D,
+        STAGES=STAGES[D], num_warps=4, maxnreg=168)
+    return o, lse
 
 
 @triton.jit
-def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale2, scale, Tq, Tk, T_pad, H, CAUSAL: tl.constexpr,
-                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+                            D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
     bh = tl.program_id(1)
     b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -347,33 +343,27 @@ ATTENTION_TILES = {
 ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 
 
-def descriptor(x, rows):
-    """The TMA descriptor of x (B, H, T, D), for tiles (1, 1, rows, D), or of x (B*H, T), for tiles (1, rows)."""
-    if x.dim() == 4:
-        return tiled(x, rows)
+def tiled_rows(x, rows):
+    """As `tiled`, of x (B*H, T), for tiles (1, rows)."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0) if len(x) > 1 else 16, 1], [1, rows])
 
 
-def attention_settings(name, q, is_causal):
-    """(BM, BN, the other constexprs and the options of a launch) of a kernel of ATTENTION_TILES."""
-    D, wide = q.shape[3], q.dtype == torch.float32
+def backward_settings(name, q, k, is_causal):
+    """(BM, BN, the last arguments, the options of a launch) of a kernel of ATTENTION_TILES."""
+    (_, H, Tq, D), wide, scale = q.shape, q.dtype == torch.float32, 1 / math.sqrt(q.shape[3])
     BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
     precision = "tf32" if not wide else "tf32x3" if D <= 128 else "ieee"
-    return BM, BN, {"CAUSAL": is_causal, "D": D, "BM": BM, "BN": BN, "PRECISION": precision, "num_warps": warps,
-                    "num_stages": stages}
+    last = scale * math.log2(math.e), scale, Tq, k.shape[2], H, is_causal, D, BM, BN, precision
+    return BM, BN, last, {"num_warps": warps, "num_stages": stages}
 
 
 def tuned_attention_forward(q, k, v, is_causal):
     """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
     check_attention(q, k, v)
-    if not specialized_takes(q, k, is_causal):
-        o, lse = attention_forward(q, k, v, is_causal)
-        return o, F.pad(lse * math.log2(math.e), (0, -lse.shape[1] % 128), value=math.inf)
-    B, H, T, D = q.shape
-    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(B * H, T, dtype=torch.float32, device=q.device)
-    specialized_attention_forward(q, k, v, is_causal, o, lse)
-    return o, lse
+    if specialized_takes(q, k, is_causal):
+        return specialized_attention_forward(q, k, v, is_causal)
+    o, lse = attention_forward(q, k, v, is_causal)
+    return o, F.pad(lse * math.log2(math.e), (0, -lse.shape[1] % 128), value=math.inf)
 
 
 def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
@@ -385,20 +375,17 @@ def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
 
 def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
     """Write dq, and delta, which `tuned_backward_kv` reads. delta has lse's strides."""
-    (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
-    BM, BN, settings = attention_settings("dq", q, is_causal)
-    tuned_backward_q_kernel[lse.shape[1] // BM, B * H](
-        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(o, BM), descriptor(do, BM), lse, delta,
-        descriptor(dq, BM), scale * math.log2(math.e), scale, Tq, Tk, lse.stride(0), H, **settings)
+    BM, BN, last, options = backward_settings("dq", q, k, is_causal)
+    tuned_backward_q_kernel[lse.shape[1] // BM, len(lse)](
+        tiled(q, BM), tiled(k, BN), tiled(v, BN), tiled(o, BM), tiled(do, BM), lse, delta, tiled(dq, BM), lse.stride(0),
+        *last, **options)
 
 
 def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
-    (B, H, Tq, _), Tk, scale = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3])
-    BM, BN, settings = attention_settings("dkv", q, is_causal)
-    tuned_backward_kv_kernel[triton.cdiv(Tk, BN), B * H](
-        descriptor(q, BM), descriptor(k, BN), descriptor(v, BN), descriptor(do, BM), descriptor(lse, BM),
-        descriptor(delta, BM), descriptor(dk, BN), descriptor(dv, BN), scale * math.log2(math.e), scale, Tq, Tk, H,
-        **settings)
+    BM, BN, last, options = backward_settings("dkv", q, k, is_causal)
+    tuned_backward_kv_kernel[triton.cdiv(k.shape[2], BN), len(lse)](
+        tiled(q, BM), tiled(k, BN), tiled(v, BN), tiled(do, BM), tiled_rows(lse, BM), tiled_rows(delta, BM),
+        tiled(dk, BN), tiled(dv, BN), *last, **options)
 
 
 def aligned(x):
@@ -409,18 +396,18 @@ def aligned(x):
 
 
 def check_attention(q, k, v):
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), not {shapes}")
+    if (q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]
+            or not q.numel() or not k.numel() or q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype
+            or not q.device == k.device == v.device):
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), in bfloat16, float16 or float32, all "
+                         f"on one device, none empty, not q {tuple(q.shape)} {q.dtype} on {q.device}, k "
+                         f"{tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}")
     if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"head dim {q.shape[3]} ({shapes}) is not 16, 32, 64, 128 or 256: a tile is 2^i wide")
-    if not q.numel() or not k.numel():
-        raise ValueError(f"attention over nothing: {shapes}")
+        raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not 16, 32, 64, 128 or 256: a tile is 2^i "
+                         f"wide")
     if q.shape[0] * q.shape[1] > 65535:
-        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} ({shapes}), a launch takes 65535: split the batch")
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ValueError(f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device} ({shapes}): "
-                         f"all three must be bfloat16, float16 or float32, on one device")
+        raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} (q {tuple(q.shape)}), a launch takes 65535: split the "
+                         f"batch")
 
 
 def heads(qkv):

@@ -13,32 +13,31 @@ from kernels import tl, triton
 
 
 @triton.jit
-def _merge_parts(O, LSE, PART, PART_LSE, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, part_lse_bh, H, T,
+def _merge_parts(O, LSE, PART, PART_LSE, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, part_lse_bh, H,
                  D: tl.constexpr, ROWS: tl.constexpr):
     """ROWS rows of one head: O <- O 2^(LSE - new) + PART 2^(PART_LSE - new), LSE <- new = log2(2^LSE + 2^PART_LSE)."""
     bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b, h, column, inside = bh // H, bh % H, tl.arange(0, D), rows < T
-    before = tl.load(LSE + bh * lse_bh + rows, inside, 0)
-    part_lse = tl.load(PART_LSE + bh * part_lse_bh + rows, inside, 0)
+    b, h, column = bh // H, bh % H, tl.arange(0, D)
+    before = tl.load(LSE + bh * lse_bh + rows)
+    part_lse = tl.load(PART_LSE + bh * part_lse_bh + rows)
     top = tl.maximum(before, part_lse)
     total = top + tl.log2(tl.exp2(before - top) + tl.exp2(part_lse - top))
     at = O + b * o_b + h * o_h + rows.to(tl.int64)[:, None] * o_t + column[None, :]
-    part = tl.load(PART + b * part_b + h * part_h + rows.to(tl.int64)[:, None] * part_t + column[None, :],
-                   inside[:, None], 0).to(tl.float32)
-    o = tl.load(at, inside[:, None], 0).to(tl.float32)
-    tl.store(at, o * tl.exp2(before - total)[:, None] + part * tl.exp2(part_lse - total)[:, None], inside[:, None])
-    tl.store(LSE + bh * lse_bh + rows, total, inside)
+    part = tl.load(PART + b * part_b + h * part_h + rows.to(tl.int64)[:, None] * part_t + column[None, :])
+    o = tl.load(at).to(tl.float32)
+    tl.store(at, o * tl.exp2(before - total)[:, None] + part.to(tl.float32) * tl.exp2(part_lse - total)[:, None])
+    tl.store(LSE + bh * lse_bh + rows, total)
 
 
 def merge_parts(o, lse, part, part_lse):
     """Merge (part, part_lse), attention to some of the keys, into (o, lse), attention to others: in place.
 
-    o and part (B, H, T, D), lse and part_lse (B*H, T) in base 2, as tuned_attention_forward returns them. Every row
-    must see a key in each of the two. Computes in float32.
+    o and part (B, H, T, D), lse and part_lse (B*H, T) in base 2, as tuned_attention_forward returns them; T a multiple
+    of 64. Every row must see a key in each of the two. Computes in float32.
     """
     B, H, T, D = o.shape
-    _merge_parts[triton.cdiv(T, 64), B * H](o, lse, part, part_lse, *o.stride()[:3], lse.stride(0), *part.stride()[:3],
-                                            part_lse.stride(0), H, T, D, 64)
+    _merge_parts[T // 64, B * H](o, lse, part, part_lse, *o.stride()[:3], lse.stride(0), *part.stride()[:3],
+                                 part_lse.stride(0), H, D, 64)
 
 
 @triton.jit
@@ -104,7 +103,7 @@ class TunedRing(RingAttention):
             (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
             part, part_lse = tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
-                o, lse = part.to(sum_dtype(part, group)), part_lse
+                o, lse = as_sum(part, group), part_lse
             else:
                 merge_parts(o[:, :, rows], lse[:, rows], part, part_lse)
         o = o.to(q.dtype)
@@ -123,7 +122,7 @@ class TunedRing(RingAttention):
         for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
             if other == rank:
                 tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
-                total = grads[:, :, 0].to(sum_dtype(dq, ctx.group))                           # (B, T/N, H, D)
+                total = as_sum(grads[:, :, 0], ctx.group)                                     # (B, T/N, H, D)
                 continue
             rows, keys, _ = seen(rank, other, half)
             dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
@@ -144,9 +143,9 @@ class TunedRing(RingAttention):
         return grads, None
 
 
-def sum_dtype(part, group):
-    """The dtype in which tensors like `part` are added up over the ranks."""
-    return part.dtype if dist.get_world_size(group) == 2 else torch.float32
+def as_sum(part, group):
+    """The first part of a sum over the ranks, in the dtype of the sum."""
+    return part if dist.get_world_size(group) == 2 else part.float()
 
 
 def wait(handles):

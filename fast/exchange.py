@@ -1,6 +1,7 @@
 """Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather."""
 
 import torch
+from torch.distributed import ReduceOp
 
 from kernels import DTYPES, tl, triton
 
@@ -62,29 +63,42 @@ def all_to_all_bytes(ranks):
 
 def _shares(ranks):
     """Programs that share a block."""
-    return max(1, SHARES // max(1, ranks - 1))
+    return SHARES // max(1, ranks - 1)
+
+
+@triton.jit
+def _of_step(blocks, step, i: tl.constexpr):
+    """Number i of a step's four. They are encoded as `AllToAll.__call__` says."""
+    number = blocks[i]
+    for s in tl.static_range(1, len(blocks) // 4):
+        number = tl.where(step == s, blocks[4 * s + i], number)
+    return (number << 2) >> 3
 
 
 @triton.jit
 def _share(n, share, SHARES: tl.constexpr, LEAST_BYTES: tl.constexpr):
-    """(start, bytes) of one of SHARES shares of a block of n bytes; n is encoded as `AllToAll.__call__` says."""
-    n = (n << 2) >> 3
+    """(start, bytes) of one of SHARES shares of a block of n bytes."""
     width = tl.cdiv(tl.cdiv(n, SHARES), LEAST_BYTES) * LEAST_BYTES
     start = tl.minimum(share * width, n)
     return start, tl.minimum(width, n - start)
 
 
 @triton.jit
-def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_bytes(to, source, n, WORD: tl.constexpr, UNIT: tl.constexpr):
     """Copy n bytes from address `source` to address `to`; all three are multiples of UNIT."""
     to = tl.multiple_of(to.to(tl.pointer_type(WORD)), UNIT)
     source = tl.multiple_of(source.to(tl.pointer_type(WORD)), UNIT)
     width: tl.constexpr = WORD.primitive_bitwidth // 8
     words = tl.multiple_of(n // width, UNIT // width)
-    for start in range(0, words, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for start in range(0, words, 4096):
+        at = start + tl.arange(0, 4096)
         # ".cg" reads past L1, which may still hold the old contents of a slot.
         tl.store(to + at, tl.load(source + at, at < words, cache_modifier=".cg"), at < words)
+
+
+@triton.jit
+def _counter(address):
+    return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -101,29 +115,22 @@ def _count(counter):
 
 @triton.jit
 def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
-                LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+                LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr):
     N: tl.constexpr = len(blocks) // 4
     share, step = tl.program_id(0), tl.program_id(1)
-    outgoing, sends, incoming, receives = blocks[0], blocks[1], blocks[2], blocks[3]
-    for s in tl.static_range(1, N):
-        outgoing, sends = tl.where(step == s, blocks[4 * s], outgoing), tl.where(step == s, blocks[4 * s + 1], sends)
-        incoming = tl.where(step == s, blocks[4 * s + 2], incoming)
-        receives = tl.where(step == s, blocks[4 * s + 3], receives)
-    start, sends = _share(sends, share, SHARES, LEAST_BYTES)
-    outgoing = ((outgoing << 2) >> 3) + start
-    start, receives = _share(receives, share, SHARES, LEAST_BYTES)
-    incoming = ((incoming << 2) >> 3) + start
+    start, sends = _share(_of_step(blocks, step, 1), share, SHARES, LEAST_BYTES)
+    outgoing = _of_step(blocks, step, 0) + start
+    start, receives = _share(_of_step(blocks, step, 3), share, SHARES, LEAST_BYTES)
+    incoming = _of_step(blocks, step, 2) + start
     rounds = tl.cdiv(tl.maximum(sends, receives), SLOT_BYTES).to(tl.int32)
     if step == N - 1:  # my own block
-        _copy_bytes(incoming, outgoing, sends, WORD, UNIT, BLOCK)
+        _copy_bytes(incoming, outgoing, sends, WORD, UNIT)
     elif rounds > 0:
         mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
         number, programs = step * SHARES + share, (N - 1) * SHARES
         slots, counters = number * SLOTS * SLOT_BYTES, programs * SLOTS * SLOT_BYTES + 4 * number
-        arrived_here = (mine + counters).to(tl.pointer_type(tl.int32))
-        arrived_there = (theirs + counters).to(tl.pointer_type(tl.int32))
-        taken_there = (mine + counters + 4 * programs).to(tl.pointer_type(tl.int32))
-        taken_here = (givers + counters + 4 * programs).to(tl.pointer_type(tl.int32))
+        arrived_here, arrived_there = _counter(mine + counters), _counter(theirs + counters)
+        taken_there, taken_here = _counter(mine + counters) + programs, _counter(givers + counters) + programs
         sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # no other program's
         sent, taken = tl.load(sent_before), tl.load(taken_before)
         for t in range(0, rounds + 1):
@@ -131,13 +138,13 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
             if at < sends:
                 _wait(taken_there, sent + 1 - SLOTS)
                 slot = theirs + slots + (sent & (SLOTS - 1)) * SLOT_BYTES
-                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _copy_bytes(slot, outgoing + at, tl.minimum(sends - at, SLOT_BYTES), WORD, UNIT)
                 _count(arrived_there)
                 sent += 1
             if (t > 0) & (before < receives):
                 _wait(arrived_here, taken + 1)
                 slot = mine + slots + (taken & (SLOTS - 1)) * SLOT_BYTES
-                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT, BLOCK)
+                _copy_bytes(incoming + before, slot, tl.minimum(receives - before, SLOT_BYTES), WORD, UNIT)
                 _count(taken_here)
                 taken += 1
         tl.store(sent_before, sent)
@@ -176,7 +183,7 @@ class AllToAll:
         # 2^62, which always has 64 bits and is odd. In the kernel, (number << 2) >> 3 gives n back.
         blocks = tuple([2 * number + (1 << 62 | 1) for number in blocks])
         grid = min(self.shapes[0], -(-largest // LEAST_BYTES)), len(self.peers), 1
-        arguments = blocks, self.windows, *self.shapes, self.words[unit], unit, 4096
+        arguments = blocks, self.windows, *self.shapes, self.words[unit], unit
         if unit in self.compiled:  # Triton's own lookup would cost the CPU 27 us, twice as much
             self.compiled[unit][grid](*arguments)
             return
@@ -202,6 +209,7 @@ class AllToAll:
 # are its own chunk. They still count what they do not write.
 
 SUM_PROGRAMS, SUM_SLOTS = 128, 4
+OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
 
 
 def sum_slot_bytes(ranks):
@@ -236,7 +244,7 @@ def _count_for_all(windows, rank, counters: tl.constexpr, first, N: tl.constexpr
     """Add 1 to this rank's counter on each other rank: the one for line `first` + s - 1 on rank+s."""
     for s in tl.static_range(1, N):
         there = tl.load(windows + (rank + s) % N) + counters + 4 * (first + s - 1)
-        tl.atomic_add(there.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+        tl.atomic_add(_counter(there), 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -255,7 +263,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
     # The first of N-1 lines of slots, each; rank-s fills line s-1 of them.
     pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)
     # How many pieces this program has handled in all launches; `before`: in those before.
-    done = (here + counters + 4 * (2 * PROGRAMS * (N - 1) + program)).to(tl.pointer_type(tl.int32))
+    done = _counter(here + counters + 4 * (2 * PROGRAMS * (N - 1) + program))
     before, lane = tl.load(done), tl.arange(0, SLOT)
     start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
     rounds = tl.cdiv(end - start, SLOT)
@@ -273,7 +281,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
         if (t > 0) & (t <= rounds):
             first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
             for s in tl.static_range(1, N):
-                _wait((here + counters + 4 * (pieces + s - 1)).to(tl.pointer_type(tl.int32)), before + t)
+                _wait(_counter(here + counters + 4 * (pieces + s - 1)), before + t)
             chunk, until = _chunk(flat, rank, first, row, least, more, end, N, EVEN, ROWS)
             inside = first + lane < until
             mine = tl.load((chunk if SEND else own) + first + lane, inside)
@@ -298,7 +306,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
         if t > 1:
             first, slot = start + (t - 2) * SLOT, (before + t - 2) & (SLOTS - 1)
             for s in tl.static_range(1, N):
-                _wait((here + counters + 4 * (sums + s - 1)).to(tl.pointer_type(tl.int32)), before + t - 1)
+                _wait(_counter(here + counters + 4 * (sums + s - 1)), before + t - 1)
                 if GATHER:
                     chunk, until = _chunk(flat, (rank - s + N) % N, first, row, least, more, end, N, EVEN, ROWS)
                     line, inside = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind), first + lane < until
@@ -310,7 +318,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
-    of `all_reduce_bytes` bytes. Tensors are contiguous. op: "sum", "avg" or "max", of dtypes that it `combines`.
+    of `all_reduce_bytes` bytes. Tensors are contiguous. op: one of OPS, of dtypes that it `combines`.
 
     One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
@@ -322,7 +330,7 @@ class AllReduce:
 
     @staticmethod
     def combines(dtype, op):
-        return dtype in (*DTYPES, torch.float64) and op in ("sum", "avg", "max") or (dtype, op) == (torch.int64, "sum")
+        return dtype in (*DTYPES, torch.float64) and op in OPS or (dtype, op) == (torch.int64, ReduceOp.SUM)
 
     def takes_rows(self, nbytes):
         """Whether a row's parts may have so many bytes: no slot may lie across two of them."""
@@ -332,11 +340,11 @@ class AllReduce:
         """Combine `flat` (n) of all ranks, in place."""
         most = len(flat) - len(flat) % (16 * self.ranks)
         for part in flat[:most], flat[most:]:  # apart, because only chunks of 16 k elements are read in vectors
-            self._launch(part, part, SEND=True, GATHER=True, OP=op)
+            self._launch(part, part, SEND=True, GATHER=True, OP=OPS[op])
 
     def reduce_scatter(self, flat, result, op, row=0):
         """Combine `flat` (N n) of all ranks, and write this rank's Nth to `result` (n)."""
-        self._launch(flat, result, row, SEND=True, GATHER=False, OP=op)
+        self._launch(flat, result, row, SEND=True, GATHER=False, OP=OPS[op])
 
     def all_gather(self, flat, own, row=0):
         """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""

@@ -20,8 +20,8 @@ class FusedExperts(Experts):
         if not kernels.on_triton(x):
             return super().forward(x, chosen, gates)
         places, counts = places_by_expert(chosen, self.count)
-        y = self.mlps(dispatch(x.flatten(0, 1), places), counts)
-        return combine(y, places, gates.view(places.shape)).view_as(x)
+        y = self.mlps(Dispatch.apply(x.flatten(0, 1), places), counts)
+        return Combine.apply(y, places, gates.contiguous().view(places.shape)).view_as(x)
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
@@ -97,20 +97,20 @@ def launch_dispatch(x, places, gates=None, y=None):
     """(rows (n k, C), dgates (n, k) or None) of x (n, C)."""
     (n, k), C = places.shape, x.shape[1]
     rows, dgates = x.new_empty(n * k, C), None if gates is None else torch.empty_like(gates)
-    if n:
-        _dispatch[n,](x.contiguous(), places, gates, rows, y, dgates, C, k, triton.next_power_of_2(C), num_warps=4)
+    _dispatch[n,](x.contiguous(), places, gates, rows, y, dgates, C, k, triton.next_power_of_2(C), num_warps=4)
     return rows, dgates
 
 
 def launch_combine(rows, places, gates=None):
     (n, k), C = places.shape, rows.shape[1]
     x = rows.new_empty(n, C)
-    if n:
-        _combine[n,](rows.contiguous(), places, gates, x, C, k, triton.next_power_of_2(C), num_warps=4)
+    _combine[n,](rows.contiguous(), places, gates, x, C, k, triton.next_power_of_2(C), num_warps=4)
     return x
 
 
 class Dispatch(torch.autograd.Function):
+    """x (n, C), places (n, k) -> rows (n k, C): row places[t, j] is x[t]. places holds 0 to n k - 1, each once."""
+
     @staticmethod
     def forward(ctx, x, places):
         ctx.save_for_backward(places)
@@ -123,6 +123,8 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
+    """rows (n k, C), places (n, k) -> (n, C): each token's sum of its rows, times gates (n, k) float32 if any."""
+
     @staticmethod
     def forward(ctx, rows, places, gates):
         ctx.save_for_backward(places, *(() if gates is None else (gates, rows)))
@@ -133,16 +135,6 @@ class Combine(torch.autograd.Function):
     def backward(ctx, dx):
         drows, dgates = launch_dispatch(dx, *ctx.saved_tensors)
         return drows, None, dgates
-
-
-def dispatch(x, places):
-    """x (n, C), places (n, k) -> rows (n k, C): row places[t, j] is x[t]. places holds 0 to n k - 1, each once."""
-    return Dispatch.apply(x, places)
-
-
-def combine(rows, places, gates=None):
-    """rows (n k, C), places (n, k) -> (n, C): each token's sum of its rows, times gates (n, k) float32 if any."""
-    return Combine.apply(rows, places, None if gates is None else gates.contiguous())
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts
@@ -157,7 +149,7 @@ def without_sorting(mlps, rows, counts):
     starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # by rank and expert
     moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
-    return combine(mlps(dispatch(rows, places), counts.sum(0)), places)
+    return Combine.apply(mlps(Dispatch.apply(rows, places), counts.sum(0)), places, None)
 
 
 class Travel(torch.autograd.Function):

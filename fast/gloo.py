@@ -7,14 +7,14 @@ import os
 import select
 import sys
 from collections import deque
+from types import SimpleNamespace
 
 import torch
-import torch.distributed as torch_dist
-from torch.distributed import irecv, ReduceOp
+from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import TAG, Handle, Link, recursive_doubling, Traffic
-from fast.rings import DoublingLink
+from collectives import Handle, Link, Traffic
+from fast.rings import DoublingLink, recursive_doubling
 from safe.launch import waits
 
 
@@ -37,10 +37,14 @@ class PartialMessage(Handle):
     def wait(self):
         self.mailboxes.finish(self)
 
-    def cut(self):
-        """Take the bytes for the next slot off the front of `rest`."""
-        part, self.rest = self.rest[:SLOT_BYTES], self.rest[SLOT_BYTES:]
-        return part
+
+def cut(messages):
+    """Take the bytes for the next slot off the first message, and the message away with its last ones."""
+    message = messages[0]
+    part, message.rest = message.rest[:SLOT_BYTES], message.rest[SLOT_BYTES:]
+    if message.is_completed():
+        messages.popleft()
+    return part
 
 
 class Mailboxes:
@@ -56,16 +60,23 @@ class Mailboxes:
     FULL, EMPTY = b"F", b"E"
 
     def __init__(self, link):
-        """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them."""
-        self.rank, self.size, self.others = link.rank, link.size, [r for r in range(link.size) if r != link.rank]
+        """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them.
+
+        Of another rank, sends and receives are the messages under way. empty: how many slots to it are empty. full: how
+        many from it are full. emptied: how many of these have been emptied, and not yet reported to it.
+        """
+        self.rank, self.size = link.rank, link.size
         fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
         os.ftruncate(fd, self.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
-        self.memory, self.read_ends, ends = [self.slots_in(fd)], {}, [0] * self.size
-        for r in self.others:
-            self.read_ends[r], end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
-            self.own_ends.append(end)
-            ends[r] = end.fileno()
+        self.memory, self.peers, ends = [self.slots_in(fd)], {}, [0] * self.size
+        for r in range(self.size):
+            if r != self.rank:
+                read_end, end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
+                self.own_ends.append(end)
+                ends[r] = end.fileno()
+                self.peers[r] = SimpleNamespace(rank=r, read_end=read_end, sends=deque(), receives=deque(), empty=SLOTS,
+                                                full=0, emptied=0)
         secret = int.from_bytes(os.urandom(7), "little")
         self.secret_of(self.memory[0], self.rank).fill_(secret)
         self.offer = [os.getpid(), fd, secret, *ends]
@@ -81,83 +92,76 @@ class Mailboxes:
 
     def open(self, offers):
         """Open every other rank's memory and pipe. OSError or ValueError: one cannot be opened."""
-        self.write_ends, self.to, self.source = {}, {}, {}
-        for r in self.others:
+        for r, peer in self.peers.items():
             pid, fd, secret, *ends = offers[r]
             with open(f"/proc/{pid}/fd/{fd}", "r+b", 0) as file:
                 self.memory.append(theirs := self.slots_in(file.fileno()))
             if int(self.secret_of(theirs, r)) != secret:
                 raise OSError("a process of another container has this number here")
-            self.write_ends[r] = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
-            self.to[r], self.source[r] = itertools.cycle(self.memory[0][r]), itertools.cycle(theirs[self.rank])
-        self.sends, self.receives = ({r: deque() for r in self.others} for _ in range(2))
-        self.empty = dict.fromkeys(self.others, SLOTS)  # how many slots to rank r are empty
-        # How many slots from rank r are full, and how many are empty but not yet reported to it.
-        self.full, self.emptied = dict.fromkeys(self.others, 0), dict.fromkeys(self.others, 0)
+            peer.write_end = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
+            peer.to, peer.source = itertools.cycle(self.memory[0][r]), itertools.cycle(theirs[self.rank])
 
-    def send(self, flat, peer):
-        self.sends[peer].append(message := PartialMessage(self, flat))
-        self._copy(peer)
+    def send(self, flat, r):
+        self.peers[r].sends.append(message := PartialMessage(self, flat))
+        self._copy(self.peers[r])
         return message
 
-    def receive(self, flat, peer):
-        self.receives[peer].append(message := PartialMessage(self, flat))
+    def receive(self, flat, r):
+        self.peers[r].receives.append(message := PartialMessage(self, flat))
         return message
 
     def finish(self, message):
         """Copy and sleep until this message is through. Other messages are copied, too: if each of two ranks served one
         message alone, both could wait for ever for the other to empty a slot."""
         while True:
-            for r in self.others:
-                self._copy(r)
+            for peer in self.peers.values():
+                self._copy(peer)
             if message.is_completed():
                 return
             self._sleep()
 
-    def _copy(self, r):
-        """Fill the empty slots to rank r and empty the full ones from it."""
-        while self.sends[r] and self.empty[r]:
-            part = self.sends[r][0].cut()
-            next(self.to[r])[:len(part)].copy_(part)
-            self.empty[r] -= 1
-            if self.sends[r][0].is_completed():
-                self.sends[r].popleft()
-            self._write(r, self.FULL)
-        while self.receives[r] and self.full[r]:
-            part = self.receives[r][0].cut()
-            part.copy_(next(self.source[r])[:len(part)])
-            self.full[r] -= 1
-            self.emptied[r] += 1
-            if self.receives[r][0].is_completed():
-                self.receives[r].popleft()
-            if self.emptied[r] >= SLOTS // 2:
-                self._write(r, b"")
+    def _copy(self, peer):
+        """Fill the empty slots to a rank and empty the full ones from it."""
+        while peer.sends and peer.empty:
+            part = cut(peer.sends)
+            next(peer.to)[:len(part)].copy_(part)
+            peer.empty -= 1
+            self._write(peer, self.FULL)
+        while peer.receives and peer.full:
+            part = cut(peer.receives)
+            part.copy_(next(peer.source)[:len(part)])
+            peer.full -= 1
+            peer.emptied += 1
+            if peer.emptied >= SLOTS // 2:
+                self._write(peer, b"")
 
-    def _write(self, r, what):
-        what, self.emptied[r] = what + self.EMPTY * self.emptied[r], 0
-        with contextlib.suppress(BrokenPipeError):  # rank r is gone; `_sleep` says so to those who wait for it
-            self.write_ends[r].write(what)
+    def _write(self, peer, what):
+        what += self.EMPTY * peer.emptied
+        peer.emptied = 0
+        with contextlib.suppress(BrokenPipeError):  # the rank is gone; `_sleep` says so to those who wait for it
+            peer.write_end.write(what)
 
     def _sleep(self):
         """Sleep until a rank with which a message is under way writes into its pipe, and count the slots it reports."""
         poll, of = select.poll(), {}
-        for r in self.others:
-            if self.sends[r] or self.receives[r]:
-                of[self.read_ends[r].fileno()] = r
-                poll.register(self.read_ends[r], select.POLLIN)
+        for peer in self.peers.values():
+            if peer.sends or peer.receives:
+                of[peer.read_end.fileno()] = peer
+                poll.register(peer.read_end, select.POLLIN)
         heard = poll.poll(min(1000 * waits["timeout"], 2 ** 31 - 1))
         if not heard:
             raise RuntimeError(f"nothing arrived for {waits['timeout']} s")
         for fd, _ in heard:
             said = os.read(fd, 4096)
             if not said:
-                raise RuntimeError(f"Connection closed by rank {of[fd]} of the group")
-            self.full[of[fd]] += said.count(self.FULL)
-            self.empty[of[fd]] += said.count(self.EMPTY)
+                raise RuntimeError(f"Connection closed by rank {of[fd].rank} of the group")
+            of[fd].full += said.count(self.FULL)
+            of[fd].empty += said.count(self.EMPTY)
 
     def close(self):
-        for file in *self.read_ends.values(), *self.write_ends.values(), *self.own_ends:
-            file.close()
+        for peer in self.peers.values():
+            peer.read_end.close()
+            peer.write_end.close()
 
 
 def make_mailboxes(link):
@@ -195,25 +199,19 @@ class GlooLink(DoublingLink):
 
     def scratch(self, like, count):
         """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
-        if self.room.numel() < count * like.element_size():
-            self.room = torch.empty(count * like.element_size(), dtype=torch.uint8, device="cpu")
-        return self.room[:count * like.element_size()].view(like.dtype)
+        nbytes = count * like.itemsize
+        if len(self.room) < nbytes:
+            self.room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self.room[:nbytes].view(like.dtype)
 
     def post(self, sends=(), receives=()):
-        def send_by_gloo(t, peer):
-            return torch_dist.isend(t.view(torch.uint8), None, self.group, TAG, peer)
-
-        def receive_by_gloo(t, peer):
-            return irecv(t.view(torch.uint8), None, self.group, TAG, peer)
-
-        boxes = self.mailboxes
-        send, receive = (boxes.send, boxes.receive) if boxes else (send_by_gloo, receive_by_gloo)
-        with self.naming():
-            handles = [receive(t, peer) for t, peer in receives if t.numel()]
-            for t, peer in sends:
-                if t.numel():
-                    self.count(t, peer)
-                    handles.append(send(t, peer))
+        if not self.mailboxes:
+            return super().post(sends, receives)
+        handles = [self.mailboxes.receive(t, peer) for t, peer in receives if t.numel()]
+        for t, peer in sends:
+            if t.numel():
+                self.count(t, peer)
+                handles.append(self.mailboxes.send(t, peer))
         return handles
 
     def prepare(self):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 import collectives as dist
+from collectives import _unflatten
 from fast.adamw import AdamW
-from fast.overlap import stepped
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
@@ -34,11 +34,11 @@ class LeanGPT(ParallelGPT):
             for group in place_of(param).add_over:
                 over[group, param.grad.dtype].append(param.grad)
         for (group, _), grads in over.items():
-            flat = grads[0] if len(grads) == 1 else torch.cat([grad.flatten() for grad in grads])
+            flats = [grad.flatten() for grad in grads]
+            flat = torch.cat(flats) if len(flats) > 1 else flats[0]
             dist.all_reduce(flat, group=group)
-            if len(grads) > 1:
-                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-                    grad.copy_(part.view_as(grad))
+            for grad, part in zip(grads, flat.split(list(map(len, flats)))):
+                _unflatten(part, grad)
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         inner = getattr(self.optimizer, "inner", self.optimizer)
@@ -57,20 +57,26 @@ class LeanGPT(ParallelGPT):
 # move. A replay runs no autograd hooks. ZeRO-2 and 3 gather units and reduce-scatter gradients in hooks, so for them
 # the hooks run during the recording, and what they launch becomes part of the graph.
 
+def stepped(bucket):
+    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
+    return bucket.params if bucket.shard is None else [bucket.shard]
+
+
 class Totals:
     """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
-        self.sync, self.reducer, self.of = sync, sync.reducer, {}  # of: parameter -> its part of a flat vector
+        self.sync, self.reducer = sync, sync.reducer
         self.flats = {bucket: torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
                       for bucket in sync.buckets}
-        for bucket, flat in self.flats.items():
-            self.of.update({p: bucket.view(flat, p) for p in bucket.params})
+        self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
 
     def begin(self, overwrite):
-        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN."""
-        self.forget()  # a .grad that was zeroed, not dropped, is a view of the total
+        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN. Drop
+        the .grads: they are views of the totals, which would be added to themselves."""
         for bucket, flat in self.flats.items():
+            for param in stepped(bucket):
+                param.grad = None
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
@@ -86,11 +92,8 @@ class Totals:
         if computed:  # what autograd's hook would do
             self.reducer.computed(param)
 
-    def forget(self):
-        """Drop the .grads that recording has set: they are views of the totals, which would be added to themselves."""
-        for bucket in self.flats:
-            for param in stepped(bucket):
-                param.grad = None
+    def settle(self, kind):
+        """Nothing is under way between the actions that are recorded."""
 
     def close(self, unused):
         """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
@@ -121,7 +124,11 @@ class ShardTotals:
         self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
-        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch."""
+        """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.
+        First drop the .grads that a recording has set, which hold no numbers, and free units that evaluation left
+        whole."""
+        self.settle("B")
+        self.sync.zero_grad()
         if overwrite:
             self.flats.clear()
             return
@@ -132,7 +139,7 @@ class ShardTotals:
             if reducer.every_backward:
                 bucket.shard.grad = flat
             else:
-                bucket.shard.grad, bucket.total = None, flat
+                bucket.total = flat
 
     def settle(self, kind):
         """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
@@ -141,14 +148,6 @@ class ShardTotals:
                 reducer.receive()
         for flat in self.units:
             flat.wait() if kind == "F" else flat.free()
-
-    def forget(self):
-        """Drop the .grads that a recording has set, which hold no numbers. Free units that evaluation left whole."""
-        self.settle("B")
-        for reducer in self.reducers:
-            reducer.forget()
-        for bucket, _ in self.buckets:
-            bucket.shard.grad = None
 
     def close(self, unused):
         self.sync.finish_grad_sync()
@@ -173,6 +172,7 @@ class Recording(Passage):
     def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
                  overwrite=False):
         super().__init__(module, loss, weight_gradients)
+        totals.begin(overwrite)  # frees all units, because a graph would not gather one that is whole now
         self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
         self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
         self.params = [p for p in module.parameters() if p.requires_grad]
@@ -193,6 +193,7 @@ class Recording(Passage):
             self.dx = super().backward(kind, self.dy)
         if self.closes and kind == self.kinds[-1]:
             self.averages = self.totals.close(set(self.params) - self.touched if self.overwrite else ())
+        self.totals.settle(kind)
 
     def add(self, param, a, b=None):
         self.touched.add(param)
@@ -233,22 +234,6 @@ class HookedRecording(Recording):
     """
     gradients = Passage.gradients
 
-    def __init__(self, module, loss, weight_gradients, totals, *args, overwrite=False, **kwargs):
-        totals.forget()  # frees all units, because the graph would not gather one that is whole now
-        totals.begin(overwrite)
-        super().__init__(module, loss, weight_gradients, totals, *args, overwrite=overwrite, **kwargs)
-
-    def record(self, kind):
-        super().record(kind)
-        self.totals.settle(kind)
-
-
-def no_graphs():
-    """An empty store for the recordings of a GraphPipeline."""
-    return SimpleNamespace(recordings={},   # {stage: [Recording that no micro-batch is using]}
-                           closing={},      # {stage: Recording of the last micro-batch, if it sends the gradients, too}
-                           recorded_for=None)  # (shape of its micro-batches, actions)
-
 
 class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
@@ -256,12 +241,16 @@ class GraphPipeline(PatientPipeline):
     The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
     With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
     there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
+
+    graphs, once there is a step with these shapes and actions: recordings {stage: [Recording that no micro-batch is
+    using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
+    its micro-batches, actions). Whoever sets it to None has them recorded anew.
     """
     recording = Recording
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.graphs, self.totals, self.replaying = no_graphs(), {}, False
+        self.graphs, self.totals, self.replaying = None, {}, False
 
     def begin(self, actions, x, y, dloss, syncs):
         super().begin(actions, x, y, dloss, syncs)
@@ -269,22 +258,21 @@ class GraphPipeline(PatientPipeline):
         if not self.replaying:
             return
         self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
-        self.last_of = {a.stage: a.micro_batch for a in actions if a.kind in "BW"}  # stage -> its last micro-batch
         self.add_up(syncs)
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
-        asked, graphs = (x[0].shape, tuple(actions)), self.graphs
-        overwrite = asked == graphs.recorded_for and alone and len(x) == 1
+        asked = x[0].shape, tuple(actions)
+        known = self.graphs is not None and self.graphs.recorded_for == asked
+        overwrite = known and alone and len(x) == 1
         for totals in self.totals.values():
             totals.begin(overwrite)
-        if asked != graphs.recorded_for:
-            graphs.recordings, graphs.closing, graphs.recorded_for = {}, {}, asked
-        elif not graphs.recordings:
+        if not known:
+            self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
+        elif not self.graphs.recordings:
             for stage in self.stages:
                 self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
             self.add_up(syncs)
             for totals in self.totals.values():
-                totals.forget()
                 totals.begin(overwrite)
 
     def add_up(self, syncs):
@@ -303,15 +291,20 @@ class GraphPipeline(PatientPipeline):
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
         else:
-            eager = self.last_of[stage] if self.replicated else None
-            mine = [a for a in actions if a.stage == stage and a.micro_batch != eager]
+            mine = [a for a in actions if a.stage == stage and not (self.replicated and self.is_of_last(a))]
             self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
 
+    def is_of_last(self, action):
+        """Whether its micro-batch is the last one of its stage."""
+        return action.micro_batch == self.last["W", action.stage].micro_batch
+
     def passage(self, action):
-        s, closes = action.stage, self.replaying and action.micro_batch == self.last_of[action.stage]
+        if not self.replaying:
+            return super().passage(action)
+        s, closes = action.stage, self.is_of_last(action)
         if closes and s in self.graphs.closing:
             return self.graphs.closing[s]
-        if self.replaying and self.graphs.recordings.get(s) and not (closes and self.replicated):
+        if self.graphs.recordings.get(s) and not (closes and self.replicated):
             return self.graphs.recordings[s].pop()
         return super().passage(action)
 

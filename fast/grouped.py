@@ -4,7 +4,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import kernels
-from fast.linear import sum_parts
+from fast.linear import column_sums
 from kernels import _tile, grouped_reference, programs_at_once, TensorDescriptor, tl, triton
 
 
@@ -25,15 +25,18 @@ from kernels import _tile, grouped_reference, programs_at_once, TensorDescriptor
 # numbers on Hopper; elsewhere the reference's loop does it.
 
 @triton.jit
-def _rows_of_tile(tile, counts, E, E_PAD: tl.constexpr, BM: tl.constexpr):
-    """(group, first row, the row after the group's last) of a row tile. A surplus tile gets a group of E or more."""
-    group = tl.arange(0, E_PAD)
+def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """table (row tiles, 3): the group of each, E or more of a surplus one, its first row, and the row after the group's
+    last. So the product's programs need not find them for every tile again."""
+    tile, group = tl.program_id(0), tl.arange(0, E_PAD)
     count = tl.load(counts + group, group < E, 0)
     tiles = (count + BM - 1) // BM
     e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # how many groups end before this tile
     start = tl.sum(tl.where(group < e, count, 0), 0)
-    first = start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM
-    return e, first, start + tl.sum(tl.where(group == e, count, 0), 0)
+    table += 3 * tile
+    tl.store(table, e)
+    tl.store(table + 1, start + (tile - tl.sum(tl.where(group < e, tiles, 0), 0)) * BM)
+    tl.store(table + 2, start + tl.sum(tl.where(group == e, count, 0), 0))
 
 
 # TMA moves whole tiles, so that programs compute no addresses and need no masks. But TMA stops only at the edges of a
@@ -66,16 +69,6 @@ def _load_group(D, row, end, column, M: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _store_group(D, row, end, column, tile, M: tl.constexpr, N: tl.constexpr):
     D.store([1 << 30, end, (1 << 30) - end + row, column], tile.to(D.dtype).reshape(1, 1, M, N))
-
-
-@triton.jit
-def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
-    """table (row tiles, 3): group, first row, the group's end. So no program has to find them for every tile again."""
-    e, first, end = _rows_of_tile(tl.program_id(0), counts, E, E_PAD, BM)
-    table += 3 * tl.program_id(0)
-    tl.store(table, e)
-    tl.store(table + 1, first)
-    tl.store(table + 2, end)
 
 
 @triton.jit
@@ -123,21 +116,6 @@ def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
     DW.store([e, n, k], tile.to(DW.dtype).reshape(1, BN, BK))
 
 
-@triton.jit
-def _sum_groups(dy, counts, partial, width, E_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """partial (E, parts, width): a program sums N columns of one group, over every parts-th block of M rows."""
-    e, part, parts, group = tl.program_id(1), tl.program_id(2), tl.num_programs(2), tl.arange(0, E_PAD)
-    first = tl.sum(tl.load(counts + group, group < e, 0), 0)
-    end = first + tl.load(counts + e)
-    column = tl.program_id(0) * N + tl.arange(0, N)[None]
-    total = tl.zeros((M, N), tl.float32)
-    for start in tl.range(first + part * M, end, parts * M, num_stages=3):
-        row = start + tl.arange(0, M)[:, None]
-        total += tl.load(dy + row * width + column, (row < end) & (column < width), 0).to(tl.float32)
-    tl.store(partial + (e * parts + part).to(tl.int64) * width + column, tl.sum(total, 0, keep_dims=True),
-             column < width)
-
-
 def grouped_descriptor(x, rows, columns):
     width = x.shape[1]
     return TensorDescriptor(x, [2**31 - 2**16] * 2 + [2**30, width], [2**34 - width, width, width, 1],
@@ -150,6 +128,7 @@ def tma_takes(*tensors):
                and (kernels.INTERPRETED or kernels._generation(t.device) == 9) for t in tensors)
 
 
+GROUP = 8   # rows of tiles that programs share, as in kernels.matmul
 SPARED = 0  # multiprocessors left free for the one-program kernels that signal other GPUs, which else would wait
 
 
@@ -157,7 +136,7 @@ def tuned_grouped(x, weight, bias, counts):
     """y (R, out). weight (E, out, in), or a transposed view of a contiguous (E, in, out)."""
     x, (E, N, K), transposed = x.contiguous(), weight.shape, weight.stride(2) != 1
     stored = (weight.mT if transposed else weight).contiguous()
-    y, (BM, BN, BK, GROUP, stages) = x.new_empty(len(x), N), GROUPED_TILES_TUNED["product"]
+    y, BM, BN, BK = x.new_empty(len(x), N), 128, 256, 64
     tall, padded = triton.cdiv(len(x), BM) + E, triton.next_power_of_2(E)
     table = torch.empty(tall, 3, dtype=torch.int32, device=x.device)
     _list_row_tiles[(tall,)](counts, table, E, padded, BM, num_warps=1)
@@ -165,43 +144,29 @@ def tuned_grouped(x, weight, bias, counts):
         TensorDescriptor(x, list(x.shape), [K, 1], [BM, BK]),
         TensorDescriptor(stored, list(stored.shape), list(stored.stride()), [1, BK, BN] if transposed else [1, BN, BK]),
         grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, table, E, N, K,
-        transposed, padded, BM, BN, BK, GROUP, num_warps=8, num_stages=stages)
+        transposed, padded, BM, BN, BK, GROUP, num_warps=8, num_stages=3)
     return y
 
 
 def tuned_grouped_gradients(dy, x, counts, biased):
-    x, E, N, K = x.contiguous(), len(counts), dy.shape[1], x.shape[1]
-    (BM, BN, BK, GROUP, stages), dw, ends = GROUPED_TILES_TUNED["gradient"], x.new_empty(E, N, K), counts.cumsum(0)
+    x, E, N, K, BM, BN, BK = x.contiguous(), len(counts), dy.shape[1], x.shape[1], 64, 128, 256
+    dw = x.new_empty(E, N, K)
     tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
         grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
-        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, ends, N, K, BM, BN, BK, GROUP,
-        num_warps=8, num_stages=stages)
-    return dw, grouped_sums(dy, counts) if biased else None
-
-
-def grouped_sums(dy, counts):
-    """(E, width): sums over the rows of each group. For dy (16384, 6144) it takes 55 us; reading dy takes 48."""
-    E, width = len(counts), dy.shape[1]
-    partial = torch.empty(E, 16, width, dtype=torch.float32, device=dy.device)
-    _sum_groups[triton.cdiv(width, 64), E, 16](dy, counts, partial, width, triton.next_power_of_2(E), 32, 64,
-                                               num_warps=2)
-    return sum_parts(partial, dy.dtype)
+        TensorDescriptor(dw, [E, N, K], [N * K, K, 1], [1, BN, BK]), counts, counts.cumsum(0), N, K, BM, BN, BK,
+        GROUP, num_warps=8, num_stages=3)
+    return dw, column_sums(dy, counts) if biased else None
 
 
 def check_grouped(x, weight, bias, counts):
     if (x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or counts.shape != weight.shape[:1]
-            or bias is not None and bias.shape != weight.shape[:2]):
+            or bias is not None and bias.shape != weight.shape[:2] or x.dtype != weight.dtype
+            or counts.dtype != torch.int64 or not x.device == weight.device == counts.device):
         raise ValueError(f"grouped product of x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
-                         f"{None if bias is None else tuple(bias.shape)} and counts {tuple(counts.shape)}: needs "
-                         f"(R, in), (E, out, in), (E, out) or None, (E)")
-    if x.dtype != weight.dtype or counts.dtype != torch.int64 or not x.device == weight.device == counts.device:
-        raise ValueError(f"grouped product of x {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, "
-                         f"counts {counts.dtype} on {counts.device}: x and weight must be of one dtype, counts int64, "
-                         f"all on one device")
-
-
-# BM, BN, BK, GROUP, stages
-GROUPED_TILES_TUNED = {"product": (128, 256, 64, 8, 3), "gradient": (64, 128, 256, 8, 3)}
+                         f"{None if bias is None else tuple(bias.shape)} and counts {tuple(counts.shape)}, x "
+                         f"{x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, counts {counts.dtype} on "
+                         f"{counts.device}: needs (R, in), (E, out, in), (E, out) or None, (E), all on one device, x "
+                         f"and weight of one dtype, counts int64")
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -216,16 +181,15 @@ class GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (x, weight, counts), dy = ctx.saved_tensors, dy.contiguous()
-        dx = tuned_grouped(dy, weight.mT, None, counts) if ctx.needs_input_grad[0] else None
-        _, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dx = tuned_grouped(dy, weight.mT, None, counts) if needs_dx else None
         dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
         return dx, dw, db, None
 
 
 def fast_grouped(x, weight, bias, counts):
-    if not kernels.on_triton(x):
-        return grouped_reference(x, weight, bias, counts)
-    check_grouped(x, weight, bias, counts)
-    if not tma_takes(x, weight) or weight.shape[1] % 8:  # dy's width
-        return grouped_reference(x, weight, bias, counts)
-    return GroupedLinear.apply(x, weight, bias, counts.contiguous())
+    if kernels.on_triton(x):
+        check_grouped(x, weight, bias, counts)
+        if tma_takes(x, weight) and weight.shape[1] % 8 == 0:  # dy's width
+            return GroupedLinear.apply(x, weight, bias, counts.contiguous())
+    return grouped_reference(x, weight, bias, counts)

@@ -21,17 +21,14 @@ class TwoLevelNcclLink(WatchedLevels, NcclLink):
         return super().levels()
 
 
-def gloo_link(group):
-    return TwoLevelGlooLink(group) if group in dist._levels else GlooLink(group)
-
-
-def nccl_link(group):
-    nodes = {node_of(rank) for rank in torch_dist.get_process_group_ranks(group)}
-    return NodeLink(group) if len(nodes) == 1 else TwoLevelNcclLink(group) if group in dist._levels else NcclLink(group)
-
-
 def fast_link(group, comm):
     """As collectives.make_link: "ours" is answered here, the others are safe/'s."""
     if comm != "ours":
         return watched_link(group, comm)
-    return nccl_link(group) if torch_dist.get_backend(group) == "nccl" else gloo_link(group)
+    on_gpus = torch_dist.get_backend(group) == "nccl"
+    if group in dist._levels:
+        return TwoLevelNcclLink(group) if on_gpus else TwoLevelGlooLink(group)
+    if not on_gpus:
+        return GlooLink(group)
+    nodes = set(map(node_of, torch_dist.get_process_group_ranks(group)))
+    return NodeLink(group) if len(nodes) == 1 else NcclLink(group)

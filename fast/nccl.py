@@ -11,7 +11,7 @@ from fast import recorded, rings, windows
 from fast.exchange import AllReduce, window_bytes
 from fast.recorded import Replays
 from fast.rings import DoublingLink
-from fast.windows import KERNEL_OPS, _in_step, _sum_rows, make_window
+from fast.windows import _in_step, _sum_rows, make_window
 from safe.messages import progress
 
 
@@ -88,7 +88,7 @@ class Direct:
 
     def kernel_for(self, flat, op=None):
         """The exchange.AllReduce to combine `flat` by op, or without one to gather it. None if there is none."""
-        able = op is None or AllReduce.combines(flat.dtype, KERNEL_OPS.get(op))
+        able = op is None or AllReduce.combines(flat.dtype, op)
         able = able and SUM_FROM <= flat.nbytes < 1 << 31  # the kernel counts elements, or bytes, in 32 bits
         window = self.kernel_window() if able else None
         return window and window.sums
@@ -96,7 +96,7 @@ class Direct:
     def all_reduce(self, flat, op):
         chunks = flat.tensor_split(self.size)
         if kernel := self.kernel_for(flat, op):
-            kernel.all_reduce(flat, KERNEL_OPS[op])
+            kernel.all_reduce(flat, op)
             self._note_sent(flat, chunks, [chunks[self.rank]] * self.size)
         elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
             self.reduce_scatter([flat] * self.size, flat, op)
@@ -134,7 +134,7 @@ class Direct:
     def all_gather(self, chunks):
         if window := self.window_for_copies(chunks):
             for parts in _in_step(chunks, windows.WINDOW_BYTES):
-                window.gather(parts)
+                window.gather(parts, parts[self.rank])
         else:
             self._swap([chunks[self.rank]] * self.size, chunks)
 
@@ -149,15 +149,18 @@ class Direct:
         if kernel and (not row or kernel.takes_rows(row * itemsize)):
             if op is None:
                 kernel.all_gather(flat, own.view(-1), row)
-                self._note_sent(whole, [own] * self.size)
             else:
-                kernel.reduce_scatter(flat, own.view(-1), KERNEL_OPS[op], row)
-                self._note_sent(own, [own] * self.size)
+                kernel.reduce_scatter(flat, own.view(-1), op, row)
+            self._note_sent(whole if op is None else own, [own] * self.size)
         elif alike and ROW_BYTES <= row * itemsize <= windows.WINDOW_BYTES // self.size and row and (
                 window := self.window(windows.WINDOW_BYTES)):
             rows = windows.WINDOW_BYTES // (self.size * row * itemsize)
             for many, few in zip(whole.split(rows, 1), own.split(rows)):
-                window.gather_rows(many, few) if op is None else window.reduce_scatter_rows(many, few, op)
+                if op is None:
+                    window.gather(many, few)
+                    continue
+                for parts, result in zip(zip(*window.scatter(many)), few):
+                    _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
         else:
             operation(self)
 

@@ -1,4 +1,4 @@
-"""Layer norm and the addition before it, in one pass."""
+"""Layer norm and the addition before it, in one pass, and a block that uses it."""
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 import kernels
 from fast.linear import sum_parts
 from kernels import layer_norm, programs_at_once, tl, triton
+from model import Block
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm
@@ -14,14 +15,13 @@ from kernels import layer_norm, programs_at_once, tl, triton
 # over memory forward; separate kernels make 5. Backward it adds the stream's gradient, too: 4 passes instead of 6.
 
 @triton.jit
-def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
-                    ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, BLOCK: tl.constexpr):
     """A row a program. The whole row stays in registers, so the mean, the variance and y need one read of it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside, at = column < width, row * width + column
     v = tl.load(x + at, inside, 0).to(tl.float32)
-    if ADD:
+    if residual is not None:
         v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, v, inside)
         v = v.to(tl.float32)  # normalise the rounded sum that was stored, because backward reads that
@@ -36,7 +36,7 @@ def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
 
 @triton.jit
 def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, rows, width,
-                         ADD: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
+                             BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
     """As many programs as run at once share the rows. Each keeps its part of dw and db in registers.
 
     The parts go into partial (2, programs, width), and the caller adds them up in a fixed order, so every run has the
@@ -61,7 +61,7 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
             sum_g += gc
             sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
         dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
-        if ADD:  # x also goes on as the residual stream, whose gradient would else be added in another kernel
+        if dtotal is not None:  # x also goes on as the residual stream, whose gradient would else be added in another kernel
             dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
         tl.store(dx + start + column, dv, inside)
         dw += d * xhat
@@ -71,57 +71,29 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
     tl.store(at + programs.to(tl.int64) * width, db, inside)
 
 
-def add_layer_norm_forward(x, residual, weight, bias, eps):
-    shape, width, x = x.shape, x.shape[-1], x.contiguous()
-    if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
-        raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias "
-                         f"{tuple(bias.shape)}: all three must have the same width, 1 to 65536, because a row has to "
-                         f"fit in a multiprocessor's registers")
-    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
-        raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} {residual.dtype}: "
-                         f"their shapes and dtypes must be equal")
-    rows, add = x.numel() // width, residual is not None
-    residual = residual.contiguous() if add else x
-    y, total = torch.empty_like(x), torch.empty_like(x) if add else x
-    mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
-    # One warp for 1024 columns, from 8192 columns on for 2048. At widths 768, 1600, 4096, 8192, 16384 this moves 3.93,
-    # 3.95, 3.91, 3.94, 3.77 TB/s. Half or twice as many warps lose up to 8 %, 32 warps for 16384 columns 38 %.
-    warps = max(1, block // (1024 if block < 8192 else 2048))
-    _add_layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps, add,
-                             block, num_warps=warps)
-    return total, y, mean, rstd
-
-
-def add_layer_norm_backward(x, weight, mean, rstd, dtotal, dy):
-    width = x.shape[-1]
-    rows, use_dtotal = x.numel() // width, dtotal is not None
-    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-    dtotal = dtotal.contiguous() if use_dtotal else dy
-    # A program takes up to 8192 columns, whose dw and db fill a quarter of the registers, with one warp for 1024. Up to
-    # 8 programs of narrower rows, 8192 columns, share a multiprocessor. Two rows are loaded while one is computed, if
-    # shared memory has room for them and 8 KiB more. TB/s at the widths above: 3.86, 3.73, 3.81, 3.84, 3.21. With only
-    # one row loaded ahead, width 768 has 3.0.
-    block = min(triton.next_power_of_2(width), 8192)
-    slices = triton.cdiv(width, block)
-    row_bytes = x.element_size() * block * (2 * slices + use_dtotal) + weight.element_size() * block * (slices - 1)
-    room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
-    ahead = min(2, (room - 8192) // row_bytes)
-    programs = min(rows, programs_at_once(x.device) * max(1, min(8, 8192 // block)))
-    dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
-    _add_layer_norm_backward[(programs * slices,)](
-        x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width, use_dtotal, block, slices, 1 + ahead,
-        num_warps=max(1, block // 1024))
-    dw, db = sum_parts(partial, weight.dtype)
-    return dx, dw, db
-
-
 class AddLayerNorm(torch.autograd.Function):
     """(x + residual, its norm). Keeps the sum and two numbers a row."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        total, y, mean, rstd = add_layer_norm_forward(x, residual, weight, bias, eps)
+        shape, width, x = x.shape, x.shape[-1], x.contiguous()
+        if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
+            raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias "
+                             f"{tuple(bias.shape)}: all three must have the same width, 1 to 65536, because a row has "
+                             f"to fit in a multiprocessor's registers")
+        total, rows, block = x, x.numel() // width, triton.next_power_of_2(width)
+        if residual is not None:
+            if residual.shape != shape or residual.dtype != x.dtype:
+                raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} "
+                                 f"{residual.dtype}: their shapes and dtypes must be equal")
+            total, residual = torch.empty_like(x), residual.contiguous()
+        y, (mean, rstd) = torch.empty_like(x), torch.empty(2, rows, dtype=torch.float32, device=x.device)
+        # One warp for 1024 columns, from 8192 columns on for 2048. At widths 768, 1600, 4096, 8192, 16384 this moves
+        # 3.93, 3.95, 3.91, 3.94, 3.77 TB/s. Half or twice as many warps lose up to 8 %, 32 warps for 16384 columns
+        # 38 %.
+        warps = max(1, block // (1024 if block < 8192 else 2048))
+        _add_layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps,
+                                 block, num_warps=warps)
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.add = residual is not None
         ctx.set_materialize_grads(False)
@@ -130,8 +102,26 @@ class AddLayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal, dy):
-        """Gradients from the residual stream and from the norm, or None where there is none."""
-        dx, dw, db = add_layer_norm_backward(*ctx.saved_tensors, dtotal, dy)
+        """dtotal, dy: gradients from the residual stream and from the norm, or None where there is none."""
+        x, weight, mean, rstd = ctx.saved_tensors
+        width, rows = x.shape[-1], len(mean)
+        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        dtotal = dtotal if dtotal is None else dtotal.contiguous()
+        # A program takes up to 8192 columns, whose dw and db fill a quarter of the registers, with one warp for 1024.
+        # Up to 8 programs of narrower rows, 8192 columns, share a multiprocessor. Two rows are loaded while one is
+        # computed, if shared memory has room for them and 8 KiB more. TB/s at the widths above: 3.86, 3.73, 3.81, 3.84,
+        # 3.21. With only one row loaded ahead, width 768 has 3.0.
+        block = min(triton.next_power_of_2(width), 8192)
+        slices = triton.cdiv(width, block)
+        row_bytes = block * (x.itemsize * (2 * slices + (dtotal is not None)) + weight.itemsize * (slices - 1))
+        room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
+        ahead = min(2, (room - 8192) // row_bytes)
+        programs = min(rows, programs_at_once(x.device) * min(8, 8192 // block))
+        dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
+        _add_layer_norm_backward[(programs * slices,)](
+            x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width, block, slices, 1 + ahead,
+            num_warps=max(1, block // 1024))
+        dw, db = sum_parts(partial, weight.dtype)
         return dx, dx if ctx.add else None, dw, db, None
 
 
@@ -152,3 +142,13 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-5):
         return AddLayerNorm.apply(x, residual, weight, bias, eps)
     x = x if residual is None else x + residual
     return x, layer_norm(x, weight, bias, eps)
+
+
+class FusedBlock(Block):
+    """One kernel adds a sublayer's output to the residual stream and takes the norm: 4 passes over memory, not 5."""
+
+    def forward(self, x):
+        one, two = self.ln_1, self.ln_2
+        x, y = add_layer_norm(x, None, one.weight, one.bias, one.eps)  # with x: one backward for both its uses
+        x, y = add_layer_norm(x, self.attn(y), two.weight, two.bias, two.eps)
+        return x + self.mlp(y)

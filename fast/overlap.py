@@ -19,12 +19,10 @@ def collect_all(bucket):
     """Move a bucket's gradients into its total by a few kernels, not one a parameter."""
     fresh = bucket.total is None
     came = [p for p in bucket.params if p.grad is not None]
-    if not (fresh or came):
-        return  # all were moved before, or a CUDA graph has added them
     if fresh:
         bucket.total = torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
         bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
-    if came:
+    if came:  # else all were moved before, or a CUDA graph has added them
         views = [bucket.view(bucket.total, p) for p in came]
         (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, [p.grad for p in came])
     for p in bucket.params:
@@ -40,8 +38,8 @@ class FastReducer(Reducer):
     numbers arrive later. RuntimeError if somebody drops .grad before `finish`.
     """
 
-    def __init__(self, buckets, send, store, every_backward=False):
-        super().__init__(buckets, send, store, every_backward)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
 
     def restart(self):
@@ -112,8 +110,3 @@ class FastReducer(Reducer):
     @property
     def finished(self):
         return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
-
-
-def stepped(bucket):
-    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
-    return bucket.params if bucket.shard is None else [bucket.shard]

@@ -11,16 +11,14 @@ from safe.messages import lost_peer_named, progress
 
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
 
-class NamedHandle:
-    """A handle whose wait() reports progress, and whose error names the transfer that failed."""
+def named(handle, what):
+    """The handle, whose wait() reports progress, and whose error names the transfer that failed."""
+    def wait():
+        progress(f"waiting for the {what}")
+        with lost_peer_named(f"waited for the {what}"):
+            handle.wait()
 
-    def __init__(self, handle, what):
-        self.handle, self.what, self.is_completed = handle, what, handle.is_completed
-
-    def wait(self):
-        progress(f"waiting for the {self.what}")
-        with lost_peer_named(f"waited for the {self.what}"):
-            self.handle.wait()
+    return dist.Handle(wait, handle.is_completed)
 
 
 def pipeline_channels(mesh, homes):
@@ -47,12 +45,10 @@ class PatientPipeline(Pipeline):
     of both directions would wait for each other in one group, so each direction between two neighbours has its own.
     channels: of another pipeline of this mesh. If left out, groups are made, so all ranks must make a pipeline.
     """
-    on_forward = None  # None, or a function to call after each forward: train.py measures activations there
-
     def __init__(self, stages, homes, mesh, *args, channels=None):
         super().__init__(stages, homes, mesh, *args)
-        self.rank, *place = mesh.get_coordinate()
-        self.ranks = mesh.mesh[:, *place].tolist()
+        self.rank = dist.get_rank(self.group)
+        self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.channels = channels or pipeline_channels(mesh, homes)
 
     def begin(self, *args):
@@ -72,7 +68,7 @@ class PatientPipeline(Pipeline):
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         with lost_peer_named(f"posted the {what}"):
             handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
-        self.inbox[receive] = NamedHandle(handle, what), buffer
+        self.inbox[receive] = named(handle, what), buffer
 
     def wait_for(self, receive):
         source = self.other_rank(receive)
@@ -87,7 +83,7 @@ class PatientPipeline(Pipeline):
         progress(what)
         with lost_peer_named(what):
             handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])
-        self.sending.append((NamedHandle(handle, what), tensor))
+        self.sending.append((named(handle, what), tensor))
 
     def forget_sent(self, most):
         """On CUDA a send that is waited for would hold up the stream, so forget those that have ended until the end."""
@@ -98,6 +94,4 @@ class PatientPipeline(Pipeline):
 
     def do(self, action):
         super().do(action)
-        if action.kind == "F" and self.on_forward:
-            self.on_forward()
         self.forget_sent(2)

@@ -47,8 +47,7 @@ class RecordedGraph:
     """The GPU's work in `body()` as a CUDA graph, so that a replay spares the CPU the launches. Recording runs nothing.
     The cost: a graph works on the addresses of its recording alone, and keeps the memory that it has allocated.
 
-    result: the tensors that body() returned; each replay fills them. sends: a replay's traffic. pool: the memory pool
-    of graphs that never run at the same time as this one.
+    sends: a replay's traffic. pool: the memory pool of graphs that never run at the same time as this one.
     """
 
     def __init__(self, body, pool=None):
@@ -57,7 +56,7 @@ class RecordedGraph:
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
             try:
-                self.result = body()
+                body()
             finally:
                 self.graph.capture_end()
         self.pool, self.sends = self.graph.pool(), traffic_since(before)

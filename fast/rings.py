@@ -1,6 +1,6 @@
 """Small all-reduces in few rounds, large ones in the reference's rings; over gloo and NCCL."""
 
-from collectives import recursive_doubling
+from collectives import _average, COMBINE
 from safe.messages import Watched
 
 
@@ -10,6 +10,31 @@ from safe.messages import Watched
 # a GPU, both are equal at 4 MiB among 16 ranks. Where a switch joins all ranks, one round is enough: every rank sends
 # its whole tensor to every other (4 H200s: 1 MiB 36 us against 40 in two halves, 4 MiB 79 against 60).
 DOUBLING_BYTES = {"gloo": 1 << 20, "nccl": 1 << 22, "switched": 1 << 20}
+
+
+def recursive_doubling(link, flat, op):
+    """All-reduce in log2(N) rounds: in round i the ranks that differ in bit i swap the whole tensor and both add.
+
+    Ranks beyond the largest power of two hand theirs to a partner first and get the answer back last. Both sides of a
+    swap add the same two numbers, so every rank ends with the same bits.
+    """
+    core = 1 << (link.size.bit_length() - 1)
+    theirs = link.scratch(flat, len(flat))
+    if link.rank >= core:
+        link.exchange(sends=[(flat, link.rank - core)])
+        link.exchange(receives=[(flat, link.rank - core)])
+        return
+    if link.rank + core < link.size:
+        link.exchange(receives=[(theirs, link.rank + core)])
+        COMBINE[op](flat, theirs, out=flat)
+    distance = 1
+    while distance < core:
+        link.exchange([(flat, link.rank ^ distance)], [(theirs, link.rank ^ distance)])
+        COMBINE[op](flat, theirs, out=flat)
+        distance *= 2
+    _average(op, flat, link.size)
+    if link.rank + core < link.size:
+        link.exchange(sends=[(flat, link.rank + core)])
 
 
 class DoublingLink(Watched):

@@ -35,11 +35,11 @@ class FastTrainer(WatchedTrainer):
 
     def read(self):
         """Whether the numbers that are still unread are finite; NotFinite as in `all_finite`."""
-        unread, self.unread = self.unread, None
-        if not unread:
-            return super().all_finite(torch.zeros(()), torch.zeros(()))  # all ranks take part, with what they have
-        unread[1].synchronize()
-        return super().all_finite(*unread[0])
+        numbers, arrived = self.unread or (torch.zeros(2), None)  # all ranks take part, with what they have
+        self.unread = None
+        if arrived:
+            arrived.synchronize()
+        return super().all_finite(*numbers)
 
     def report(self, done, loss, norm):
         if self.unread and (self.stopping or self.due("save", done)):

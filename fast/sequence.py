@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 import collectives as dist
 import kernels
 from fast import nccl
-from further.sequence import gather_tokens, gathered, scatter_tokens
+from further.sequence import gathered
 from parallel import ColumnParallelLinear
 
 
@@ -37,14 +37,10 @@ def start_scattering(x, group, async_op=False):
 
 
 def gather_in_place(x, group):
-    if not nccl.takes_rows(x[0].nbytes, group):
-        return gather_tokens(x, group)
     return start_gathering(x, group)[1].flatten(1, 2)
 
 
 def scatter_in_place(x, group):
-    if not nccl.takes_rows(x[0].nbytes // dist.get_world_size(group), group):
-        return scatter_tokens(x, group)
     return start_scattering(x, group)[1]
 
 

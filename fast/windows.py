@@ -8,7 +8,7 @@ import torch.distributed as torch_dist
 from torch.distributed import get_world_size, ReduceOp
 
 import kernels
-from collectives import COMBINE, _average, processes_of_a_node
+from collectives import COMBINE, _average, _unflatten, processes_of_a_node
 from fast import exchange
 from fast.exchange import all_to_all_bytes, AllReduce, AllToAll
 from safe.launch import waits
@@ -37,102 +37,75 @@ class Window:
     """
     made = 0  # windows that this process has made
 
-    def __init__(self, link, mine):
-        import torch.distributed._symmetric_memory as symmetric_memory
-        self.link, self.mine = link, mine
-        self.handle = symmetric_memory.rendezvous(mine, link.group)
-        self.of = [self.handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
+    def __init__(self, link, mine, handle):
+        self.link, self.rank, self.size, self.mine = link, link.rank, link.size, mine
+        self.handle = handle
+        self.of = [handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
         self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
         self.make_kernels(mine.device)
 
     def make_kernels(self, device):
-        places, behind = [window.data_ptr() for window in self.of], all_to_all_bytes(self.link.size)
-        self.kernel = AllToAll(places, self.link.rank, device)
-        self.sums = AllReduce([place + behind for place in places], self.link.rank, device)
+        places, behind = [window.data_ptr() for window in self.of], all_to_all_bytes(self.size)
+        self.kernel = AllToAll(places, self.rank, device)
+        self.sums = AllReduce([place + behind for place in places], self.rank, device)
+
+    def place(self, r, like, start=0):
+        """What a tensor like this one fills of rank r's window, from byte `start` on."""
+        return self.of[r][start:start + like.nbytes].view(like.dtype).view(like.shape)
 
     def copy(self, to, source):
-        """Copy by a copy engine. A graph that has recorded it crashes once that memory is freed (memory_given_back)."""
+        """Copy by copy engines, row by row where there are gaps between the rows of one. A graph that has recorded it
+        crashes once that memory is freed (memory_given_back)."""
         self.link.replays.copies = True
-        to.copy_(source)
+        whole = to.is_contiguous() and source.is_contiguous()
+        for place, row in [(to, source)] if whole else zip(to, source):
+            place.copy_(row)
 
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
         self.handle.barrier(timeout_ms=1000 * (waits["timeout"] + 60))
 
     def open(self, flat):
-        """Copy `flat` where all ranks can read and write it until the next barrier. Returns every rank's tensor."""
+        """Copy `flat` to the beginning of this rank's window, where all ranks can read it until the next barrier."""
         _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
-        return [window[:flat.nbytes].view(flat.dtype) for window in self.of]
 
     def scatter(self, parts):
-        """Write parts[r] into rank r's window. Returns the N parts (n) for this rank, its own included."""
+        """Write parts[r] into rank r's window. Returns the N parts for this rank, its own included."""
         self.barrier()  # all ranks have finished reading their window's old contents
         for r in self.others:
-            start = self.link.rank * parts[r].nbytes
-            self.copy(self.of[r][start:start + parts[r].nbytes], parts[r].view(torch.uint8))
+            self.copy(self.place(r, parts[r], self.rank * parts[r].nbytes), parts[r])
             self.link.log.count(parts[r])
         self.barrier()
-        own = parts[self.link.rank]
-        rows = [*self.mine[:self.link.size * own.nbytes].view(own.dtype).view(self.link.size, len(own))]
-        rows[self.link.rank] = own
-        return rows
+        own = parts[self.rank]
+        return [own if r == self.rank else self.place(self.rank, own, r * own.nbytes) for r in range(self.size)]
 
-    def gather(self, parts):
-        """Copy parts[r] out of rank r's window, for every other r."""
-        self.open(parts[self.link.rank])
+    def fetch(self, parts, behind=0):
+        """Copy parts[r] out of rank r's window, where it lies behind so many parts, for every other r."""
         for r in self.others:
-            self.copy(parts[r].view(torch.uint8), self.of[r][:parts[r].nbytes])
-            self.link.log.count(parts[self.link.rank])
+            self.copy(parts[r], self.place(r, parts[r], behind * parts[r].nbytes))
+            self.link.log.count(parts[self.rank])
         self.barrier()
+
+    def gather(self, parts, own):
+        """Copy `own` of rank r to parts[r], for every r."""
+        self.open(own.view(-1))
+        _unflatten(own, parts[self.rank])
+        self.fetch(parts)
 
     def all_reduce(self, parts, op):
-        """`scatter` the parts, sum them, and `gather` the sums. A rank writes its sum into its window, behind the N
+        """`scatter` the parts, sum them, and `fetch` the sums. A rank writes its sum into its window, behind the N
         parts, and the others fetch it there."""
-        def place(r):
-            return self.of[r][len(parts) * parts[r].nbytes:][:parts[r].nbytes].view(parts[r].dtype)
-
-        own = parts[self.link.rank]
-        _sum_rows(self.scatter(parts), [own, place(self.link.rank)], op)
+        own = parts[self.rank]
+        _sum_rows(self.scatter(parts), [own, self.place(self.rank, own, len(parts) * own.nbytes)], op)
         self.barrier()
-        for r in self.others:
-            self.copy(parts[r], place(r))
-            self.link.log.count(own)
-        self.barrier()
-
-    def gather_rows(self, whole, own):
-        """Copy `own` (B, ...) of rank r to whole[r], for every r. `whole` (N, B, ...) may have gaps between rows."""
-        tensors = self.open(own.view(-1))
-        whole[self.link.rank].copy_(own)
-        for r in self.others:
-            for place, row in zip(whole[r], tensors[r].view(own.shape)):
-                self.copy(place, row)
-            self.link.log.count(own)
-        self.barrier()
-
-    def reduce_scatter_rows(self, whole, own, op):
-        """Back: combine whole[r] of all ranks into `own` of rank r."""
-        for parts, result in zip(zip(*self.scatter_rows(whole)), own):
-            _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
-
-    def scatter_rows(self, parts):
-        """`scatter` of parts (N, B, ...), with or without gaps between rows. Returns [(B, ...) from each rank]."""
-        def of_rank(window, r):
-            return window[r * own.nbytes:(r + 1) * own.nbytes].view(own.dtype).view(own.shape)
-
-        own = parts[self.link.rank]
-        self.barrier()
-        for r in self.others:
-            for place, row in zip(of_rank(self.of[r], self.link.rank), parts[r]):
-                self.copy(place, row)
-            self.link.log.count(own)
-        self.barrier()
-        return [own if r == self.link.rank else of_rank(self.mine, r) for r in range(len(parts))]
+        self.fetch(parts, behind=len(parts))
 
     def shift(self, outgoing, incoming):
         """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
-        self.copy(incoming, self.open(outgoing)[self.link.rank - 1])
+        self.open(outgoing)
+        self.copy(incoming, self.place(self.rank - 1, incoming))
         self.link.log.count(outgoing)
         self.barrier()
 
@@ -154,7 +127,7 @@ class Window:
         """An all-to-all of flat tensors by copy engines, without my own block. Each sender has a slot in the receiver's
         window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
         which the receiver signals FREE when it has copied the slot out."""
-        slot, patience = len(self.mine) // self.link.size // 16 * 16, 1000 * (waits["timeout"] + 60)
+        slot, patience = len(self.mine) // self.size // 16 * 16, 1000 * (waits["timeout"] + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
         for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):
@@ -163,7 +136,7 @@ class Window:
                 if len(parts[r]):
                     if start:
                         self.handle.wait_signal(r, FREE, patience)
-                    self.copy(self.of[r][self.link.rank * slot:][:len(parts[r])], parts[r])
+                    self.copy(self.of[r][self.rank * slot:][:len(parts[r])], parts[r])
                     self.handle.put_signal(r, ARRIVED, patience)
                     self.link.log.count(parts[r])
             for r in self.others:
@@ -198,7 +171,7 @@ def make_window(link, nbytes):
         return None
     Window.made += 1
     with contextlib.suppress(RuntimeError):  # some containers forbid processes to share memory
-        window = Window(link, mine)
+        window = Window(link, mine, symmetric_memory.rendezvous(mine, link.group))
     return window if agreed(window is not None)[0] else None
 
 
@@ -207,9 +180,6 @@ def _in_step(chunks, nbytes):
     barriers match; some parts are empty."""
     n = nbytes // chunks[0].itemsize
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
-
-
-KERNEL_OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
 
 
 def _kernel_sums(tensor):
@@ -232,8 +202,8 @@ def _sum_rows(rows, results, op):
     if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
         exchange.sum_rows(rows, results, op == ReduceOp.AVG)
         return
-    half = rows[0].is_floating_point() and rows[0].itemsize == 2
-    total = functools.reduce(COMBINE[op], rows[1:], rows[0].float() if half else rows[0])
+    first = rows[0].float() if rows[0].dtype in kernels.DTYPES else rows[0]
+    total = functools.reduce(COMBINE[op], rows[1:], first)
     _average(op, total, len(rows))
     for result in results:
         result.copy_(total)

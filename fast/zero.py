@@ -30,12 +30,6 @@ class GuardedOptimizer(ShardedOptimizer):
                 bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
                 self.inner.stepped = lambda shard: gather()([bucket_of[shard]], wait=False)
 
-    def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients and those of an unfinished step. Call it on all ranks."""
-        if not self.late:  # else forward or the next step waits
-            self.wait_for_weights(self.buckets)  # a step that failed has started to gather them
-        super().zero_grad(set_to_none)
-
     @torch.no_grad()
     def step(self):
         self.wait_for_weights(self.buckets)
@@ -97,12 +91,12 @@ class GuardedOptimizer(ShardedOptimizer):
         """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
         masters. Call it on all ranks."""
         self.wait_for_weights(self.buckets)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "masters"})
-        masters = state_dict.get("masters") or [b.weights[b.own] for b in self.with_masters]
+        state = dict(state_dict)
+        masters = state.pop("masters", None) or [b.weights[b.own] for b in self.with_masters]
+        super().load_state_dict(state)
         for bucket, master in zip(self.with_masters, masters, strict=True):
             bucket.shard.copy_(master)
-        for bucket in self.with_masters:
-            bucket.weights[bucket.own].copy_(bucket.shard)
+        super().cast()
         self.gather_weights(self.with_masters)
         self.wait_for_weights(self.buckets)
 

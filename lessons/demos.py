@@ -15,13 +15,13 @@ from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from lessons import kernels as errors, pages, puzzles
-from lessons.measure import of_all_ranks, readable, say
+from lessons.measure import of_all_ranks, off, readable, say
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
 from safe.flags import BadInput, dashed, Parser, refuse, Settings
-from theory.clock import draw, simulate
+from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 
 
@@ -57,6 +57,17 @@ def shown(tensors):
     return "   ".join(str(t.tolist()) for t in tensors)
 
 
+def show_ring():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
+    steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
+             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
+    for step, state in zip(steps, ring_states(), strict=True):
+        say(f"  {step}")
+        chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
+        say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
+
+
 def demo_collectives():
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -81,14 +92,7 @@ def demo_collectives():
         say(f"\n{title}")
         say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
-    say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
-    steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
-             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
-    for step, state in zip(steps, ring_states(), strict=True):
-        say(f"  {step}")
-        chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
-        say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
-
+    show_ring()
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
     whole, part = torch.ones(n << 18), torch.ones(1 << 18)
     k, rounds = whole.nbytes, (n - 1).bit_length()
@@ -152,26 +156,24 @@ def costs_in(trace):
 
 def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
     """The schedules: grids, bubbles, activations."""
-    p, m, v = stages, micro_batches, virtual_stages
+    p, m = stages, micro_batches
     costs = costs_in(trace) if trace else (1, 1, 1)
-    # at m >= p ranks are idle so long, in units of F = I = W; on each rank, and stages a rank
-    schedules = {"gpipe": (3 * (p - 1), 1), "1f1b": (3 * (p - 1), 1), "interleaved": (3 * (p - 1) / v, v),
-                 "zb-h1": (p - 1, 1), "zb-v": ((p - 1) / 2, 2), "v-half": ((3 * (p - 1) - p % 2) / 2, 2),
-                 "v-min": (2 * (p - 1) + (0.5 if p % 3 == 0 else -0.5), 2), "dualpipe-v": ((p - 1) / 2, 2)}
-    for name, (formula, chunks) in schedules.items():
+    odd = {"v-half": -(p % 2) / 2, "v-min": 0.5 if p % 3 == 0 else -0.5}  # what the formula leaves out
+    for name, schedule in parallel.SCHEDULES.items():
+        v = virtual_stages if name == "interleaved" else 1
         try:
-            lists = parallel.SCHEDULES[name](p, m, chunks)
+            lists = schedule(p, m, v)
         except ValueError as problem:
             print(f"\n{name}: {problem}")
             continue
         check(lower(lists))
-        timeline = simulate(lists, *costs)
+        formula, timeline = bubble(name, p, v, 1, 1, 1) + odd.get(name, 0), simulate(lists, *costs)
         idle = max(timeline.idle)
         print(f"\n{name}: idle {max(formula, 0):g} by the formula | {idle:.4g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         if not trace:
-            print(draw(timeline, 1 / chunks))
+            print(draw(timeline))
     if trace:
         print("\nF, I and W take {:.2f}, {:.2f} and {:.2f} units of time, as in the trace; in the formulas each takes "
               "1.".format(*costs))
@@ -181,8 +183,14 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
           "rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. is idle.")
 
 
-def off(a, b):
-    return ((a - b).norm() / b.norm()).item()  # the relative error of a
+def both_ways(module, op, x, dy):
+    """Run a module and its backward: (Y, dX, bytes of a collective `op` that this rank sends forward, backward)."""
+    x = x.clone().requires_grad_()
+    traffic_of(op)
+    y = module(x)
+    forward = traffic_of(op).bytes
+    y.backward(dy)
+    return y, x.grad, forward, traffic_of(op).bytes
 
 
 def mean_loss(model, x, y):
@@ -193,7 +201,6 @@ def mean_loss(model, x, y):
 def demo_data():
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
-    dist.use(None, "ring")  # the lecture's: where fast/ is on, small tensors go another way, in fewer messages
     mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
@@ -218,8 +225,7 @@ def demo_data():
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64.\nA bucket leaves when its last gradient is computed, so that it travels while "
-        f"backward goes on:\n\n"
+        f"float64.\nA bucket leaves when its last gradient is computed, so that it travels while backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
     mean_loss(one, x, y).backward()
@@ -231,7 +237,6 @@ def demo_data():
     average_gradients(naive)
     show("naive, after backward", naive)
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
-    dist.use(None, "ours")
 
 
 def demo_tensor():
@@ -246,28 +251,22 @@ def demo_tensor():
     for name, first, what in (("attn", "c_attn", "Attention: Y = heads(X A) B; X A is each head's q, k and v"),
                               ("mlp", "c_fc", "MLP: Y = GeLU(X A) B")):
         whole, cut, inner = getattr(one, name), getattr(net, name), []
-        cut.c_proj.register_forward_pre_hook(lambda layer, inputs, inner=inner: inner.append(inputs[0].detach()))
-        x, x_cut = X.clone().requires_grad_(), X.clone().requires_grad_()
-        Y = whole(x)
-        Y.backward(dY)
-        traffic_of("all_reduce")
-        Y_cut = cut(x_cut)
-        g = traffic_of("all_reduce")
-        Y_cut.backward(dY)
-        f, term = traffic_of("all_reduce"), inner[0] @ cut.c_proj.weight.T
+        cut.c_proj.register_forward_pre_hook(lambda layer, inputs: inner.append(inputs[0].detach()))
+        Y, dX, *_ = both_ways(whole, "all_reduce", X, dY)
+        Y_cut, dX_cut, g, f = both_ways(cut, "all_reduce", X, dY)
+        term = inner[0] @ cut.c_proj.weight.T
         (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")]
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
         say_in_order(f"  rank {rank}   A_{rank} {A_r}   into B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
                      f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
-        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f.bytes:,} bytes "
-            f"sent\n"
-            f"  g   forward   all-reduce of Y, {g.bytes:9,} bytes sent   backward  nothing\n"
-            f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(x_cut.grad, x.grad):.0e}")
+        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f:,} bytes sent\n"
+            f"  g   forward   all-reduce of Y, {g:9,} bytes sent   backward  nothing\n"
+            f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(dX_cut, dX):.0e}")
 
 
 def context_work(rank, other, n, kind):
-    """What a rank of a ring of n computes with the keys of another: (chunks of queries, chunks of keys, blocks).
+    """What a rank of a ring of n computes with the keys of another: (text, blocks).
 
     A sequence has 2n chunks. A block is the scores of one chunk with another, half a block those of one with itself.
     """
@@ -276,7 +275,9 @@ def context_work(rank, other, n, kind):
         rows, keys, _ = seen(rank, other, 1)
         mine, theirs = mine[rows], theirs[keys]
     ahead = mine.unsqueeze(1) - theirs  # how many chunks the queries are ahead of the keys
-    return mine.tolist(), theirs.tolist(), ((ahead > 0) + 0.5 * (ahead == 0)).sum().item()
+    blocks = ((ahead > 0) + 0.5 * (ahead == 0)).sum().item()
+    queries, keys = (",".join(map(str, chunks.tolist())) for chunks in (mine, theirs))
+    return f"{queries} x {keys}: {blocks:g}" if blocks else "idle", blocks
 
 
 def demo_context(ranks):
@@ -286,19 +287,19 @@ def demo_context(ranks):
           f"a rank\nhas those of the rank s to its left. \"Q x K: W\" means that queries of chunks Q see keys of "
           f"chunks K, in W blocks of\nscores. A block is one chunk with another. A chunk with itself is half a block, "
           f"because attention is causal.")
+
+    def show(title, cells, total):
+        print(f"  {title:8}" + "".join(cell.ljust(18) for cell in cells) + total)
+
     for kind, title in ("ulysses", "contiguous chunks, if a ring used them"), ("ring", "zigzag, which our ring uses"):
+        print(f"\n{title}")
+        show("", [f"step {s}" for s in range(n)], "blocks")
         longest = [0] * n
-        print(f"\n{title}\n          " + "".join(f"step {s}".ljust(18) for s in range(n)) + "blocks")
         for rank in range(n):
-            line, total = f"  rank {rank:<3}", 0
-            for s in range(n):
-                queries, keys, blocks = context_work(rank, (rank - s) % n, n, kind)
-                text = f"{','.join(map(str, queries))} x {','.join(map(str, keys))}: {blocks:g}"
-                line += (text if blocks else "idle").ljust(18)
-                total += blocks
-                longest[s] = max(longest[s], blocks)
-            print(f"{line}{total:g}")
-        print("  busiest " + "".join(f"{most:g}".ljust(18) for most in longest) + f"{sum(longest):g}")
+            cells, blocks = zip(*[context_work(rank, (rank - s) % n, n, kind) for s in range(n)])
+            longest = list(map(max, longest, blocks))
+            show(f"rank {rank}", cells, f"{sum(blocks):g}")
+        show("busiest", [f"{most:g}" for most in longest], f"{sum(longest):g}")
     print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
           f"and zigzag takes just that.")
 
@@ -313,27 +314,21 @@ def demo_experts():
     for router in (one.router, cut.router):
         router.weight.detach().mul_(10)  # initial scores are almost equal; this makes them differ
     X, dY = torch.randn(2, N, config.seq_len, C, dtype=torch.float64, generator=generator)
-    x, x_cut = X.clone().requires_grad_(), X[mine].clone().requires_grad_()
-    Y = one(x)
-    Y.backward(dY)
+    Y, dX, *_ = both_ways(one, "all_to_all_single", X, dY)
+    Y_cut, dX_cut, there, back = both_ways(cut, "all_to_all_single", X[mine], dY[mine])
     say(f"{N} ranks, {config.seq_len} tokens each, C = {C} wide, float64. E = {E} experts, 2 on each rank. A token's "
         f"output is the\nweighted sum of k = {config.top_k} experts' outputs:\n")
-    chosen, gates = cut.router(x_cut)
+    chosen, gates = cut.router(X[mine])
     lines = [" + ".join(f"{gate:.2f} x expert {e}" for e, gate in zip(*token)) for token in zip(chosen[0], gates[0])]
     say_in_order("\n".join(f"  rank {rank:<3} token {t}   {line}" for t, line in enumerate(lines)))
 
     counts = count_of_each(chosen, E)
     rows, incoming = counts.view(N, 2).sum(1), counts.new_empty(N)
     dist.all_to_all_single(incoming, rows)
-    dist.reset_traffic()
-    Y_cut = cut.experts(x_cut, chosen, gates)
-    there = traffic_of("all_to_all_single").bytes
-    Y_cut.backward(dY[mine])
-    back = traffic_of("all_to_all_single").bytes
     law = 8 * C * (rows.sum() + incoming.sum() - 2 * rows[rank]).item()  # rows for others, outputs of rows from others
     say("\n           rows for each expert, so for each rank; bytes sent by all-to-all: counted | formula; errors")
     say_in_order(f"  rank {rank:<3}{counts.tolist()}   {rows.tolist()}   forward {there:,} | {law + 16 * (N - 1):,}   "
-                 f"backward {back:,} | {law:,}   Y {off(Y_cut, Y[mine]):.0e}, dX {off(x_cut.grad, x.grad[mine]):.0e}")
+                 f"backward {back:,} | {law:,}   Y {off(Y_cut, Y[mine]):.0e}, dX {off(dX_cut, dX[mine]):.0e}")
     say("\nIn forward a rank sends rows to other ranks' experts, and outputs for the rows that it received: C x 8 "
         "bytes each.\nBackward sends their gradients. Before all this, a rank sends E/N counts of 8 bytes to each "
         "other rank, so that the\nother rank knows how many rows it will receive.")
@@ -376,7 +371,7 @@ def main():
         if demo not in ON_RANKS:
             return demo(**flags)
     except BadInput as problem:
-        refuse(parser.prog, problem, 0)
+        refuse(parser.prog, problem)
     if "RANK" not in os.environ:
         launch.start_again(flags["ranks"])
     safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal

@@ -13,7 +13,7 @@ CS336 lecture 5: low precision.
 import torch
 
 from kernels import tl, triton
-from lessons.measure import say
+from lessons.measure import off, say
 
 
 @triton.jit
@@ -53,6 +53,6 @@ def sixteen_and_eight_bits(device, n, side):
     ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones_like(scale)]),
             "8 bits": (few_rows, [x, q, scale])}
     exact = x.double() @ w.double().T
-    errors = {way: float((f(*given).double() - exact).norm() / exact.norm()) for way, (f, given) in ways.items()}
-    say("eight-bits, relative errors: " + ", ".join(f"{way} {error:.2%}" for way, error in errors.items()))
+    errors = ", ".join(f"{way} {off(f(*given), exact):.2%}" for way, (f, given) in ways.items())
+    say(f"eight-bits, relative errors: {errors}")
     return {way: (f, given, sum(t.nbytes for t in given) + 2 * exact.numel()) for way, (f, given) in ways.items()}

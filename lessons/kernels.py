@@ -13,7 +13,7 @@ import fast
 import kernels
 from fast import linear, norm
 from kernels import HAVE_TRITON, tile_of
-from lessons.measure import patched, plain_rows
+from lessons.measure import off, patched, plain_rows
 from theory.memory import tensors_in
 
 
@@ -123,8 +123,7 @@ def errors(function, exact, inputs):
         torch.manual_seed(0)
         grads = [torch.randn(y.shape, device=y.device).to(inputs[0].dtype).to(y.dtype) for y in outputs]
         values.append([outputs, torch.autograd.grad(outputs, leaves, grads) if outputs[0].requires_grad else ()])
-    return [max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(*parts))
-            for parts in zip(*values) if parts[0]]
+    return [max(map(off, *parts)) for parts in zip(*values) if parts[0]]
 
 
 def tiles_read(tall, wide, group, at_once=132):
@@ -136,13 +135,12 @@ def tiles_read(tall, wide, group, at_once=132):
 
 def main():
     """Each kernel's error beside PyTorch's."""
-    gpu = torch.cuda.is_available()
     if not HAVE_TRITON:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
         return
     kernels.use("triton")
     warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
           f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
     for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):

@@ -13,8 +13,8 @@ import torch.distributed as torch_dist
 import collectives as dist
 import kernels
 import parallel
-from fast.blocks import FusedBlock
 from fast.nccl import Direct
+from fast.norm import FusedBlock
 from further.nodes import TwoLevels
 from lessons.measure import interleaved, readable
 from model import GPTConfig
@@ -28,7 +28,7 @@ from theory.traffic import HALVES, in_two_levels, sent
 #
 # The planner predicts a step's time from formulas, so that layouts can be compared without a GPU; it needs the rates of
 # a machine (`Machine`). `messages` lists what each rank sends, in which collective and how often. `sent` turns that
-# into bytes, which `strategies` compares with the bytes counted. `message_seconds` turns it into seconds, and `predict`
+# into bytes, which `strategies` compares with the bytes counted. `call_seconds` turns it into seconds, and `predict`
 # adds the seconds of the computation.
 
 def sent_in(link, op, elements, width, waited=True):

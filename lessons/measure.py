@@ -64,6 +64,11 @@ def mark(device):
     return event
 
 
+def off(a, b):
+    """The relative error of a, where b is right."""
+    return ((a - b).norm() / b.norm()).item()
+
+
 def of_all_ranks(value):
     every = [None] * dist.get_world_size()
     torch_dist.all_gather_object(every, value)
@@ -110,9 +115,9 @@ def say(text):
         print(text, flush=True)
 
 
-def write_json(path, what, device, tables, **more):
+def write_json(a, device, *tables, **more):
     """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
-    if not path or not is_first():
+    if not a.json or not is_first():
         return
     here, commit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
     with contextlib.suppress(OSError):  # where there is no git
@@ -121,10 +126,10 @@ def write_json(path, what, device, tables, **more):
     hardware = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, NCCL {torch.cuda.nccl.version()}"
-    found = {"what": what, "hardware": hardware, "commit": commit or "unknown", "command": " ".join(sys.argv),
+    found = {"what": a.what, "hardware": hardware, "commit": commit or "unknown", "command": " ".join(sys.argv),
              "torch": torch.__version__, "triton": getattr(triton, "__version__", None), **more,
              "rows": [row for table in tables for row in table.rows]}
-    with open(path, "w") as file:
+    with open(a.json, "w") as file:
         json.dump(found, file, indent=1)
 
 

@@ -63,53 +63,45 @@ def targets():
 TARGETS = targets()
 
 
-def tags_of(file):
-    """A function that gives each name of a file, in order, the tag of its definition or of its use, or None. (In the
-    reference no local name is also a function's.)"""
-    module, imported = module_of(file), {}
-    ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
-    address = owner = ""  # of the latest name, with what stands before its dots; of the latest class
+def imports_of(file):
+    """{name: address} of what a file imports."""
+    found = {}
     for node in ast.walk(tree_of(file)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            imported |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
-
-    def tag(name, line, before, after):
-        nonlocal address, owner
-        if before == ".":
-            address += "." + name
-        else:
-            address = owner if name == "self" else imported.get(name, f"{module}.{name}")
-        if keyword.iskeyword(name):
-            return "b"
-        if before != "." and (line, name) in ids:
-            found = ids.pop((line, name))
-            owner = f"{module}.{found}" if before == "class" else owner
-            return f'dfn id="{found}"'
-        if address in TARGETS and name != "self" and after != "=":
-            return f'a href="{TARGETS[address]}"'
-
-    return tag
+            found |= {alias.asname or alias.name: prefix + alias.name for alias in node.names}
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------- code
 
 def highlighted(file):
-    """Html of each line: keywords <b>, strings <q>, numbers <var>, comments <em>, definitions <dfn>, uses <a>."""
-    text, tag_of, before, out, at = (HERE / file).read_text(), tags_of(file), "", "", 0
+    """Html of each line: keywords <b>, strings <q>, numbers <var>, comments <em>, definitions <dfn>, uses <a>. (In the
+    reference no local name is also a function's.)"""
+    text, module, known, out, at = (HERE / file).read_text(), module_of(file), imports_of(file), "", 0
+    ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
     starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # of lines, in the text
     for token, after in itertools.pairwise(tokenize.generate_tokens(io.StringIO(text).readline)):
         first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
-        if token.type == tokenize.NAME:
-            tag = tag_of(token.string, token.start[0], before, after.string)
-        else:
-            kind = tokenize.tok_name[token.type]
-            tag = "q" if "STRING" in kind else {"COMMENT": "em", "NUMBER": "var"}.get(kind)
+        kind = tokenize.tok_name[token.type]
+        tag = "q" if "STRING" in kind else {"COMMENT": "em", "NUMBER": "var"}.get(kind)
+        if keyword.iskeyword(token.string):
+            tag = "b"
+        elif kind == "NAME":
+            name = re.search(r"[\w.]*$", token.line[:token.end[1]])[0]  # with what stands before its dots
+            begins, dot, rest = name.partition(".")
+            address = known.get(begins, f"{module}.{begins}") + dot + rest
+            if found := ids.pop((token.start[0], name), None):
+                tag = f'dfn id="{found}"'
+                if token.line.startswith("class "):
+                    known["self"] = f"{module}.{found}"
+            elif address in TARGETS and name != "self" and after.string != "=":
+                tag = f'a href="{TARGETS[address]}"'
         words = html.escape(text[first:last])
         if tag:  # in each of its lines
             words = "\n".join(f"<{tag}>{part}</{tag.split()[0]}>" for part in words.split("\n"))
         out += html.escape(text[at:first]) + words
-        before, at = token.string, last
+        at = last
     return out.split("\n")
 
 
@@ -256,7 +248,7 @@ def index_page():
 def pages(out):
     """The reference as HTML, prose beside code, behind the README's reading path."""
     pathlib.Path(out).mkdir(parents=True, exist_ok=True)
-    bodies = {"index": index_page()} | {path.stem: markdown(path.read_text()) for path in HERE.glob("docs/reading.md")}
+    bodies = {"index": index_page(), "reading": markdown((HERE / "docs/reading.md").read_text())}
     bodies |= {module_of(file): file_page(file) for file in FILES}
     for name, body in bodies.items():
         links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]

@@ -132,7 +132,7 @@ def torch_pipeline(config, s, device, x, y):
     from torch.distributed.pipelining import PipelineStage, schedules
     name = THEIR_SCHEDULES[s.schedule]
     modules = {i: plain_model(config, device, train.DTYPES[s.dtype], pieces)
-               for i, pieces in stages_in(s, config, dist.get_rank())}
+               for i, pieces in stages_in(s, config, dist.get_rank()).items()}
     stages = [PipelineStage(module, i, len(homes_in(s)), device) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
         stages[0] if name in ("GPipe", "1F1B") else stages, len(x),

@@ -23,21 +23,18 @@ from theory.memory import memory_bytes
 COLOURS = "#4c8dd6", "#e0883a", "#4ba36b", "#9a6fc4", "#c2577a", "#888"
 
 
-def words(x, y, what, size=11, anchor="middle", colour="#888"):
-    return (f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
-            f'{html.escape(str(what))}</text>')
+def words(x, y, what, size=11, anchor="middle"):
+    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">{html.escape(what)}</text>'
 
 
-def box(x, y, width, height, colour, text="", opacity=1):
-    rectangle = (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}" '
-                 f'fill-opacity="{opacity}"/>')
-    return rectangle if text == "" else rectangle + words(x + width / 2, y + height / 2 + 4, text, 10, colour="#fff")
+def box(x, y, width, height, colour):
+    return f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" fill="{colour}"/>'
 
 
 def legend(y, step, some):
     """some: {text: colour}"""
     for i, (text, colour) in enumerate(some.items()):
-        yield box(20 + step * i, y, 10, 10, colour) + words(35 + step * i, y + 9, text, 11, "start")
+        yield box(20 + step * i, y, 10, 10, colour) + words(35 + step * i, y + 9, text, anchor="start")
 
 
 # The next pictures need no file. They call the code's own functions, the ring's on all ranks.
@@ -49,12 +46,13 @@ def draw_ring():
     out = [words(40 + width * s + width / 2, 14, name) for s, name in enumerate(names)]
     out += [words(38, 39 + 30 * r, f"rank {r}", 10, "end") for r in range(n)]
     cell = (width - 15) / n
+    room, stripe = cell - 3, (cell - 3) / n
     for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
-        x, y, w = 48 + width * s + cell * c, 22 + 30 * r, (cell - 3) / n
-        out.append(box(x, y, n * w, 26, "#888", opacity=0.2))
-        out += [box(x + w * i, y, w, 26, COLOURS[i]) for i in range(n) if states[s][r][c] >> i & 1]
-        if s and states[s][r][c] != states[s - 1][r][c]:
-            out.append(box(x, y + 27, n * w, 2, "#888"))
+        x, y, held = 48 + width * s + cell * c, 22 + 30 * r, states[s][r][c]
+        out.append(box(x, y, room, 26, "#8883"))
+        out += [box(x + stripe * i, y, stripe, 26, COLOURS[i]) for i in range(n) if held >> i & 1]
+        if s and held != states[s - 1][r][c]:
+            out.append(box(x, y + 27, room, 2, "#888"))
     text = (f"a column a chunk, 0 to {n - 1}; a colour for each of the {n} ranks whose data it holds; "
             "a line under what arrived")
     return 44 + 30 * n, [*out, words(520, 38 + 30 * n, text)]
@@ -83,13 +81,19 @@ KINDS = {"F forward": COLOURS[0], "B backward: I and W in one": COLOURS[4], "I g
 
 
 def lanes(spans, unit, y):
-    """A row for each rank of a Timeline's spans, `unit` wide a unit of time. A rank's odd stages are paler."""
+    """A row for each rank of a Timeline's spans, `unit` wide a unit of time. A rank's odd stages are paler. A row has
+    hundreds of cells, so those of one colour are one path: dashes as thick as a row."""
     colours = {kind[0]: colour for kind, colour in KINDS.items()}
     for rank, row in enumerate(spans):
-        yield words(20, y + 14 + 20 * rank, f"rank {rank}", 10, "start")
+        middle, dashes, numbers = y + 9 + 20 * rank, defaultdict(str), ""
         for action, start, end in row:
-            yield box(80 + unit * start, y + 20 * rank, unit * (end - start) - 1, 18, colours[action.kind],
-                      action.micro_batch, 0.7 if action.stage // len(spans) % 2 else 1)
+            x, width = 80 + unit * start, unit * (end - start) - 1
+            pale = "b3" if action.stage // len(spans) % 2 else ""  # of 255, as hexadecimal digits
+            dashes[colours[action.kind] + pale] += f"M{x:.4g} {middle}h{width:.4g}"
+            numbers += f'<tspan x="{x + width / 2:.0f}">{action.micro_batch}</tspan>'
+        yield words(20, middle + 5, f"rank {rank}", 10, "start")
+        yield from (f'<path d="{path}" stroke="{colour}" stroke-width="18"/>' for colour, path in dashes.items())
+        yield f'<text y="{middle + 4}" font-size="10" text-anchor="middle" fill="#fff">{numbers}</text>'
 
 
 def draw_schedules():
@@ -123,6 +127,6 @@ def pictures(a):
         if dist.get_rank() == 0:
             path = os.path.join(a.into, name + ".svg")
             with open(path, "w") as file:
-                print(f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" viewBox="0 0 1000 {height}">',
-                      *parts, "</svg>", sep="\n", file=file)
+                print('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
+                      f'viewBox="0 0 1000 {height}">', *parts, "</svg>", sep="\n", file=file)
             say(path)

@@ -111,5 +111,5 @@ def plan(a):
     if not table.rows:
         say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: give more "
             "--gpus, or another --batch-size")
-    write_json(a.json, "plan", torch.device("cpu"), [table])
+    write_json(a, torch.device("cpu"), table)
     return table

@@ -19,7 +19,6 @@ import model
 import parallel
 import train
 from fast import attention, gloo, linear, nccl, norm, recorded, run
-from fast.graphs import no_graphs
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
@@ -30,7 +29,7 @@ from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.peers import PEERS
 from lessons.plan import describe_parameters
-from safe.reports import predicted_bytes, timed
+from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import stages_in
@@ -94,7 +93,7 @@ def routes_of_rows():
         yield routes
 
 
-def predicted_traffic(trainer, routes=()):
+def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
@@ -106,9 +105,9 @@ def predicted_traffic(trainer, routes=()):
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    where = {"dp": net.groups.replicas, "world": None, "all": trainer.control}  # ParallelGPT has the others by name
+    where = vars(net.groups) | {"dp": net.groups.replicas, "world": None, "all": trainer.control}
     for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):
-        link = dist.link_of(where[item.axis] if item.axis in where else getattr(net.groups, item.axis))
+        link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
                                            for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -117,10 +116,10 @@ def predicted_traffic(trainer, routes=()):
 def communication(trainer, device, seconds, repeats, calls):
     """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
     wrong, but the time is right. seconds: a step's."""
-    trainer.net.pipeline.graphs = no_graphs()  # a recorded graph would call the real collectives
+    trainer.net.pipeline.graphs = None  # a recorded graph would call the real collectives
     with without_collectives():
         without = interleaved({"": lambda: trainer.step(2)}, device, repeats, calls)[""]
-    trainer.net.pipeline.graphs = no_graphs()  # the graphs just recorded send nothing
+    trainer.net.pipeline.graphs = None  # the graphs just recorded send nothing
     return 100 - 100 * without / seconds
 
 
@@ -182,7 +181,7 @@ def strategies(a):
         for row in measure_strategy(name, s, a, device, machine):
             table.row(**row)
         forget()
-    write_json(a.json, "strategies", device, [table], model=a.model, machine=dataclasses.asdict(machine))
+    write_json(a, device, table, model=a.model, machine=dataclasses.asdict(machine))
 
 
 def sends_late(computed):
@@ -217,7 +216,7 @@ def pieces():
         "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
         "addition": plain_rows(model),                                              # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never)],                   # the reference's forward
-        "padding": [(linear, "pad_outputs", lambda x, weight: weight)],             # of GPT-2's 50257 tokens
+        "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist, "make_link", ring_for_ours)],                              # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
@@ -254,7 +253,7 @@ def without(a, device):
         first = seconds(name)
         ratios = {piece: seconds(name, piece) / first for piece in (*a.without, "again")}
         table.row(strategy=name, ms=1e3 * first, **ratios)
-    write_json(a.json, "without", device, [table], model=a.model)
+    write_json(a, device, table, model=a.model)
     return table
 
 
@@ -294,7 +293,7 @@ def build_peer(peer, config, s, device, batches):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer, trainer.share), trainer.measured_bytes())]
+              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()
@@ -310,29 +309,26 @@ def measure_strategy(name, s, a, device, machine):
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
     peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
-
-    def row(who, seconds, peak, **more):
-        speed = tokens / seconds
-        return dict(strategy=name, who=who, ms=1e3 * seconds, tokens=speed, mfu=mfu(config, speed, machine), peak=peak,
-                    **more)
-
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
-    more = memory_and_traffic(trainer)
-    steps = {"ours": lambda: trainer.step(2)}
+    found = memory_and_traffic(trainer)
+    steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]
     if peer:
         batches = trainer.micro_batches(trainer.train_data, 0, 0)
-        (steps["peer"], title), peer_peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
+        (step, title), peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
+        steps[title] = step
+        peaks.append(peak)
     seconds = interleaved(steps, device, a.repeats, calls)
+    ours, *theirs = seconds.values()
     costs = predict(config, s, machine)
     planned = sum(costs)
+    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": theirs[0] / ours if theirs else None}
     if s.pp > 1:
-        more |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
-                 "bubble_measured": bubble(trainer, a.repeats)}
+        found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
+                  "bubble_measured": bubble(trainer, a.repeats)}
     elif a.gpus > 1:
-        more["communication"] = communication(trainer, device, seconds["ours"], a.repeats, calls)
-    if peer:
-        more["ratio"] = seconds["peer"] / seconds["ours"]
-    yield row("ours" if a.comm == "ours" else f"ours, {a.comm}", seconds["ours"], peak, plan=1e3 * planned,
-              off=planned / seconds["ours"], **more)
-    if peer:
-        yield row(title, seconds["peer"], peer_peak)
+        found["communication"] = communication(trainer, device, ours, a.repeats, calls)
+    for (who, took), peak in zip(seconds.items(), peaks):
+        speed = tokens / took
+        yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine),
+               "peak": peak, **found}
+        found = {}  # all of it is about ours

@@ -1,12 +1,13 @@
-"""Checkpoints that survive crashes and full disks, written, found again and checked."""
+"""Checkpoints that survive crashes and full disks, written, found again and checked; and whose run a folder holds."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
 import re
 import shutil
-import types
+import socket
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 
 from model import GPTConfig, shapes
-from safe.files import crc_of_file, read_safetensors, sync_folder, write_file, write_safetensors
-from safe.flags import BadInput, dashed, reject
+from parallel import master_dtype
+from safe.files import crc_of_file, read_safetensors, sync_folder, writable, write_file, write_safetensors
+from safe.flags import dashed, Settings
 from safe.huggingface import open_hf, write_hf
+from safe.sizes import BadInput, reject
 from train import Bytes, config_of, MOMENTS
 
 # A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
@@ -39,19 +42,19 @@ NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weigh
            "reduce_dtype", "on_nan", "balance_rate")  # flags that decide the losses
 
 
-def run_of(s, config, data):
-    """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own."""
-    edges = slice(0, 1 << 20), slice(-1 << 20, None)  # of each part: reading all would take minutes
-    crc = zlib.crc32(np.concatenate([tokens[edge] for tokens in data[:2] for edge in edges]).tobytes())
-    return {**settled(s, config),
-            "data": {"tokens": len(data[0]) + len(data[1]), "bytes": isinstance(data[2], Bytes), "crc32": crc}}
-
-
-def settled(s, config):
-    """The parts of `run_of` that flags decide."""
+def run_of(s, config):
+    """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own. Of the
+    data it says nothing: `fingerprint` does, when the data is read."""
     flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
     start = {"init_from": s.init_from and os.path.abspath(s.init_from)}
-    return {"flags": flags, "start": start, "model": dataclasses.asdict(config)}
+    return {"flags": flags, "start": start, "model": dataclasses.asdict(config), "data": {}}
+
+
+def fingerprint(train, held_out, vocabulary):
+    """The identity of a Trainer's data."""
+    edges = [edge for part in (train, held_out) for edge in (part[:1 << 20], part[-1 << 20:])]  # all would take minutes
+    return {"tokens": len(train) + len(held_out), "bytes": isinstance(vocabulary, Bytes),
+            "crc32": zlib.crc32(np.concatenate(edges).tobytes())}
 
 
 def differences(there, here, parts=("model", "flags", "start", "data")):
@@ -69,40 +72,31 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
 
 # ------------------------------------------------------------------------------------------------------------- written
 
-def write_checkpoint(out, manifest, config, dtype, get, texts):
-    """Write a checkpoint into the folder `out`; OSError if that fails. get(label) returns one whole tensor at a time,
-    in the order of Trainer.whole_tensors. manifest: all but the files and checksums. texts: {name: contents} of a
-    tokenizer's files."""
-    name = f"step-{manifest['step']:08}"
-    part = os.path.join(out, f".{name}.part")
+def write_checkpoint(trainer, done, get):
+    """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay.
+    OSError if that fails. get(label) returns one whole tensor at a time, in the order of Trainer.whole_tensors."""
+    final = pathlib.Path(trainer.s.out, f"step-{done:08}")
+    part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
+    moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
+    manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
+                "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        files = write_hf(part, config, get, dtype)
-        files["optimizer.safetensors"] = write_safetensors(
-            os.path.join(part, "optimizer.safetensors"),
-            {label: (dtype, shape) for label, shape in moments_of(config).items()}, get)
-        files |= {file: write_file(os.path.join(part, file), text) for file, text in texts.items()}
-        manifest = manifest | {"format": 1, "files": files}
-        write_file(os.path.join(part, "manifest.json"), json.dumps(manifest | {"crc32": crc_of(manifest)}))
+        files = manifest["files"] = write_hf(part, trainer.config, get, dtype)
+        files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, get)
+        for name, text in getattr(trainer.vocabulary, "files", {}).items():
+            files[name] = write_file(part / name, text)
+        write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
         sync_folder(part)
-        os.rename(part, os.path.join(out, name))
-        sync_folder(out)
+        os.rename(part, final)
+        sync_folder(final.parent)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def remove_old(out, keep):
-    """Remove all checkpoints but the newest `keep`. Those of --plain stay."""
-    ours = [path for path in checkpoints(out) if os.path.isdir(path)]
-    for old in ours[:-keep]:
-        gone = os.path.join(out, f".{os.path.basename(old)}.old")
+    ours = [path for path in checkpoints(final.parent) if path.is_dir()]
+    for old in ours[:-trainer.s.keep]:
+        gone = old.with_name(f".{old.name}.old")
         os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
         shutil.rmtree(gone)
-
-
-def moments_of(config):
-    """{label: shape} of what AdamW keeps of all parameters."""
-    return {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(config).items()}
 
 
 def crc_of(value):
@@ -113,26 +107,65 @@ def crc_of(value):
 
 @dataclass
 class Checkpoint:
-    path: str
-    manifest: dict
+    path: pathlib.Path
+    manifest: dict    # and under "tensors" the moments, {label: whole tensor}
     config: GPTConfig
-    source: Callable  # source(name): a whole parameter
-    moments: dict     # {label: whole tensor}; these and the parameters are read when used
-    tokenizer: str    # folder of the tokenizer's files, "" if the run had none
+    source: Callable  # source(name): a whole parameter; tensors are read when used
+
+
+def checkpoints(folder):
+    """Paths of the complete checkpoints in a folder, --plain's files included, oldest first."""
+    found = [path for path in pathlib.Path(folder).glob("step-*") if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
+    return sorted(found, key=lambda path: (int(path.stem[5:]), path.suffix != ".pt"))
+
+
+def find_checkpoint(s, read_all):
+    """The Checkpoint that --resume asks for, or None."""
+    if not s.resume:
+        return None
+    reject(s.resume == "newest" and not s.out, "--resume without a value goes on in --out: give --out DIR too")
+    path = pathlib.Path(s.out if s.resume == "newest" else s.resume)
+    newest = (checkpoints(path) or [path])[-1]
+    is_one = newest != path or path.suffix == ".pt" or "step-" in path.name or (path / "manifest.json").exists()
+    reject(not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
+    return open_checkpoint(newest, read_all)
+
+
+def open_checkpoint(path, read_all):
+    """The Checkpoint at path. BadInput names what is missing or damaged. read_all: check all bytes, not only sizes."""
+    if path.suffix == ".pt":
+        return open_plain(path)
+    name = "manifest.json"
+    try:
+        manifest = json.loads((path / name).read_text())
+        reject(manifest.pop("crc32") != crc_of(manifest), "it does not match its own checksum")
+        reject(manifest["format"] != 1, f"its format is {manifest['format']}, this train.py reads 1")
+        for name, entry in manifest["files"].items():
+            size = (path / name).stat().st_size
+            reject(size != entry["bytes"], f"it has {size:,} bytes, by the manifest {entry['bytes']:,}")
+            reject(read_all and crc_of_file(path / name) != entry["crc32"], "its checksum is not the manifest's")
+        name = "tensors"
+        config, source = open_hf(path)
+        manifest["tensors"] = read_safetensors(path / "optimizer.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"--resume {path}: {name}: {why(error)}; move that folder away to go on from the checkpoint "
+                       "before, or give a whole one") from None
+    return Checkpoint(path, manifest, config, source)
 
 
 def open_plain(path):
-    """A file step-00000200.pt, as the reference writes it. Its manifest says of the data only whether it is bytes."""
+    """A file step-00000200.pt, as the reference writes it. No tokenizer lies beside it, so a flag says where it is. Of
+    the data it is known only whether it is bytes."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        s = types.SimpleNamespace(**{"on_nan": "stop", "init_from": "", "tokenizer": "", **saved["flags"]})
-        config, tensors = config_of(s), saved["tensors"]
-        manifest = {"step": saved["step"], "updates": saved["step"] - saved["skipped"], "skipped": saved["skipped"],
-                    "scaler": saved["scaler"], "run": {**settled(s, config), "data": {"bytes": not s.tokenizer}}}
+        s, tensors = Settings(**saved["flags"]), saved["tensors"]
+        config = config_of(s)
+        run = run_of(s, config) | {"data": {"bytes": not s.tokenizer}}
+        run["flags"]["tokenizer"] = s.tokenizer
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
     weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
-    return Checkpoint(path, manifest, config, weights.get, tensors, s.tokenizer)
+    return Checkpoint(path, saved | {"run": run}, config, weights.get)
 
 
 def why(error):
@@ -141,46 +174,51 @@ def why(error):
     return text.partition("\n")[0]
 
 
-def checkpoints(folder):
-    """Paths of the complete checkpoints in a folder, --plain's files included, oldest first."""
-    found = [str(path) for path in pathlib.Path(folder).glob("step-*")
-             if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
-    return sorted(found, key=lambda path: (int(pathlib.Path(path).stem[5:]), not path.endswith(".pt")))
+# -------------------------------------------------------------------------------------------------- the folder of --out
 
+def start_of(s, config, asked, read_all):
+    """(the Checkpoint to go on from, the identity of the run in --out), each None if there is none. asked: the
+    Checkpoint of --resume; None takes the newest in --out. BadInput if --out holds another run.
 
-def open_checkpoint(path, read_all):
-    """The Checkpoint at path. BadInput names what is missing or damaged. read_all: check all bytes, not only sizes."""
-    if str(path).endswith(".pt"):
-        return open_plain(path)
-    file = "manifest.json"
+    Data is not compared, because this comes before a text is encoded into --out."""
+    out, found = pathlib.Path(s.out), checkpoints(s.out)
+    if asked:
+        reject(not found or not found[-1].samefile(asked.path), f"--resume {asked.path}: a run goes on in its own "
+               f"folder, from the newest checkpoint there: give --out {asked.path.resolve().parent} and move "
+               f"newer ones away; or begin another run from its weights, with --init-from {asked.path}")
+        return asked, asked.manifest["run"]
+    newest = open_checkpoint(found[-1], read_all) if found else None
     try:
-        manifest = json.loads(pathlib.Path(path, file).read_text())
-        if manifest.pop("crc32") != crc_of(manifest):
-            raise ValueError("it does not match its own checksum")
-        if manifest["format"] != 1:
-            raise ValueError(f"its format is {manifest['format']}, this train.py reads 1")
-        for file, entry in manifest["files"].items():
-            size = os.path.getsize(os.path.join(path, file))
-            if size != entry["bytes"]:
-                raise ValueError(f"it has {size:,} bytes, by the manifest {entry['bytes']:,}")
-            if read_all and crc_of_file(os.path.join(path, file)) != entry["crc32"]:
-                raise ValueError("its checksum is not the manifest's")
-        file = "tensors"
-        config, source = open_hf(path)
-        moments = read_safetensors(os.path.join(path, "optimizer.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"--resume {path}: {file}: {why(error)}; move that folder away to go on from the checkpoint "
-                       "before, or give a whole one") from None
-    return Checkpoint(path, manifest, config, source, moments, path if "vocab.json" in manifest["files"] else "")
+        there = json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        there = newest and newest.manifest["run"]
+    another = f"name a new folder, e.g. --out {out}-2"
+    reject(not there and (out / "log.jsonl").exists(), f"--out {out} already holds files of a run, and no run.json "
+           f"that says which: {another}")
+    here = run_of(s, config)
+    if there and (how := differences(there, here)):
+        raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
+                       + ", or add --resume" * bool(newest and not differences(there, here, ("model",))))
+    return newest, there
 
 
-def find_checkpoint(s, read_all):
-    """The Checkpoint that --resume asks for, or None."""
-    if not s.resume:
-        return None
-    reject(s.resume == "newest" and not s.out, "--resume without a value goes on in --out: give --out DIR too")
-    path = s.out if s.resume == "newest" else s.resume
-    newest = (checkpoints(path) or [path])[-1]
-    is_one = newest != path or path.endswith(".pt") or "step-" in path or os.path.exists(f"{path}/manifest.json")
-    reject(not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
-    return open_checkpoint(newest, read_all)
+def lock(folder, identity):
+    """Make --out this run's own, on rank 0, and keep a second run from writing there.
+
+    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. Rank 0
+    empties it when all is saved; the process that started the ranks looks at it to choose its exit code."""
+    out = pathlib.Path(folder)
+    with writable(out, "--out"):
+        file = (out / ".lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"--out {out}: {(out / '.lock').read_text().strip() or 'another run'} writes there; name "
+                           f"another folder, e.g. --out {out}-2") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        write_file(out / "run.json", json.dumps(identity))
+        for unfinished in out.glob(".step-*.*"):  # a killed run leaves folders half written or half removed
+            shutil.rmtree(unfinished)
+    return file

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -17,9 +16,8 @@ import time
 import numpy as np
 
 from further.bpe import END, FILES, text_of, Tokenizer
-from safe.files import write_blocks
-from safe.flags import BadInput, reject
-from safe.folder import writable
+from safe.files import writable, write_blocks
+from safe.sizes import BadInput, reject
 from train import Bytes, read_texts, split, standard_library, vocabulary_of
 
 
@@ -37,12 +35,9 @@ class Numbers:
 
 def open_vocabulary(s, checkpoint):
     """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes."""
-    if s.tokenizer:
-        flag, folder = "--tokenizer", s.tokenizer
-    elif checkpoint:
-        flag, folder = "--resume", checkpoint.tokenizer
-    else:
-        flag, folder = "--init-from", s.init_from
+    flag, folder = "--tokenizer", s.tokenizer
+    if not folder:
+        flag, folder = ("--resume", str(checkpoint.path)) if checkpoint else ("--init-from", s.init_from)
         folder *= any(os.path.exists(os.path.join(folder, name)) for name in FILES)
     try:
         found = vocabulary_of(folder)
@@ -81,7 +76,10 @@ def learned_bytes(folder):
 
 
 def bytes_a_token(tokens, vocabulary):
-    """The mean of some of these. The token between two texts counts as the one byte that is there without it."""
+    """The mean of some of these; 0 if it is not known. The token between two texts counts as the one byte that is there
+    without it."""
+    if not isinstance(vocabulary, Tokenizer) or not len(tokens):
+        return 0
     sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
     sizes[vocabulary.numbers[END]] = 1
     return sizes[tokens[:1 << 24]].mean()
@@ -90,7 +88,7 @@ def bytes_a_token(tokens, vocabulary):
 # --------------------------------------------------------------------------------------------------------------- data
 
 def is_bin(s):
-    return s.data.endswith(".bin") and os.path.isfile(s.data)
+    return s.data.endswith(".bin") and not os.path.isdir(s.data)
 
 
 def load_data(s, vocabulary):
@@ -98,11 +96,12 @@ def load_data(s, vocabulary):
     where = f"--data {s.data}" if s.data else "the standard library"
     try:
         if is_bin(s):
-            tokens = read_tokens(s.data, where)
-        elif isinstance(vocabulary, Bytes):
-            tokens = vocabulary.tokens_of(read_texts(files_of(s)))
+            size = os.path.getsize(s.data)
+            reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
+            tokens = np.memmap(s.data, np.uint16, "r")
         else:
-            tokens = encoded(s, read_texts(files_of(s)), vocabulary)
+            texts = read_texts(files_of(s))
+            tokens = vocabulary.tokens_of(texts) if isinstance(vocabulary, Bytes) else encoded(s, texts, vocabulary)
         problem = "" if len(tokens) else "it is empty"
     except OSError as error:
         problem = error.strerror
@@ -122,10 +121,11 @@ def files_of(s):
 
 
 def check_data(s, config, train, held_out):
-    shortest = min(len(train), len(held_out) if s.eval_every else len(train))
+    used = (train, held_out) if s.eval_every else (train,)
+    shortest = min(map(len, used))
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
            f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
-    for part in (train, held_out):
+    for part in used:
         check_tokens(part[:1 << 28], config.vocab_size)  # 512 MiB, a second; each batch is checked, too
 
 
@@ -133,13 +133,6 @@ def check_tokens(tokens, vocab_size):
     """A GPU that looks up a number beyond the vocabulary would stop the run with no word about the data."""
     largest = int(tokens.max()) if len(tokens) else 0
     reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
-
-
-def read_tokens(path, where):
-    """Tokens of a .bin file, uint16, as nanoGPT writes it."""
-    size = os.path.getsize(path)
-    reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
-    return np.memmap(path, np.uint16, "r")
 
 
 # ------------------------------------------------------------------------------------------- text encoded, on all cores
@@ -158,20 +151,21 @@ _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from
 def encoded(s, texts, vocabulary):
     """The tokens of texts, uint16. Of a node's processes one encodes. With --out it leaves them there in a .bin, for
     the others and for later runs with the same text and vocabulary."""
-    key = hashlib.sha256()
-    for part in (*map(str.encode, vocabulary.files.values()), *texts):
-        key.update(b"%d " % len(part) + part)
-    key = key.hexdigest()[:16]
-    path = os.path.join(s.out, f"text-{key}.bin")
-    with open(os.path.join(tempfile.gettempdir(), f"ringgpt-{os.getuid()}-{key}.lock"), "w") as file:
+    known = b"\0".join([*map(str.encode, vocabulary.files.values()), *texts])  # no text has a zero byte
+    key = hashlib.sha256(known).hexdigest()[:16]
+    path = pathlib.Path(s.out, f"text-{key}.bin")
+    with open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
-        if s.out and os.path.exists(path):
+        if s.out and path.exists():
             return np.memmap(path, np.uint16, "r")
         if key not in _encoded:
             _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
-        if s.out and len(_encoded[key]):
-            keep(path, _encoded[key])
-    return _encoded[key]
+        tokens = _encoded[key]
+        if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
+            with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".text-") as own:
+                write_blocks(f"{own}/text.bin", [tokens.data])
+                os.replace(f"{own}/text.bin", path)
+    return tokens
 
 
 def encode_parts(texts, vocabulary):
@@ -183,11 +177,10 @@ def encode_parts(texts, vocabulary):
         return
     cores, started, done = os.cpu_count() or 1, time.perf_counter(), 0
     with concurrent.futures.ThreadPoolExecutor(cores) as threads:  # each waits for a process
-        for part, tokens in zip(parts, threads.map(functools.partial(encode_part, folder=vocabulary.folder), parts)):
+        for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary.folder), parts)):
             done += len(part)
-            speed = done / 1e6 / (time.perf_counter() - started)
-            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, {speed:.1f} a second "
-                  f"on {cores} cores", flush=True)
+            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, "
+                  f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {cores} cores", flush=True)
             yield tokens
 
 
@@ -202,15 +195,8 @@ def parts_of(text, size=PART):
 
 
 def encode_part(part, folder):
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    worker = subprocess.run([sys.executable, "-c", WORKER, here, folder], input=part.encode("utf-8", "surrogateescape"),
-                            stdout=subprocess.PIPE, check=True)
-    return np.frombuffer(worker.stdout, np.uint16)
+    here = pathlib.Path(__file__).resolve().parents[1]
+    tokens = subprocess.check_output([sys.executable, "-c", WORKER, here, folder],
+                                     input=part.encode("utf-8", "surrogateescape"))
+    return np.frombuffer(tokens, np.uint16)
 
-
-def keep(path, tokens):
-    """Write them. The file has its name when it is whole, though other nodes may write it, too."""
-    folder = os.path.dirname(path)
-    with writable(folder, "--out"), tempfile.TemporaryDirectory(dir=folder, prefix=".text-") as own:
-        write_blocks(os.path.join(own, "text.bin"), [tokens.data])
-        os.replace(os.path.join(own, "text.bin"), path)

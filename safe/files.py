@@ -1,17 +1,20 @@
-"""Files that are whole or absent, and the .safetensors format.
+"""Files that are whole or absent, the .safetensors format, and what a full disk must not harm.
 
 A .safetensors file has a number n (8 bytes, little-endian), n bytes of JSON {name: {dtype, shape, data_offsets}}, and
 then the tensors' bytes.
 """
 
+import contextlib
 import json
 import math
-import mmap
 import os
+import tempfile
 import zlib
 
 import numpy as np
 import torch
+
+from safe.sizes import BadInput, reject
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
                       "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
@@ -20,38 +23,34 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 def read_safetensors(path):
     """{name: tensor} of a .safetensors file, mapped into memory and read when used. ValueError if it is damaged."""
     try:
-        with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:start].decode())
+        data = np.memmap(path, np.uint8, "c")  # what is written into it does not reach the file
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header, room, tensors = json.loads(data[8:start].tobytes()), data[start:], {}
         header.pop("__metadata__", None)
-        tensors = {}
         for name, entry in header.items():
-            dtype, (begin, end) = SAFETENSORS_DTYPES[entry["dtype"]], entry["data_offsets"]
-            count = math.prod(entry["shape"])
-            if end - begin != count * dtype.itemsize or begin < 0 or start + end > len(data):
-                raise ValueError(f"{name} lies outside the file: it is cut short or damaged")
-            values = torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin)
+            begin, end = entry["data_offsets"]
+            reject(begin < 0 or end > len(room), f"{name} lies outside the file: it is cut short or damaged")
+            values = torch.from_numpy(room[begin:end]).view(SAFETENSORS_DTYPES[entry["dtype"]])
             tensors[name] = values.view(entry["shape"])
         return tensors
     except Exception as error:  # noqa: BLE001  anything may stand in a damaged header
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 
-def write_safetensors(path, entries, get):
-    """Write tensors {name: (dtype, shape)}. get(name) returns one at a time, so that memory need not hold all."""
-    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+def write_safetensors(path, dtype, shapes, get):
+    """Write tensors of one dtype, {name: shape}. get(name) returns one at a time, so that memory need not hold all."""
+    kind, = [kind for kind, known in SAFETENSORS_DTYPES.items() if known == dtype]
     header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, (dtype, shape) in entries.items():
+    for name, shape in shapes.items():
         end = offset + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [offset, end]}
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
     def blocks():
         yield len(text).to_bytes(8, "little") + text
-        for name, (dtype, _) in entries.items():
+        for name in shapes:
             yield get(name).detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy().data
 
     return write_blocks(path, blocks())
@@ -64,14 +63,14 @@ def write_file(path, text):
 def write_blocks(path, blocks):
     """Write a file that has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}."""
     size = crc = 0
-    with open(path + ".part", "wb") as file:
+    with open(f"{path}.part", "wb") as file:
         for block in blocks:
             file.write(block)
             size += len(block)
             crc = zlib.crc32(block, crc)
         file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".part", path)
+        os.fsync(file)
+    os.replace(f"{path}.part", path)
     return {"bytes": size, "crc32": crc}
 
 
@@ -84,3 +83,45 @@ def sync_folder(path):
 
 def crc_of_file(path):
     return zlib.crc32(np.memmap(path, np.uint8, "r"))
+
+
+@contextlib.contextmanager
+def writable(folder, name):
+    """Make the folder that flag `name` asks for. BadInput if that fails, or what is written inside."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        yield
+    except OSError as error:
+        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
+
+
+def check_folder(folder, name):
+    with writable(folder, name), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+class Log:
+    """log.jsonl, an entry a line. If the disk is full, entries are lost, and no line is cut in two.
+
+    step: a run that resumes drops the entries of later steps, because it will write them again."""
+
+    def __init__(self, path, step):
+        kept = []
+        with contextlib.suppress(FileNotFoundError), open(path) as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # a line that a power cut left incomplete
+                    kept += [line] if json.loads(line)["step"] <= step else []
+        write_file(path, "".join(kept))
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, entry):
+        """Write entry, {"step": ..., ...}. Returns the OSError if it is lost, else None."""
+        entry = json.loads(json.dumps(entry), parse_constant=str.lower)  # NaN is no JSON, so it becomes "nan"
+        line = json.dumps(entry).encode() + b"\n"
+        size = os.fstat(self.file).st_size
+        try:
+            while line:  # a full disk takes a part, and then raises the error
+                line = line[os.write(self.file, line):]
+        except OSError as error:
+            os.ftruncate(self.file, size)
+            return error

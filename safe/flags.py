@@ -13,7 +13,7 @@ import torch
 import kernels
 import parallel
 from safe.huggingface import open_hf
-from safe.sizes import check_sizes, multiple, raise_first
+from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
 from train import SIZES, config_of, device_for, flag, Flags, processes_of
 
@@ -50,19 +50,10 @@ def schedule_of(s):
     return lists
 
 
-class BadInput(Exception):
-    """Its text is one line for the user: the flag or the file, what is wrong, a value that would work."""
-
-
-def reject(wrong, text):
-    if wrong:
-        raise BadInput(text)
-
-
-def refuse(program, problem, rank):
+def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone."""
-    if not rank or os.environ.get("LOCAL_RANK") == "0":
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"{program}: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first
@@ -83,8 +74,8 @@ def check_numbers(s):
     at_least_1 = "batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout"
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
-        if f.type in (int, float) and given is not None and not least <= given <= 1e9:  # nan and inf, too
-            raise BadInput(f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {f.default or 2}")
+        reject(f.type in (int, float) and given is not None and not least <= given <= 1e9,  # nan and inf, too
+               f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {f.default or 2}")
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
@@ -93,16 +84,12 @@ OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model witho
 
 def model_config(s, checkpoint=None):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
-    given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
     if not checkpoint and not s.init_from:
         config = config_of(s)
         for name in OF_EXPERTS:
-            reject(name in given and not config.experts, f"{dashed(name)} is for a model with experts: give --experts "
-                   "4, say, too")
-        try:
-            check_sizes(config, dashed)
-        except ValueError as error:
-            raise BadInput(error) from None
+            reject(getattr(s, name) is not None and not config.experts, f"{dashed(name)} is for a model with experts: "
+                   "give --experts 4, say, too")
+        check_sizes(config, dashed)
         return config, None
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
     try:
@@ -110,9 +97,11 @@ def model_config(s, checkpoint=None):
     except (ValueError, OSError) as error:
         raise BadInput(f"--init-from {s.init_from}: {error}") from None
     where = "--resume" if checkpoint else "--init-from"
-    for name, value in given.items():
+    for name in (*SIZES, "activation"):
+        value = getattr(s, name)
         there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name)
-        reject(value != there, f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
+        reject(value not in (None, there),
+               f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source
 
 
@@ -143,30 +132,29 @@ def check_parts(s, c, world, local_world, processes):
     unit = s.dp * s.micro_batches
     replicas = s.dp * s.cp
     within = s.zero_within or replicas
-    raise_first(BadInput, [
-        (world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
-         f"processes, {world} were started: give {instead}"),
-        (world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
-         f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}"),
-        (c.n_head % s.tp, f"--tp {s.tp} does not divide the model's {c.n_head} heads: give --tp "
-         f"{math.gcd(s.tp, c.n_head)}"),
-        (s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out"),
-        (c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
-         f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}"),
-        (s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
-         f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring"),
-        (s.ep > 1 and not c.experts, f"--ep {s.ep} shares out experts, and the model has none: "
-         + f"give --experts {2 * s.ep}, say, or " * new_model + "leave --ep out"),
-        (s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}"
-         + f" or --dp {multiple(s.dp, s.ep)}" * more_ranks),
-        (c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"),
-        (s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
-         f"{s.micro_batches}: give e.g. --batch-size {multiple(s.batch_size, unit)}"),
-        (replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
-         f"give --zero-within {math.gcd(within, replicas)}"),
-        (s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3"),
-        (s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would lose what --dtype "
-         "fp64 keeps: leave one of them out")])
+    reject(world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
+           f"processes, {world} were started: give {instead}")
+    reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
+           f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
+    reject(c.n_head % s.tp, f"--tp {s.tp} does not divide the model's {c.n_head} heads: give --tp "
+           f"{math.gcd(s.tp, c.n_head)}")
+    reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
+    reject(c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
+           f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}")
+    reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
+           f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
+    reject(s.ep > 1 and not c.experts, f"--ep {s.ep} shares out experts, and the model has none: "
+           + f"give --experts {2 * s.ep}, say, or " * new_model + "leave --ep out")
+    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}"
+           + f" or --dp {multiple(s.dp, s.ep)}" * more_ranks)
+    reject(c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}")
+    reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
+           f"{s.micro_batches}: give e.g. --batch-size {multiple(s.batch_size, unit)}")
+    reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
+           f"give --zero-within {math.gcd(within, replicas)}")
+    reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+    reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would lose what --dtype "
+           "fp64 keeps: leave one of them out")
 
 
 def check_schedule(s, config):
@@ -174,8 +162,8 @@ def check_schedule(s, config):
     try:
         stages = len(parallel.homes_of(schedule_of(s)))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
-        instead = f"give --micro-batches {multiple(s.micro_batches, s.pp)}"
-        raise BadInput(f"--schedule {s.schedule}: {problem}; {instead}") from None
+        raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
+                       f"{multiple(s.micro_batches, s.pp)}") from None
     most, a_rank = config.n_layer + 2, stages // s.pp
     reject(stages > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} layers with "
            f"embedding and head: give --pp {most // a_rank} or fewer")
@@ -193,13 +181,12 @@ def check_device(s, config, world, local_world, processes):
     s.device = device_for(s.device, local)
     able = s.device == "cuda" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
-    raise_first(BadInput, [
-        (s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
-         "1 --schedule 1f1b) and no --experts: leave it out"),
-        (s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, bf16 "
-         "or fp16, and needs the package triton: give --kernels auto"),
-        (s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
-         + f", or a layout of {gpus}" * (gpus > 0))])
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
+           "1 --schedule 1f1b) and no --experts: leave it out")
+    reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
+           "bf16 or fp16, and needs the package triton: give --kernels auto")
+    reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
+           + f", or a layout of {gpus}" * (gpus > 0))
     kernels.use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import pathlib
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 
 from model import GPT, buffers, GPTConfig, materialize, names_of_experts, shapes
 from safe.files import read_safetensors, write_file, write_safetensors
-from safe.sizes import check_sizes, raise_first
+from safe.sizes import BadInput, check_sizes, reject
 
 KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
     "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
@@ -31,7 +30,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 def load(folder):
     """Load a Hugging Face GPT-2 folder, config.json with model.safetensors, in float32 on the CPU.
 
-    Raises ValueError, which names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut short.
+    Raises BadInput, a ValueError that names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut
+    short.
     """
     config, source = open_hf(folder)
     model = GPT(config, seed=None)
@@ -41,51 +41,53 @@ def load(folder):
 
 def save(model, folder):
     """Write the model as a Hugging Face folder, which transformers' GPT2LMHeadModel.from_pretrained can read."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    write_hf(folder, model.config, state.__getitem__)
+    write_hf(folder, model.config, model.state_dict().__getitem__)
 
 
 def entries(config):
-    """A folder's tensors: {name: (parameter or buffer that it is of, number of the expert or None, shape there)}."""
+    """A folder's tensors: {name: (parameter or buffer that it is of, where in it, its shape in the folder)}. An expert
+    lies in a stack, at its number; other tensors are whole, at `...`."""
     rows = {}
     for name, shape in {**shapes(config), **buffers(config)}.items():
         each = names_of_experts(config, name)
-        numbered = enumerate(each) if each else [(None, name)]
-        shape = shape[1:] if each else shape
-        rows |= {one: (name, e, shape[::-1] if name.endswith(TRANSPOSED) else shape) for e, one in numbered}
+        own = shape[1:] if each else shape
+        there = own[::-1] if name.endswith(TRANSPOSED) else own
+        rows |= {one: (name, e, there) for e, one in enumerate(each)} or {name: (name, ..., there)}
     return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- read
 
 def open_hf(folder):
-    """(config, source) of a Hugging Face GPT-2 folder: source(name) is a parameter. ValueError names a faulty file."""
-    config = read_hf_config(os.path.join(folder, "config.json"))
-    path, tensors = read_hf_tensors(folder)
+    """(config, source) of a Hugging Face GPT-2 folder: source(name) is a parameter. BadInput names a faulty file."""
+    path = pathlib.Path(folder, "config.json")
+    try:
+        config = config_from(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: {error}") from None
+    files = sorted(pathlib.Path(folder).glob("model*.safetensors"))
+    reject(not files, f"{folder}: holds no model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for file in files
+               for name, tensor in read_safetensors(file).items()}
     if config.tied:
         tensors["lm_head.weight"] = tensors.get("wte.weight")
     said = ", ".join(f"{key} {getattr(config, field)}" for field, (key, _) in KEYS.items())
     for name, shape in expected(config):
-        found = tensors.get(name)
-        if found is None:
-            raise ValueError(f"{path}: has no {name}, which config.json asks for ({said})")
-        if tuple(found.shape) != shape:
-            raise ValueError(f"{path}: {name} is {tuple(found.shape)}, config.json makes it {shape} ({said})")
-
-    def get(name):
-        return tensors[name].t() if name.endswith(TRANSPOSED) else tensors[name]
+        reject(name not in tensors, f"{files[0]}: has no {name}, which config.json asks for ({said})")
+        found = tuple(tensors[name].shape)
+        reject(found != shape, f"{files[0]}: {name} is {found}, config.json makes it {shape} ({said})")
 
     def source(name):
         each = names_of_experts(config, name)
-        return torch.stack([get(one) for one in each]) if each else get(name)
+        found = torch.stack([tensors[one] for one in each]) if each else tensors[name]
+        return found.mT if name.endswith(TRANSPOSED) else found
 
     return config, source
 
 
 def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
-    `entries` would not end or run out of memory."""
-    yield "wte.weight", (config.vocab_size, config.n_embd)
+    `entries` would not end."""
     yield f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,)
     if config.experts:
         yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)
@@ -93,42 +95,23 @@ def expected(config):
         yield name, shape
 
 
-def read_hf_config(path):
-    """The GPTConfig that a config.json describes. ValueError names the file and the key."""
-    try:
-        with open(path) as file:
-            return config_from(json.load(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
 def config_from(hf):
-    if not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in ("gpt2", WITH_EXPERTS):
-        raise ValueError("not the config of a GPT-2 (model_type is not 'gpt2')")
+    """The GPTConfig that a config.json describes. BadInput names the key."""
+    reject(not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in ("gpt2", WITH_EXPERTS),
+           "not the config of a GPT-2 (model_type is not 'gpt2')")
     kind, experts = hf.get("model_type"), hf.get("num_experts")
     sizes = {field: hf.get(key, default) for field, (key, default) in KEYS.items()}
     name, inner = sizes["activation"], sizes["inner"]
-    raise_first(ValueError, [
-        ((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
-         f"{WITH_EXPERTS!r} has num_experts, and at least 1"),
-        *((hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")
-          for key, value in HF_FIXED.items()),
-        (name not in list(HF_ACTIVATIONS), f"activation_function is {name!r}, not one of {', '.join(HF_ACTIVATIONS)}"),
-        # In a GPTConfig 0 stands for 4C, here null does.
-        (inner == 0, f"n_inner {inner!r} must be null or at least 1")])
+    reject((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
+           f"{WITH_EXPERTS!r} has num_experts, and at least 1")
+    for key, value in HF_FIXED.items():
+        reject(hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")
+    reject(name not in list(HF_ACTIVATIONS), f"activation_function is {name!r}, not one of {', '.join(HF_ACTIVATIONS)}")
+    # In a GPTConfig 0 stands for 4C, here null does.
+    reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
     sizes |= {"activation": HF_ACTIVATIONS[name], "inner": 0 if inner is None else inner}
     check_sizes(SimpleNamespace(**sizes), lambda field: KEYS[field][0])
     return GPTConfig(**sizes)
-
-
-def read_hf_tensors(folder):
-    """(the file that errors name, {name: tensor}) of a folder's weights."""
-    files, tensors = sorted(pathlib.Path(folder).glob("model*.safetensors")), {}
-    if not files:
-        raise ValueError(f"{folder}: holds no model.safetensors")
-    for file in files:
-        tensors |= read_safetensors(file)
-    return files[0], {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- written
@@ -138,19 +121,19 @@ def write_hf(folder, config, get, dtype=torch.float32):
 
     dtype: of the tensors in the file; float64 keeps float64 weights exactly. Returns {file: {"bytes", "crc32"}}.
     """
-    os.makedirs(folder, exist_ok=True)
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     ours = {name if name == "lm_head.weight" else f"transformer.{name}": row for name, row in entries(config).items()}
     get_once = functools.lru_cache(1)(get)  # a stack of experts not for each expert
 
     def part(hf_name):
-        name, expert, _ = ours[hf_name]
-        tensor = get_once(name) if expert is None else get_once(name)[expert]
+        name, place, _ = ours[hf_name]
+        tensor = get_once(name)[place]
         return tensor.t() if name.endswith(TRANSPOSED) else tensor
 
-    weights = write_safetensors(os.path.join(folder, "model.safetensors"),
-                                {name: (dtype, shape) for name, (_, _, shape) in ours.items()}, part)
-    text = write_file(os.path.join(folder, "config.json"), json.dumps(hf_config(config, dtype), indent=2))
-    return {"config.json": text, "model.safetensors": weights}
+    there = {name: shape for name, (_, _, shape) in ours.items()}
+    return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, part),
+            "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype), indent=2))}
 
 
 def hf_config(config, dtype):

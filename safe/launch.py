@@ -36,17 +36,17 @@ def start_again(processes, saved=lambda: True):
         if name.startswith(LAUNCHER_S):
             del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    here = ["--standalone", "--local-addr", "127.0.0.1"]  # else ranks look up a machine name that may not resolve
     module = sys.modules["__main__"].__spec__  # of `python -m lessons`
     words = ["--module", module.parent] if module else [sys.argv[0]]
     if may_fork():
         # Ranks are forked from this process, because a new process would spend four seconds on importing PyTorch.
         from torch import _dynamo  # noqa: F401  optimizers need it: import it once, before the fork
         os.register_at_fork(after_in_child=forked)
-        here += ["--run-path", "--start-method", "fork"]
-        words = [os.path.abspath(sys.argv[0])]
+        words = ["--run-path", "--start-method", "fork", os.path.abspath(sys.argv[0])]
+    # The address, because ranks would look up a machine name that may not resolve.
+    flags = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes)]
     try:
-        run.run(run.parse_args([*here, "--nproc_per_node", str(processes), *words, *sys.argv[1:]]))
+        run.run(run.parse_args([*flags, *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")

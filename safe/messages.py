@@ -4,23 +4,23 @@ import contextlib
 import functools
 import gc
 import re
+import time
 
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import COMBINE, _blocks, Library, Link, make_link, tensors_in
+from collectives import COMBINE, _blocks, Link, make_link, tensors_in
 from further.nodes import TwoLevels
 
 
-_progress = [0, "starting", 0]
+_progress = [0, "starting", 0.0]
 
 
 def progress(what=None, step=None):
-    """[step, what this process does or did last, how often that has changed], after setting what is given."""
-    if step is not None:
-        _progress[0] = step
-    if what is not None:
-        _progress[1:] = what, _progress[2] + 1
+    """[step, what this process does or did last, since when (time.monotonic)], after setting what is given."""
+    _progress[0] = step or _progress[0]
+    if what:
+        _progress[1:] = what, time.monotonic()
     return list(_progress)
 
 
@@ -45,7 +45,11 @@ class Watched(Link):
     def run(self, name, operation, arguments, async_op):
         progress(name)
         self.check(name, arguments)
-        return super().run(name, functools.partial(self.perform, name, operation, arguments), arguments, async_op)
+        performed = functools.partial(self.perform, name, operation, arguments)
+        result = super().run(name, performed, arguments, async_op)  # which `Library` does without `perform`
+        if not async_op:
+            progress(f"after {name}")
+        return result
 
     def perform(self, name, operation, arguments, link):
         """operation(link), on whatever thread it runs."""
@@ -53,23 +57,22 @@ class Watched(Link):
         self.name = name
         self.prepare()
         operation(link)
-        progress(f"after {name}")
+        progress(f"after {name}")  # where the caller does not wait, nobody else says so
 
     def prepare(self):
         """Called on all ranks before each operation, when its arguments have been checked."""
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        tensors = [(argument, t) for argument, value in arguments.items() for t in tensors_in([value])]
-        for argument, t in tensors:
-            if t.device.type != self.device:
-                raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
-                                 f"but {argument} is on {t.device}")
-        if len({t.dtype for _, t in tensors}) > 1:
-            raise ValueError(f"{name}: all tensors must have one dtype")
         for argument, value in arguments.items():
+            for t in tensors_in([value]):
+                if t.device.type != self.device:
+                    raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
+                                     f"but {argument} is on {t.device}")
             if isinstance(value, list) and len(value) not in (0, self.size):
                 raise ValueError(f"{name}: {argument} must hold {self.size}, one for each rank, not {len(value)}")
+        if len({t.dtype for t in tensors_in(arguments.values())}) > 1:
+            raise ValueError(f"{name}: all tensors must have one dtype")
         if arguments.get("op", ReduceOp.SUM) not in COMBINE:
             raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
         if name == "all_to_all_single":
@@ -78,21 +81,9 @@ class Watched(Link):
             if room != own:  # copy_ would broadcast one element to many, without an error
                 raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
 
-    def naming(self):
-        return lost_peer_named(f"{self.name} in a group of {self.size}")
-
     def exchange(self, sends=(), receives=()):
-        self.wait(self.post(sends, receives))
-
-    def post(self, sends=(), receives=()):
-        with self.naming():
-            return super().post(sends, receives)
-
-    def wait(self, handles):
-        """Wait for messages. On NCCL the current stream waits, not the CPU."""
-        with self.naming():
-            for handle in handles:
-                handle.wait()
+        with lost_peer_named(f"{self.name} in a group of {self.size}"):
+            super().exchange(sends, receives)
 
     def close(self):
         super().close()
@@ -100,26 +91,14 @@ class Watched(Link):
             gc.collect()  # NCCL frees a group only when all CUDA graphs of its kernels are gone
 
 
-class WatchedLibrary(Watched, Library):
-    """torch.distributed's own collectives, reporting progress."""
-
-    def run(self, name, operation, arguments, async_op):
-        progress(name)
-        result = super().run(name, operation, arguments, async_op)
-        progress(f"after {name}")
-        return result
-
-
 def watched_link(group, comm):
     """As collectives.make_link, of links that report and name."""
-    if comm == "torch":
-        return WatchedLibrary(group)
-    if comm in dist.LINKS:
-        plain = dist.LINKS[comm]
-        return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
-    if comm != "ours":
+    if comm == "ours":
+        return WatchedLevels(group) if group in dist._levels else Watched(group)
+    if comm not in dist.LINKS:
         return make_link(group, comm)  # which says what there is
-    return WatchedLevels(group) if group in dist._levels else Watched(group)
+    plain = dist.LINKS[comm]
+    return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
 
 
 class WatchedLevels(TwoLevels, Watched):

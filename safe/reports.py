@@ -61,6 +61,11 @@ def timed(pipeline):
         spans[:] = [(a, *(origin + zero.elapsed_time(e) / 1e3 for e in events)) for a, *events in spans]
 
 
+def storages(tensors):
+    """{storage: its bytes} of these tensors; views share one."""
+    return {StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
+
+
 class BirthLog(TorchDispatchMode):
     """Measures what activations take: counts the bytes of every tensor made inside it, except views of older ones."""
 
@@ -70,18 +75,14 @@ class BirthLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for older, tensors in ((True, (args, kwargs)), (False, out)):
-            for t in tensors_in(tensors):
-                self.born.setdefault(StorageWeakRef(t.untyped_storage()), 0 if older else t.untyped_storage().nbytes())
+        older = dict.fromkeys(storages(tensors_in((args, kwargs))), 0)
+        for storage, size in {**storages(tensors_in(out)), **older}.items():
+            self.born.setdefault(storage, size)
         return out
 
-    def ignore(self, tensors):
-        """Do not count these tensors."""
-        self.born.update((StorageWeakRef(t.untyped_storage()), 0) for t in tensors)
-
-    def alive(self):
-        """Bytes of the counted tensors that still exist."""
-        return sum(size for storage, size in self.born.items() if not storage.expired())
+    def alive(self, others):
+        """Bytes of the counted storages that still exist, without some others."""
+        return sum(size for storage, size in self.born.items() if not storage.expired() and storage not in others)
 
 
 @contextlib.contextmanager
@@ -89,28 +90,30 @@ def measured(trainer):
     """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
     earlier ones, and buffers of collectives. Then note what share of the tokens this rank's experts got."""
     births, net = BirthLog(), trainer.net
+    forward = net.pipeline.forward
 
-    def note():
+    def note(action):
+        forward(action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        births.ignore([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
-                       *trainer.buffers_of_collectives()])
-        trainer.activations = max(trainer.activations, births.alive())
+        others = storages([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
+                           *trainer.buffers_of_collectives()])
+        trainer.activations = max(trainer.activations, births.alive(others))
 
-    with births, patch.object(net.pipeline, "on_forward", note, create=True):
+    with births, patch.object(net.pipeline, "forward", note):
         yield
-    if net.groups.ep and trainer.loads is not None:
+    loads, ranks = trainer.loads, trainer.s.ep
+    if ranks > 1 and loads is not None:
         # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
         # equal loads.
-        ranks, rank = dist.get_world_size(net.groups.ep), dist.get_rank(net.groups.ep)
-        trainer.share = (trainer.loads.chunk(ranks, 1)[rank].sum() / trainer.loads.sum() * ranks).item()
+        own = loads.chunk(ranks, 1)[dist.get_rank(net.groups.ep)]
+        trainer.share = (own.sum() / loads.sum() * ranks).item()
 
 
 def describe(trainer):
     s, c, mesh, run = trainer.s, trainer.config, trainer.net.mesh, trainer.run
     device, here, gpus = trainer.device.type, dist.processes_of_a_node(mesh.size()), gpus_here()
-    pipeline = f" x pp {s.pp} ({s.schedule})" if s.pp > 1 else ""
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
-    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + pipeline
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
     experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
@@ -133,20 +136,30 @@ def about_vocabulary(trainer):
     """A line about what the tokens are, where that is not said by the vocabulary's size."""
     vocabulary, size = trainer.vocabulary, trainer.config.vocab_size
     if isinstance(vocabulary, Tokenizer):
-        mean = f", {trainer.bytes_a_token:.2f} bytes a token" if len(trainer.held_out) else ""
+        mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         return f"\ntokens   of {vocabulary.folder}: {size:,}{mean}"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""
 
 
-def predicted_bytes(trainer, load=1.0):
-    """`theory.memory.memory_bytes` of this rank. load: as there."""
+def predicted_bytes(trainer):
+    """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
-    mine = [pieces for _, pieces in stages_in(s, trainer.config, rank)]
+    mine = stages_in(s, trainer.config, rank).values()
     held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    return memory_bytes(trainer.config, s, mine, held, fused, load)
+    return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
+
+
+def measured_bytes(trainer):
+    """What `predicted_bytes` predicts: {kind: bytes} of this rank's tensors, each storage counted once."""
+    sizes, seen = {}, set()
+    for kind, tensors in kept_tensors(trainer.net).items():
+        found = storages(tensors)
+        sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
+        seen |= found.keys()
+    return dict(sizes, activations=trainer.activations)
 
 
 @contextlib.contextmanager
@@ -158,9 +171,8 @@ def traced(trainer):
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
     if every:
-        start = min(begin for spans in every for _, begin, _ in spans)
         events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
-                   "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
+                   "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
         with nothing_else_lost("trace", trainer.s.trace, trainer.say):
             pathlib.Path(trainer.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
@@ -176,11 +188,11 @@ def nothing_else_lost(what, folder, say):
 
 
 def named(owner, method, name):
-    """Inside, the profile shows each call of owner.method as a range called `name`, or name(the call's arguments)."""
+    """Inside, the profile shows each call of owner.method as a range called name(the call's arguments)."""
     whole = getattr(owner, method)
 
     def ranged(*args):
-        with torch.profiler.record_function(name if isinstance(name, str) else name(*args)):
+        with torch.profiler.record_function(name(*args)):
             return whole(*args)
 
     return patch.object(owner, method, ranged)
@@ -191,20 +203,16 @@ def collective_name(link, name, operation, arguments, serving):
     return f"{name} {max((t.nbytes for t in dist.tensors_in(arguments.values())), default=0):,} bytes"
 
 
-def action_name(action):
-    return f"{action} stage {action.stage}"
-
-
 @contextlib.contextmanager
 def profiled(trainer):
     """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
     and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
-    activities = torch.profiler.ProfilerActivity
-    ranges = [*trainer.profiled_collectives(), (trainer.net.pipeline, "do", action_name),
-              *[(sync, "finish_grad_sync", "finish_grad_sync") for sync in dict.fromkeys(trainer.net.syncs.values())]]
-    with contextlib.ExitStack() as stack, torch.profiler.profile(
-            activities=[activities.CPU] + [activities.CUDA] * (trainer.device.type == "cuda"),
+    syncs = dict.fromkeys(trainer.net.syncs.values())
+    ranges = [*trainer.profiled_collectives(),
+              (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
+              *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in syncs]]
+    with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
         for each in ranges:
             stack.enter_context(named(*each))
@@ -220,7 +228,7 @@ def profiled(trainer):
 def describe_first_steps(trainer):
     """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
     log."""
-    predicted, measured = predicted_bytes(trainer, trainer.share), trainer.measured_bytes()
+    predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "

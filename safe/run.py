@@ -6,36 +6,27 @@ import os
 import signal
 import sys
 import time
-import traceback
-from functools import cached_property, partial
-
-import numpy as np
-import torch
+from functools import partial
 
 import collectives as dist
-import parallel
-from further.bpe import Tokenizer
 from safe import launch
-from safe.checkpoints import differences, find_checkpoint, remove_old, run_of, settled, write_checkpoint
+from safe.checkpoints import differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
-from safe.flags import (
-    BadInput, check_layout, check_numbers, dashed, model_config, Parser, refuse, reject, Settings)
-from safe.folder import check_folder, lock, Log, start_of
-from safe.launch import end_after_sigterm
-from safe.messages import PeerError, progress, Watched
+from safe.files import check_folder, Log
+from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
+from safe.messages import progress, Watched
 from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
+from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
-from theory.memory import kept_tensors
-from theory.speed import HALF_COUNTED
 from train import ABOUT, batch, Bytes, parse, Run, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
 
-class NotFinite(Exception):
-    pass
+class NotFinite(BadInput):
+    """A loss or a gradient, which other flags may keep finite."""
 
 
 class Terminated(Exception):
@@ -47,16 +38,16 @@ class WatchedTrainer(Trainer):
     are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent.
 
     run: the WatchedRun, None in a benchmark."""
+    first = 0  # steps that are done when the run goes on from a checkpoint
+    log = None  # on rank 0, if there is --out: its Log
+    activations, share, memory = 0, 1.0, {}  # what the first steps found: for `describe_first_steps`, and for the log
+    terminated = stopping = False  # whether this rank has had a SIGTERM; whether one of them has
+    saved = True  # whether the last checkpoint was written
 
     def __init__(self, s, config, source, data, device, run=None):
-        self.run, self.log, self.unit = run, None, "byte" if isinstance(data[2], Bytes) else "token"
-        self.first, self.activations, self.share, self.memory = 0, 0, 1.0, {}
-        self.terminated, self.stopping, self.saved = False, False, True
+        self.run, self.unit = run, "byte" if isinstance(data[2], Bytes) else "token"
+        self.bytes_a_token = bytes_a_token(*data[1:])
         super().__init__(s, config, source, data, device)
-
-    @cached_property
-    def bytes_a_token(self):
-        return bytes_a_token(self.held_out, self.vocabulary)
 
     def make_optimizer(self, adamw):
         return super().make_optimizer(partial(adamw, fused=True))
@@ -99,11 +90,8 @@ class WatchedTrainer(Trainer):
         """As in Trainer. If not: NotFinite, before anything is saved; with --on-nan skip, a line that says so."""
         hopeless = not self.scaler or self.scaler.scale == 1  # until then, an overflow of fp16 is no error
         finite = super().all_finite(loss, norm)
-        if not finite and hopeless and self.run:  # a benchmark also times steps without their collectives
-            self.say_what_is_not_finite(loss)
-        return finite
-
-    def say_what_is_not_finite(self, loss):
+        if finite or not hopeless or not self.run:  # a benchmark also times steps without their collectives
+            return finite
         world, done = dist.get_world_size(), progress()[0]
         blame, = self.agree(0 if loss.isfinite() else world - dist.get_rank())  # the first rank has the largest number
         what = f"the loss on rank {world - blame}" if blame else "the gradient"
@@ -111,6 +99,7 @@ class WatchedTrainer(Trainer):
         if self.s.on_nan == "stop":
             raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
         self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
+        return False
 
     # printing and logging
 
@@ -159,9 +148,8 @@ class WatchedTrainer(Trainer):
                      f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
             self.write_log(entry)
         if "val_loss" in entry:
-            bits, more = entry["val_loss"] / math.log(2), ""
-            if isinstance(self.vocabulary, Tokenizer):
-                more = f", {bits / self.bytes_a_token:.2f} bits a byte"
+            bits = entry["val_loss"] / math.log(2)
+            more = f", {bits / self.bytes_a_token:.2f} bits a byte" if self.bytes_a_token else ""
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, {bits:.2f} bits"
                      + more)
         self.since, self.logged, self.memory = time.perf_counter(), done, {}
@@ -189,31 +177,25 @@ class WatchedTrainer(Trainer):
 
     def save(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
-        s, started, problem, rest = self.s, time.perf_counter(), None, self.whole_tensors()
+        started, rest, self.saved = time.perf_counter(), self.whole_tensors(), True
 
         def get(label):
             found, tensor = next(rest)
             assert found == label, f"{found} was gathered where the file has {label}"
             return tensor
 
-        if dist.get_rank() == 0:
-            manifest = {"step": done, "updates": done - self.skipped, "skipped": self.skipped,
-                        "scaler": self.scaler and vars(self.scaler), "run": self.run.identity}
-            try:
+        try:
+            if dist.get_rank() == 0:
                 os.fsync(self.log.file)
-                write_checkpoint(s.out, manifest, self.config, parallel.master_dtype(self.net.layout.dtype), get,
-                                 getattr(self.vocabulary, "files", {}))
-                remove_old(s.out, s.keep)
-            except OSError as error:
-                problem = error.strerror
+                write_checkpoint(self, done, get)
+                if self.stopping or done == self.s.steps:
+                    self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
+        except OSError as error:
+            self.saved, problem = False, error.strerror
+            self.say(f"{self.where(done)}  not saved in {self.s.out}: {problem}; older checkpoints there are complete")
+            self.write_log({"step": done, "not_saved": problem})
         for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
-        self.saved = not problem
-        if problem:
-            self.say(f"{self.where(done)}  not saved in {s.out}: {problem}; older checkpoints there are complete")
-            self.write_log({"step": done, "not_saved": problem})
-        elif self.stopping or done == s.steps:
-            self.say(f"saved    {s.out}: log.jsonl, step-{done:08}")
         self.since += time.perf_counter() - started
 
     def load(self, saved):
@@ -222,21 +204,20 @@ class WatchedTrainer(Trainer):
         reject(most != -least, f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be "
                "folders that all nodes share")
         if saved:
-            changes = differences(saved["run"], self.run.identity, ("flags",)) if self.s.steps else []
+            changes = differences(saved["run"], self.run.identity, ("flags",))
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
         if first < self.s.steps:
             super().load(saved)
         if self.optimizer.param_groups[0].get("fused"):  # it wants them there
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
-        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
-        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", True))
-        self.log = Log(os.path.join(self.s.out, "log.jsonl"), first) if self.run.lock else None
+        if self.run.lock:
+            self.log = Log(f"{self.s.out}/log.jsonl", first)
         self.gpu_flops = speed.peak_flops(self.device)
         if self.gpu_flops and self.config.long_sequences:
-            self.say(f"speed    {HALF_COUNTED}")
-        self.first, self.logged, self.since = first, first, time.perf_counter()
+            self.say(f"speed    {speed.HALF_COUNTED}")
+        self.first = self.logged = first
+        self.since = time.perf_counter()
         return first
 
     def profiled_collectives(self):
@@ -246,72 +227,70 @@ class WatchedTrainer(Trainer):
     def buffers_of_collectives(self):
         return []
 
-    def measured_bytes(self):
-        """{kind: bytes} of this rank's tensors, each storage counted once. theory.memory.memory_bytes predicts it."""
-        sizes, seen = {}, set()
-        for kind, tensors in kept_tensors(self.net).items():
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            sizes[kind] = sum(storages[place] for place in storages.keys() - seen)
-            seen |= storages.keys()
-        return dict(sizes, activations=self.activations)
-
 
 # ------------------------------------------------------------------------------------------------- a run that survives
 
 class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
-    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
-    the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there, else None).
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`),
+    `processes` (how many the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there,
+    else None).
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer
+    lock = saved = None
 
     def __init__(self, arguments):
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.first, self.world = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
         try:
             self.prepare(arguments)
         except BadInput as problem:
-            refuse("train.py", problem, self.rank)
+            refuse("train.py", problem)
 
-    def prepare(self, arguments):
+    def settings(self, arguments):
+        """(Settings, the Checkpoint of --resume or None): a run goes on with what decided its losses."""
         s = parse(Parser(**ABOUT), self.flags, arguments)
-        checkpoint = find_checkpoint(s, self.rank == 0)
+        checkpoint = find_checkpoint(s, self.first)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
             arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
+        return s, checkpoint
+
+    def prepare(self, arguments):
+        """Fill in what a Run has. BadInput if it cannot be run."""
+        s, checkpoint = self.settings(arguments)
         vocabulary = open_vocabulary(s, checkpoint)
         if s.tokenizer and not checkpoint and not s.init_from:
             s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_vocabulary(s, config, vocabulary)
-        only_sample = checkpoint and not s.steps
-        if only_sample and (isinstance(vocabulary, Tokenizer) or checkpoint.manifest["run"]["data"]["bytes"]):
-            data = np.empty(0, np.uint8), np.empty(0, np.uint8), vocabulary
+        known = self.identity = checkpoint and checkpoint.manifest["run"]
+        if known and not s.steps:  # a sample reads no data, and leaves nothing
+            s.out, data = "", (b"", b"", vocabulary)
         else:
-            if s.out and not only_sample:  # another run's folder is refused before a text is encoded into it
-                start_of(s, settled(s, config) | {"data": {}}, checkpoint, False)
+            if s.out:
+                checkpoint, known = start_of(s, config, checkpoint, self.first)
             data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
+            self.identity = run_of(s, config) | {"data": fingerprint(*data)}
+            if known:
+                self.identity["start"], how = known["start"], differences(known, self.identity, ("data",))
+                instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
+                reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on "
+                       f"({'; '.join(how)}): give that, or start a new run with {instead}")
         check_prompt(s, config, vocabulary)
-        identity = run_of(s, config, data)
-        if checkpoint and not only_sample and (how := differences(checkpoint.manifest["run"], identity, ("data",))):
-            raise BadInput(f"--data {s.data or '(the standard library)'} is not what {checkpoint.path} was trained on "
-                           f"({'; '.join(how)}): give that, or start a new run with --init-from {checkpoint.path}")
         for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
-            if folder and self.rank == 0:
+            if folder and self.first:
                 check_folder(folder, name)
-        self.lock = None
-        if s.out and not only_sample:
-            checkpoint, identity = start_of(s, identity, checkpoint, self.rank == 0)
-            source = checkpoint.source if checkpoint else source
-            self.lock = lock(s.out, identity) if self.rank == 0 else None
-        self.saved = checkpoint and checkpoint.manifest | {"tensors": checkpoint.moments}
-        self.s, self.config, self.source, self.data = s, config, source, data
-        self.checkpoint, self.identity = checkpoint, identity
+        if s.out and self.first:
+            self.lock = lock(s.out, self.identity)
+        if checkpoint:
+            source, self.saved = checkpoint.source, checkpoint.manifest
+        self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
 
     def start(self):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
@@ -326,8 +305,6 @@ class WatchedRun(Run):
             watch.start()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
-            if not isinstance(error, (BadInput, NotFinite, PeerError, torch.distributed.DistError)):
-                traceback.print_exception(error)
             watch.give_up(error)
         watch.done = True
         dist.destroy_process_group()
@@ -335,12 +312,14 @@ class WatchedRun(Run):
 
     def train(self, device):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
-        before = signal.getsignal(signal.SIGTERM)
         trainer = self.trainer(self.s, self.config, self.source, self.data, device, self)
+        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
+        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
         trainer.train(self.saved)
         signal.signal(signal.SIGTERM, before)
         if trainer.terminated:
-            end_after_sigterm()
+            launch.end_after_sigterm()
         if self.lock and trainer.saved:
             self.lock.truncate(0)  # possible even on a full disk
         dist.barrier()

@@ -6,11 +6,13 @@ import os
 import sys
 import threading
 import time
+import traceback
 
 import torch.distributed as torch_dist
 from torch.distributed import get_rank, get_world_size
 
 from safe.messages import PeerError, progress
+from safe.sizes import BadInput
 
 
 # ---------------------------------------------------------------------------------- a watch for hung runs, and the demo
@@ -27,66 +29,67 @@ class Watch:
     (killed, stopped, cut off); if all are alive, it says what each of them is doing.
     """
 
+    store = None  # where the signs are, if there are other ranks
+    end = None  # what this rank's sign says of its end: the error; "" if another rank is to blame
+    done = False
+
     def __init__(self, name, timeout):
-        self.name, self.timeout, self.pause = name, timeout, min(0.2, timeout / 10)
-        self.store, self.beats, self.end, self.ending, self.done = None, 0, None, threading.Lock(), False
+        self.name, self.timeout, self.pause, self.ending = name, timeout, min(0.2, timeout / 10), threading.Lock()
 
     def start(self):
         """Call after `initialize`."""
         if get_world_size() > 1:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            progress("starting")
             # A connection of its own, because the group's may be blocked.
-            self.store = torch_dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            self.store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                                             wait_for_workers=False)
             threading.Thread(target=self._live, daemon=True).start()
 
     def _sign(self):
-        self.beats += 1
-        self.store.set(f"watch/{get_rank()}", json.dumps([self.beats, self.end, *progress()]))
+        self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, *progress()]))
 
     def _live(self):
-        seen, since = None, 0.0
         while not self.done:
             with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
                 self._sign()
-            now = progress()
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.timeout and not self.ending.locked():
-                threading.Thread(target=self.give_up, args=(f"no progress for {self.timeout} s",), daemon=True).start()
+            if time.monotonic() - progress()[2] > self.timeout:
+                self.give_up(f"no progress for {self.timeout} s")
             time.sleep(self.pause)
 
     def _others(self):
         """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
-        keys = {r: f"watch/{r}" for r in range(get_world_size()) if r != get_rank()}
-
         def signs():
+            keys = {r: f"watch/{r}" for r in range(get_world_size()) if r != get_rank()}
             return {r: json.loads(self.store.get(key)) if self.store.check([key]) else [0, None, 0, "starting", 0]
                     for r, key in keys.items()}
 
         before, silent, failed, others = signs(), [], [], []
-        time.sleep(4 * self.pause)
-        for r, (beats, end, step, what, _) in signs().items():
+        for _ in range(4):
+            self._sign()  # because others must not take this rank for a silent one
+            time.sleep(self.pause)
+        for r, sign in signs().items():
+            _, end, step, what, _ = sign
             others.append(f"rank {r}: step {step}, {what}")
             if end:
                 failed.append(f"rank {r} failed in step {step}, {what}: {end}")
-            elif end is None and beats == before[r][0]:
+            elif end is None and sign == before[r]:
                 silent.append(f"rank {r} gives no sign of life since step {step}, {what}")
         return "; ".join(silent or failed or others[:8])
 
     def give_up(self, error):
-        """Print this rank, its step and operation, the error, and the state of the other ranks; end the process."""
+        """Print this rank, its step and operation, the error, and the state of the other ranks; end the process. What
+        is wrong here and is no BadInput has a traceback, too."""
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to end this process
         step, what, _ = progress()
-        others = ""
+        lost, others = isinstance(error, (str, PeerError, torch_dist.DistError)), ""
+        if not lost and not isinstance(error, BadInput):
+            traceback.print_exception(error)
         if self.store:
             with contextlib.suppress(torch_dist.DistError):
-                lost = isinstance(error, (str, PeerError, torch_dist.DistError))
                 others = f"; {self._others()}" if lost else ""
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        # In one piece, because all ranks write at once.
-        sys.stderr.write(f"{self.name}: {rank}step {step}, {what}: {error}{others}\n")
-        sys.stderr.flush()
+        print(f"{self.name}: {rank}step {step}, {what}: {error}{others}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -48,9 +48,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 layout = attention.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 kernel = attention.specialized_forward_kernel
 for D, dtype, causal in (128, "bf16", True), (64, "fp16", False):
-    BM, BN, STAGES = attention.SPECIALIZED[D]
-    sizes = {"CAUSAL": causal, "D": D, "BM": BM, "BN": BN, "STAGES": STAGES}
-    rows = {"Q": BM // 2, "K": BN, "V": BN, "O": BM // 2}
+    sizes, TILE = {"CAUSAL": causal, "D": D, "STAGES": attention.STAGES[D]}, attention.TILE
+    rows = {"Q": TILE // 2, "K": TILE, "V": TILE, "O": TILE // 2}
     types = {name: f"tensordesc<{dtype}[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
     types |= {"LSE": "*fp32", "tiles": "*i32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
     source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
@@ -98,7 +97,7 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     for _, even, vectors, singles, waits in rows[2:5]:
         assert (int(vectors) > 0, int(singles) > 0, int(waits)) == (even == "True", even == "False", 4)
     for D, shared, products in (map(int, row) for row in rows[:2]):
-        assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + fast.attention.SPECIALIZED[D][1] // 16)
+        assert shared <= 227 << 10 and products == 2 * 2 * (D // 16 + fast.attention.TILE // 16)
     few, many = ([int(number) for number in row[1:]] for row in rows[5:])
     assert many[0] - few[0] in (3 * 32 * 256, 4 * 32 * 256) and min(few[1:] + many[1:]) > 0
 
@@ -126,7 +125,7 @@ def test_attention_schedule_hands_out_each_tile_once(Tq, Tk, is_causal, costs, h
     """Every tile once, and no program has more than a longest tile above the mean. A tile costs the blocks of keys that
     it sees, and one more."""
     blocks, programs = len(costs), min(132, len(costs) * heads)
-    tiles = fast.attention.specialized_tiles(Tq, Tk, 128, 128, is_causal, heads, together, programs, "cpu")
+    tiles = fast.attention.specialized_tiles(Tq, Tk, is_causal, heads, together, programs, "cpu")
     assert tiles.equal(fast.attention.attention_schedule(costs, heads, together, programs, "cpu"))
     rows = [row[1:1 + row[0]] for row in tiles.tolist()]
     assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))

@@ -39,7 +39,7 @@ class Tape(TorchDispatchMode):
             self.steps.append(lambda: real(storage, size))
 
         with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
-            self.result = body()
+            body()
         Tape.recording = None
         for storage, values in self.before.values():
             storage.copy_(values)
@@ -92,18 +92,18 @@ def graphs_on_tape():
         if Tape.recording:
             Tape.recording.steps.append(lambda: wait(optimizer, buckets))
 
-    def taped(name, algorithm, group, async_op, **arguments):
+    def taped(name, operation, group, async_op, **arguments):
         if Tape.recording is None:
-            return start(name, algorithm, group, async_op, **arguments)
+            return start(name, operation, group, async_op, **arguments)
 
         def again():
             before = dist.traffic()
-            start(name, algorithm, group, False, **arguments)
+            start(name, operation, group, False, **arguments)
             count_traffic(traffic_since(before), -1)  # a graph's are counted by who replays it
         for t in tensors_in(arguments):
             Tape.recording.writes(t)
         with _disable_current_modes():
-            start(name, algorithm, group, False, **arguments)
+            start(name, operation, group, False, **arguments)
         Tape.recording.steps.append(again)
         return dist.Handle() if async_op else None
 
@@ -152,9 +152,9 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
     with graphs_on_tape():
         net, optimizer, (x, y) = recorded_net(zero=zero)
         for m in 1, 1, 1, 2:
-            closing = net.pipeline.graphs.closing
-            last = weakref.ref(closing[0]) if closing else None
-            del closing
+            graphs = net.pipeline.graphs
+            last = weakref.ref(graphs.closing[0]) if graphs and graphs.closing else None
+            del graphs
             optimizer.zero_grad()
             net.forward_backward(x.chunk(m), y.chunk(m))
             optimizer.step()

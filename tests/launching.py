@@ -1,5 +1,6 @@
 """Processes start and end together."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,8 +15,9 @@ import torch
 
 import collectives as dist
 import fast
-from tests.pool import GPUS, in_new_process, on_ranks
+from tests.pool import GPUS, forkserver, in_new_process, on_ranks
 from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
+import safe.launch
 from safe.checkpoints import checkpoints
 
 
@@ -63,6 +65,43 @@ def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
     assert how != signal.SIGTERM or checkpoints(tmp_path)
     assert how != signal.SIGINT or "Traceback" not in run.printed()
     assert victim != "rank" or "ended with exit code -9; all others were stopped" in run.printed()
+
+
+def meet_and_stay(pipe):
+    fast.on()
+    dist.initialize("cpu", 60)
+    pipe.send(os.getpid())
+    time.sleep(60)
+
+
+def start_ranks_and_stay(pipe):
+    with patch("torch.distributed.run.run", lambda arguments: meet_and_stay(pipe)):
+        safe.launch.start_again(1)
+
+
+def start_and_stay(stay, pipe):
+    """A launcher whose one rank, which PyTorch has not made, does as `stay` says."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    multiprocessing.get_context("fork").Process(target=stay, args=(pipe,)).start()
+    time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("stay", [meet_and_stay, start_ranks_and_stay])
+def test_a_killed_launcher_leaves_no_rank_behind(stay):
+    """Nor a rank of torchrun's that is itself a launcher. (Ranks that PyTorch forks get a SIGINT from it.)"""
+    pipe, theirs = multiprocessing.Pipe()
+    launcher = forkserver().Process(target=start_and_stay, args=(stay, theirs))
+    launcher.start()
+    rank = pipe.recv() if pipe.poll(60) else None
+    launcher.kill()
+    deadline = time.time() + 5
+    while rank in processes() and time.time() < deadline:
+        time.sleep(0.01)
+    left = rank in processes()
+    if left:
+        os.kill(rank, signal.SIGKILL)
+    assert rank and not left
 
 
 @on_ranks(8)

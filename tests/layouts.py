@@ -185,22 +185,15 @@ def under_own_rows():
     assert started.called
 
 
-def with_whole_backwards(ranks, p, m, v=1):
-    """ZB-H1 whose backwards are in one piece on some ranks."""
-    return [[action._replace(kind="B") if r in ranks and action.kind == "I" else action for action in actions
-             if r not in ranks or action.kind != "W"] for r, actions in enumerate(zero_bubble_h1(p, m))]
+def with_whole_backwards(are_whole, p, m, v=1):
+    """ZB-H1 where the halves of a backward that `are_whole` are in one piece."""
+    return [[half._replace(kind="B") if half.kind == "I" and are_whole(half) else half for half in actions
+             if half.kind != "W" or not are_whole(half)] for actions in zero_bubble_h1(p, m)]
 
 
-def in_turns(p, m, v=1):
-    """ZB-H1 where every second micro-batch of each stage has its backward in one piece."""
-    whole = [action for action in sum(zero_bubble_h1(p, m), []) if action.kind == "I" and action.micro_batch % 2]
-    return [[action._replace(kind="B") if action in whole else action for action in actions
-             if action._replace(kind="I") not in whole or action.kind != "W"] for actions in zero_bubble_h1(p, m)]
-
-
-MIXED = {"in-turns": in_turns, "whole-0": functools.partial(with_whole_backwards, {0}),  # schedules
-         "whole-2": functools.partial(with_whole_backwards, {2}),
-         "whole-0-1": functools.partial(with_whole_backwards, {0, 1})}
+MIXED = {name: functools.partial(with_whole_backwards, are_whole) for name, are_whole in {
+    "in-turns": lambda half: half.micro_batch % 2, "whole-0": lambda half: half.stage == 0,
+    "whole-2": lambda half: half.stage == 2, "whole-0-1": lambda half: half.stage < 2}.items()}  # schedules
 
 # What fast/ does on GPUs, or with much to send.
 FORCED = {function.__name__: function for function in (rows_in_place, under_own_rows)}
@@ -225,9 +218,10 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
 
 
 def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes, cuda_graphs=False,
-                comm="ours", dtype=torch.float64, two_levels=None, **options):
-    """The same steps laid out over the processes: losses, norms, whole gradients and weights, gathered.
-    two_levels: whether the dp group must work in two levels."""
+                comm="ours", dtype=torch.float64, two_levels=None, gradients=None, **options):
+    """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
+    two_levels: whether the dp group must work in two levels. gradients: one process's, {name: array}; then of ours, how
+    far each of this rank's is from its part of them."""
     config = dataclasses.replace(SMALL, **change)
     device = torch.get_default_device()
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
@@ -248,7 +242,7 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
         evaluated = net.forward(x, y) if holes else None
         total = net.forward_backward(x, y)
         assert evaluated is None or dtype != torch.float64 or close(evaluated, total, 1e-12)
-        grads = grads or whole_gradients(net, opt, shapes)
+        grads = grads or (distances(net, gradients) if gradients else whole_gradients(net, opt, shapes))
         norms.append(float(net.clip_grad_norm_(clip)))
         opt.step()
         if config.experts:
@@ -272,12 +266,27 @@ def whole_gradients(net, optimizer, names):
     return whole
 
 
-def differences(got, want, tolerance=1e-10):
-    """What of (losses, norms, gradients, weights) differs by more than the tolerance, by name."""
+def distances(net, gradients):
+    """How far each gradient of this rank is from its part of one process's, relative to their largest values: to
+    gather them would take a fifth of a layout's time."""
+    largest = {name: max(1e-3, abs(whole).max()) for name, whole in gradients.items()}
+    net.load_state("expected", lambda name: torch.from_numpy(gradients[name] / largest[name]))
+    net.load_state("scale", lambda name: torch.full(gradients[name].shape, 1 / largest[name], dtype=torch.float64))
     found = []
-    for kind, ours, theirs in zip(("loss", "norm", "gradient", "weight"), got, want, strict=True):
-        names = theirs if isinstance(theirs, dict) else range(len(theirs))
-        found += [f"{kind} {name}" for name in names if not close(ours[name], theirs[name], tolerance)]
+    for param in net.params:
+        state = net.optimizer.state[param]
+        expected, scale = state.pop("expected"), state.pop("scale")
+        ours = 0 if param.grad is None else param.grad * scale
+        found.append(float((ours - expected).abs().max()))
+    return found
+
+
+def differences(got, want, tolerance=1e-10):
+    """What of (losses, norms, distances of gradients, weights) differs from one process by more than the tolerance."""
+    found = [f"gradient {i}" for i, distance in enumerate(got[2]) if not distance <= tolerance]
+    for at, kind in (0, "loss"), (1, "norm"), (3, "weight"):
+        names = want[at] if isinstance(want[at], dict) else range(len(want[at]))
+        found += [f"{kind} {name}" for name in names if not close(got[at][name], want[at][name], tolerance)]
     return found
 
 
@@ -327,7 +336,9 @@ def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
     """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
     want = one_process(optimizer, *(options[name] for name in SIZED), **change)
-    results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options)
+    gradients = {name: grad.numpy() for name, grad in want[2].items()}
+    results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options,
+                                                   gradients=gradients)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
@@ -528,12 +539,9 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
         assert close(net.clip_grad_norm_(0), norm)
 
 
-def test_second_derivatives_through_tensor_parallelism_are_refused(pool):
+@on_ranks(1)
+def test_second_derivatives_through_tensor_parallelism_are_refused():
     """An all-reduce inside of a backward is nothing that autograd could differentiate."""
-    pool(1).run(differentiate_twice)
-
-
-def differentiate_twice():
     net = parallel.tensor_parallel(model.GPT(SMALL), None)
     loss = net(tokens_of(0)[0].to(torch.get_default_device())).square().sum()
     grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
@@ -541,14 +549,21 @@ def differentiate_twice():
         sum(grad.square().sum() for grad in grads).backward()
 
 
-def test_layers_of_16_bits_want_their_optimizer_first(pool):
-    pool(1).run(forward_without_optimizer)
-
-
-def forward_without_optimizer():
+@on_ranks(1)
+def test_layers_of_16_bits_want_their_optimizer_first():
     net = parallel.parallelize(SMALL, parallel.Layout(dtype=torch.bfloat16), torch.get_default_device())
     with pytest.raises(RuntimeError, match="call make_optimizer"):
         net.forward(*([t.to(net.device)] for t in tokens_of(0)))
+
+
+@on_ranks(2)
+def test_frozen_experts_stay_each_rank_s_own():
+    config, name = dataclasses.replace(SMALL, experts=4), "h.0.mlp.experts.c_fc.weight"
+    net = parallel.parallelize(config, parallel.Layout(dp=2, ep=2, zero=1), torch.get_default_device())
+    net.module(0).get_parameter(name).requires_grad_(False)
+    before = net.whole_parameter(name)
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    assert net.whole_parameter(name).equal(before)
 
 
 def refused(message, *args, **options):

@@ -39,7 +39,8 @@ class FileWindow(fast.windows.Window):
                  for r in range(link.size)]
         torch_dist.barrier()
         shutil.rmtree(folder[0], ignore_errors=True)  # all have mapped them
-        self.link, self.handle, self.of = link, self, [file[:nbytes] for file in files]
+        self.link, self.rank, self.size, self.handle = link, link.rank, link.size, self
+        self.of = [file[:nbytes] for file in files]
         self.mine, self.flags = self.of[link.rank], [file[nbytes:].view(link.size, 3) for file in files]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]
         if nbytes == fast.exchange.window_bytes(link.size):

@@ -23,7 +23,7 @@ from further.schedules import zero_bubble_h1
 from lessons.demos import main
 from safe.data import load_data
 from safe.flags import check_layout, model_config
-from safe.reports import predicted_bytes
+from safe.reports import measured_bytes, predicted_bytes
 
 
 def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
@@ -56,7 +56,7 @@ def memory_of(text, flags):
                             "--batch-size", "2", "--kernels", "torch", *flags.split()])
     with torch.device("cpu"):
         trainer.step(0)
-        measured, predicted = trainer.measured_bytes(), predicted_bytes(trainer, trainer.share)
+        measured, predicted = measured_bytes(trainer), predicted_bytes(trainer)
         kernels.use("auto")
     kinds = [(measured[kind], predicted[kind]) for kind in ("parameters", "gradients", "optimizer")]
     return measured["activations"], predicted["activations"], kinds, trainer.share

@@ -80,15 +80,14 @@ def test_a_peer_lost_as_a_message_starts_is_named():
     device, (x, y), t = torch.device("cpu"), tokens_of(0), torch.zeros(7)
     net = parallel.parallelize(SMALL, parallel.Layout(pp=2, dtype=torch.float64), device)
     net.make_optimizer(torch.optim.SGD, lr=0.1)
-    send, receive = (torch_dist, "isend", gone), (fast.gloo, "irecv", gone)
-    step = [(f"send {parallel.Action('SF', 0, 0)} of the pipeline", send),
+    some = torch_dist, "batch_isend_irecv", gone
+    step = [(f"send {parallel.Action('SF', 0, 0)} of the pipeline", (torch_dist, "isend", gone)),
             ("posted the activation of micro-batch 0 from rank 0 (pipeline rank 0)", (dist, "irecv", gone))]
     for kind, call, what, *broken in [
-            (safe.messages.Watched, lambda: dist.all_reduce(t), "all_reduce in a group of 2",
-             (torch_dist, "batch_isend_irecv", gone)),
-            (GlooLink, lambda: dist.all_reduce(t), "all_reduce in a group of 2", send, receive),
-            (GlooLink, lambda: dist.all_reduce(t, async_op=True).wait(), "all_reduce in a group of 2", send, receive),
-            (GlooLink, dist.barrier, "barrier in a group of 2", send, receive),
+            (safe.messages.Watched, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
+            (GlooLink, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
+            (GlooLink, lambda: dist.all_reduce(t, async_op=True).wait(), "all_reduce in a group of 2", some),
+            (GlooLink, dist.barrier, "barrier in a group of 2", some),
             (GlooLink, lambda: net.forward_backward([x], [y]), *step[dist.get_rank()])]:
         says = f"^{re.escape(what)}: Connection closed by peer$"
         with (replaced(WAYS["messages"][1]), served_by(kind), patched(broken), pytest.raises(PeerError, match=says)):

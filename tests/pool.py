@@ -120,7 +120,8 @@ def pytest_runtest_setup(item):
 def _worker(rank, size, device_type, port, pipe, plain):
     gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank),
+                      TORCH_GLOO_LAZY_INIT="1")  # only ranks that send to each other are connected
     if not plain:
         fast.on()
     device = torch.device("cpu")
@@ -144,6 +145,7 @@ def _worker(rank, size, device_type, port, pipe, plain):
             result = None, str(reason)
         except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
+        pipe.send(result)
         # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group: some
         # hundred such threads would take a sixth of two cores. Cycles refer to it, so the garbage collector must come.
         left = [group for group in torch_dist.distributed_c10d._world.pg_map if group is not torch_dist.group.WORLD]
@@ -152,7 +154,6 @@ def _worker(rank, size, device_type, port, pipe, plain):
                 dist.destroy_process_group(left.pop(0))
             gc.collect()
         dist.use(None, "ours")  # whoever asked for it, the next test did not
-        pipe.send(result)
 
 
 def forkserver():

@@ -213,7 +213,7 @@ TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
 
 
 def end_of(run):
-    """(step of the newest checkpoint, losses in the order of the log, checksums of its files, loss scale) of a run's
-    folder."""
+    """(step of the newest checkpoint, losses in the order of the log, checksums of its files, steps left out, loss
+    scale) of a run's folder."""
     newest = safe.checkpoints.open_checkpoint(safe.checkpoints.checkpoints(run)[-1], True).manifest
-    return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["updates"], newest["scaler"]
+    return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["skipped"], newest["scaler"]

@@ -34,7 +34,7 @@ def counted(kind, *methods):
 def test_windows_are_used():
     """All that a window can do has been done. That it was right is seen where collectives equal the library's."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    methods = "scatter", "gather", "all_reduce", "gather_rows", "scatter_rows", "all_to_all_by_copies", "shift"
+    methods = "scatter", "gather", "all_reduce", "all_to_all_by_copies", "shift"
     with carried("windows"), counted(fast.windows.Window, *methods) as calls:
         for name in DIRECT:
             left_by(dist, name, Case((7,), async_op=True))

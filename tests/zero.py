@@ -211,6 +211,17 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     assert not whole() and not any(bucket.handle for bucket in model.buckets)
 
 
+@on_ranks(2)
+def test_fsdp_gathers_beyond_a_unit_of_vectors():
+    """A norm between two layers has nothing to gather: the layers are each other's next."""
+    net, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to(torch.get_default_device()), []
+    model = parallel.FSDP(net)
+    for layer in net[::2]:
+        when_it_computes(layer, lambda: seen.append([layer.weight.untyped_storage().size() > 0 for layer in net[::2]]))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [[True, True], [False, True], [True, True], [True, False]]
+
+
 @on_both
 @pytest.mark.parametrize("way", [2, 3])
 @on_ranks(2)

@@ -24,14 +24,13 @@ def split_pieces(config, stages):
 
     @functools.cache
     def best(end, k):
-        """Cut the pieces before `end` into k stages: (the slowest one's cost, the first piece of each, last first)."""
+        """Cut the pieces before `end` into k runs: (the slowest one's cost, the runs)."""
         if k == 1:
-            return sum(cost[:end]), (0,)
-        return min((max(rest, sum(cost[start:end])), (start, *starts))
-                   for start in range(k - 1, end) for rest, starts in [best(start, k - 1)])
+            return sum(cost[:end]), [range(end)]
+        return min(((max(rest, sum(cost[start:end])), [*runs, range(start, end)])
+                    for start in range(k - 1, end) for rest, runs in [best(start, k - 1)]), key=lambda found: found[0])
 
-    starts = best(n, stages)[1][::-1]
-    return [range(a, b) for a, b in zip(starts, (*starts[1:], n))]
+    return best(n, stages)[1]
 
 
 @functools.cache
@@ -45,9 +44,9 @@ def homes_in(s):
 
 
 def stages_in(s, config, rank):
-    """[(stage, its pieces)] of a pipeline rank in layout s."""
+    """{stage: its pieces} of a pipeline rank in layout s."""
     cuts = split_pieces(config, len(homes_in(s)))
-    return [(stage, cuts[stage]) for stage in parallel.stages_on(rank, homes_in(s))]
+    return {stage: cuts[stage] for stage in parallel.stages_on(rank, homes_in(s))}
 
 
 # ------------------------------------------------------------------------------------------------- schedules on a clock
@@ -84,15 +83,29 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
     return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
 
 
-def draw(timeline, unit=1.0):
-    """The timeline as text: a row a rank, a column a unit of time. F2 is F of micro-batch 2; dots are idle time."""
+def bubble(schedule, p, v, forward, input_gradient, weight_gradient):
+    """How long each of p ranks idles by the lecture's formulas, if there are p micro-batches or more, v stages a rank.
+
+    Each further rank adds so much on the clock, where I takes a little longer than F and W. Zero-bubble schedules fill
+    it with W. V-Min's is longer, by what grows with the number of micro-batches.
+    """
+    f, i, w = forward, input_gradient, weight_gradient
+    filled = {"zb-h1": f + i - w, "zb-v": i - w / 2, "v-half": 3 * i / 2, "v-min": 2 * (f + i + w) / 3,
+              "dualpipe-v": (f + i - w) / 2}
+    return (p - 1) * filled.get(schedule, (f + i + w) / v)
+
+
+def draw(timeline):
+    """The timeline as text: a row a rank, a column as long as its shortest action. F2 is F of micro-batch 2; dots are
+    idle time."""
+    unit = min(end - start for row in timeline.spans for _, start, end in row)
     columns = round(timeline.length / unit)
-    width = max(len(str(a)) for row in timeline.spans for a, _, _ in row) + 1
+    width = max(len(str(action)) for row in timeline.spans for action, _, _ in row)
     lines = []
     for r, row in enumerate(timeline.spans):
-        cells = ["." * (width - 1)] * columns
+        cells = ["." * width] * columns
         for action, start, end in row:
             for c in range(round(start / unit), round(end / unit)):
-                cells[c] = str(action).ljust(width - 1) if c == round(start / unit) else "-" * (width - 1)
+                cells[c] = str(action).ljust(width) if c == round(start / unit) else "-" * width
         lines.append(f"rank {r}  " + " ".join(cells))
     return "\n".join(lines)

@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 import parallel
 from model import GPT
-from parallel import (
-    CopyToGroup, gpt2_plan, is_matrix, master_dtype, planned, ReduceFromGroup, RowParallelLinear)
+from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import most_held, stages_in
-from theory.traffic import tokens_of, widths
+from theory.traffic import contents, shards_of, tokens_of, widths
 
 
 def tensors_in(value):
@@ -34,13 +33,13 @@ def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
     experts over an equal share.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    replicas, (narrow, wide), whole, vector, mine = s.dp * s.cp, widths(s), 0, 0, 0
-    # Of experts ep ranks share out the parameters, and replicas / ep keep the same.
-    for some, shared, ranks in zip(local_elements(config, s.tp, tuple(pieces)), (1, s.ep),
-                                   (s.zero_within or replicas, replicas // s.ep)):
-        m, v = some[True] / shared, some[False] / shared  # of matrices, of vectors, on this rank
+    count, (narrow, wide) = local_elements(config, s.tp, tuple(pieces)), widths(s)
+    whole = vector = mine = 0  # mine: what this rank's optimizer steps
+    # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
+    for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
+        m, v = count[experts, True] / shared, count[experts, False] / shared  # of matrices, of vectors, on this rank
         whole, vector = whole + m + v, vector + v
-        mine += m / ranks + v if s.zero == 3 else (m + v) / (ranks if s.zero else 1)  # what this rank's optimizer steps
+        mine += m / ranks + v if s.zero == 3 else (m + v) / (ranks if s.zero else 1)
     masters = wide * mine if wide != narrow else 0
     return {"parameters": int(narrow * whole if s.zero < 3 else narrow * vector + (0 if masters else wide * mine)),
             "gradients": int(wide * (whole if s.zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
@@ -49,27 +48,25 @@ def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
 
 @functools.cache
 def local_elements(config, tp, pieces):
-    """Elements of these pieces on one of tp ranks: (those outside of experts, those of experts), each {is it a matrix:
-    elements}."""
-    count = Counter(), Counter()
+    """How many elements of these pieces are on one of tp ranks: {(are they experts', are they matrices'): number}."""
+    count = Counter()
     for run in pieces:
         for i in run:
-            for total, some in zip(count, elements_of(config, tp, i)):
-                total.update(some)
+            count.update(elements_of(config, tp, i))
         if config.tied and {0, config.n_layer + 1} <= set(run):  # one weight, not two
-            count[0][True] -= config.vocab_size * config.n_embd / tp
+            count[False, True] -= config.vocab_size * config.n_embd / tp
     return count
 
 
 @functools.cache
 def elements_of(config, tp, i):
     """local_elements of piece i alone."""
-    count = Counter(), Counter()
+    count = Counter()
     for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
         layer, _, leaf = name.rpartition(".")
-        how = planned(layer, gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply, config.experts > 0))
+        how = planned(layer, gpt2_plan(None, None, config.experts > 0))
         whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
-        count[".experts." in name][is_matrix(param)] += param.numel() / (1 if whole else tp)
+        count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
 
 
@@ -93,13 +90,12 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     """
     tokens, c, width, tp = tokens_of(config, s), config.n_embd, widths(s)[0], s.tp
     tokens_cut, twice = tp if s.sp else 1, s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
-    blocks = [config.has_experts(i - 1) for run in pieces for i in run if 1 <= i <= config.n_layer]
-    first, head = (any(i in run for run in pieces) for i in (0, config.n_layer + 1))
+    blocks, routed, first, head = contents(config, pieces)
     attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut
-    mlps = sum(routed_bytes(config, s, load, fused) if routed else 2 * config.inner * width / tp for routed in blocks)
-    every = {"none": rest + attention, "attention": rest, "block": c * width / tokens_cut}[s.recompute] * len(blocks)
-    every += mlps if s.recompute != "block" else 0
+    mlps = routed * routed_bytes(config, s, load, fused) + (blocks - routed) * 2 * config.inner * width / tp
+    every = {"none": blocks * (rest + attention) + mlps, "attention": blocks * rest + mlps,
+             "block": blocks * c * width / tokens_cut}[s.recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids, targets = 8 * config.seq_len / s.cp / tokens + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
     last = (c * width + 8) / tokens_cut + c * width + logits + targets
@@ -132,16 +128,16 @@ def routed_bytes(config, s, load, fused):
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
-    models, buckets = net.stages.values(), [bucket for reducer in net.reducers for bucket in reducer.buckets]
-    shards = [b.shard for b in buckets if b.shard is not None]
-    module = [p for m in models for p in getattr(m, "module", m).parameters()]
+    buckets = [bucket for reducer in net.reducers for bucket in reducer.buckets]
+    shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
+    module = [p for model in net.stages.values() for p in getattr(model, "module", model).parameters()]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
-        "parameters": module + ([] if mixed else shards),
-        "gradients": [p.grad for p in module + shards] + [b.total for b in buckets] + [
-            t for reducer in net.reducers for t in tensors_in(list(reducer.under_way))],
-        "optimizer": (shards if mixed else []) + [t for p in net.optimizer.state.values() for t in p.values()]}
-    return {kind: [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()] for kind, tensors in kinds.items()}
+        "parameters": [module, [] if mixed else shards],
+        "gradients": [[p.grad for p in module + shards], [bucket.total for bucket in buckets],
+                      [list(reducer.under_way) for reducer in net.reducers]],
+        "optimizer": [shards if mixed else [], list(net.optimizer.state.values())]}
+    return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -163,6 +159,6 @@ def needed_bytes(config, s):
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     peak = held_by_ranks(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    of_ranks = [[pieces for _, pieces in stages_in(s, config, rank)] for rank in range(s.pp)]
-    return again - kept + max(sum(memory_bytes(config, s, pieces, math.ceil(held)).values())
-                              for pieces, held in zip(of_ranks, peak))
+    return again - kept + max(
+        sum(memory_bytes(config, s, stages_in(s, config, rank).values(), math.ceil(held)).values())
+        for rank, held in enumerate(peak))

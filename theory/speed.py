@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 import parallel
-from theory.clock import homes_in, stages_in
+from theory.clock import bubble, homes_in, stages_in
 from theory.memory import local_elements
-from theory.traffic import HALVES, contents, in_two_levels, messages, sent, tokens_of, widths
+from theory.traffic import HALVES, contents, in_two_levels, messages, sent, shards_of, tokens_of, widths
 
 
 def replayable(s, config):
@@ -74,23 +74,18 @@ MACHINES = {
 }
 
 
-def message_seconds(item, n, machine, here):
-    """Seconds of a Message in a group of n ranks, `here` of them on each node: latency + bytes / bandwidth for each of
-    its calls.
+def call_seconds(op, elements, width, machine, n, here):
+    """Seconds of one collective in a group of n ranks, `here` of them on each node: latency + bytes / bandwidth.
 
     If a node has several of the ranks but not all, the group works in two levels, and each rank sends its part through
     its own network card. If a node has one of them, that rank has a card, too.
     """
-    here = here if item.op in ("all_reduce", *HALVES) or here == n else 1
-    total = 0.0
-    for elements, count in Counter(item.elements).items():
-        parts = [(1, item.op, elements, here == n)] if here in (1, n) else in_two_levels(
-            item.op, elements, here, n // here, here - 1)
-        for times, op, some, near in parts:
-            hop, rate = (machine.hop, machine.link) if near else (
-                machine.network_hop, min(machine.link, machine.network))
-            total += count * times * (hop + sent(op, some, item.width, here if near else n // here, 0) / rate)
-    return item.times * total
+    if 1 < here < n and op in ("all_reduce", *HALVES):
+        return sum(times * call_seconds(part, some, width, machine, *((here, here) if near else (n // here, 1)))
+                   for times, part, some, near in in_two_levels(op, elements, here, n // here, here - 1))
+    hop, rate = (machine.hop, machine.link) if here == n else (
+        machine.network_hop, min(machine.link, machine.network))
+    return hop + sent(op, elements, width, n, 0) / rate
 
 
 class Costs(NamedTuple):
@@ -142,7 +137,7 @@ def stage_seconds(config, s, machine, stages):
     all blocks and the head. The CPU's seconds are proportional to autograd's functions: 9 in a dense block, 3 more with
     experts, or 7 more with ep > 1.
     """
-    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages)
+    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages.values())
     f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
         block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
     if head:
@@ -199,7 +194,7 @@ MOVED = 4
 
 def groups_of(s):
     """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
-    replicas, shards = s.dp * s.cp, s.zero_within or s.dp * s.cp
+    replicas, shards = s.dp * s.cp, shards_of(s)
     each, every = replicas * s.tp, replicas * s.tp * s.pp
     return {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
             "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp), "ep": (s.ep, s.tp * s.cp),
@@ -216,9 +211,10 @@ def seconds_by_axis(s, machine, items):
             continue
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
-        spent[item.axis][item.what] += message_seconds(item, n, machine, here)
-        touched[item.axis] += MOVED / machine.hbm * item.times * sum(
-            k * sent(item.op, elements, item.width, n, 0) for elements, k in Counter(item.elements).items())
+        for elements, count in Counter(item.elements).items():
+            given, count = (item.op, elements, item.width), count * item.times
+            spent[item.axis][item.what] += count * call_seconds(*given, machine, n, here)
+            touched[item.axis] += count * MOVED / machine.hbm * sent(*given, n, 0)
     return spent, touched
 
 
@@ -239,7 +235,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
     whole.
     """
-    m, axis = s.micro_batches, "within" if s.zero_within and s.zero_within != s.dp * s.cp else "dp"
+    m, axis = s.micro_batches, "dp" if shards_of(s) == s.dp * s.cp else "within"
     gather, reduce = (spent[axis][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
@@ -258,8 +254,9 @@ def predict(config, s, machine):
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, routed, _, _ = contents(config, stages)
-    shared, experts = (sum(some.values()) for some in local_elements(config, s.tp, tuple(run for _, run in stages)))
+    blocks, routed, _, _ = contents(config, stages.values())
+    count = local_elements(config, s.tp, tuple(stages.values()))
+    shared, experts = (count[some, True] + count[some, False] for some in (False, True))
     if s.ep == 1:  # else experts have buckets of their own
         shared, experts = shared + experts, 0
     buckets = buckets_of(s, int(shared), blocks + 1)
@@ -269,22 +266,18 @@ def predict(config, s, machine):
     cp = context_seconds(config, s, machine, blocks, spent)
     waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
 
-    # Each further rank adds so much idle time on the clock, where I takes a little longer than F and W: the lecture's
-    # bubble, which zero-bubble schedules fill with W. (V-Min's is longer, by what grows with m.) Ranks wait for
-    # transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's gradient.
-    forward, back, v = f + waits, i + waits, len(homes_in(s)) // s.pp
-    filled = {"zb-h1": forward + back - w, "zb-v": back - w / 2, "v-half": 3 * back / 2,
-              "v-min": 2 * (forward + back + w) / 3, "dualpipe-v": (forward + back - w) / 2}
-    bubble = (s.pp - 1) * filled.get(s.schedule, (forward + back + w) / v)
+    # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's
+    # gradient.
+    idle = bubble(s.schedule, s.pp, len(homes_in(s)) // s.pp, f + waits, i + waits, w)
     transfers = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)
-    shards, copies = (s.zero_within or s.dp * s.cp, s.dp * s.cp // s.ep) if s.zero else (1, 1)
+    shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
     optimizer = (shared / shards + experts / s.ep / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
-    count = len(buckets) + len(of_experts) * (s.zero < 3)  # how many are sent in a row
+    in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
     updates = optimizer + (f + waits) * (s.cuda_graphs != "off" and replayable(s, config))
-    dp = data_seconds(s, spent, touched, count, f + waits, i + w + waits, updates)
-    return Costs(m * (f + i + w), tp, cp, ep, bubble, transfers, dp, optimizer)
+    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits, updates)
+    return Costs(m * (f + i + w), tp, cp, ep, idle, transfers, dp, optimizer)
 
 
 def describe_machine(machine):

@@ -22,7 +22,7 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
     k = elements * width
-    if op == "all_reduce" and (k <= small or elements < n and not switched):
+    if op == "all_reduce" and k <= small:
         core = 1 << (n.bit_length() - 1)  # the largest power of two
         return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
@@ -61,9 +61,9 @@ class Message(NamedTuple):
     times: int = 1  # how often a step repeats all these calls
 
 
-def contents(config, stages):
-    """(blocks, blocks with experts, embeddings, heads): how many a rank's stages, [(number, pieces)], have of each."""
-    pieces = [i for _, run in stages for i in run]
+def contents(config, runs):
+    """(blocks, blocks with experts, embeddings, heads): how many there are of each in a rank's runs of pieces."""
+    pieces = [i for run in runs for i in run]
     blocks = [i for i in pieces if 1 <= i <= config.n_layer]
     routed = sum(config.has_experts(i - 1) for i in blocks)
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
@@ -78,6 +78,11 @@ def widths(s):
 def tokens_of(config, s):
     """Tokens of a micro-batch on a rank."""
     return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+
+
+def shards_of(s):
+    """How many ranks ZeRO cuts over."""
+    return s.zero_within or s.dp * s.cp
 
 
 def messages_of_buckets(s, axis, buckets, shards):
@@ -99,90 +104,107 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
 
 
-def messages_of_experts(config, s, routed, rows):
-    """Messages for a rank's `routed` blocks with experts. rows: as for `messages`.
+def messages_of_experts(config, s, stages, rows):
+    """Messages of a rank's blocks with experts. stages, rows: as for `messages`.
 
     Rows of C elements travel to their expert and back, in forward and in backward. Recomputing a block runs its forward
     again, the way back included, because the gradients of the gates need the rows that came back. Before the rows go E
     counts, which tell each expert's rank how many rows come.
     """
-    c, m, (narrow, wide) = config.n_embd, s.micro_batches, widths(s)
-    choices, forwards = config.top_k * tokens_of(config, s), 1 + (s.recompute == "block")
+    c, (narrow, wide), choices = config.n_embd, widths(s), config.top_k * tokens_of(config, s)
+    backwards = s.micro_batches * contents(config, stages.values())[1]
+    forwards = 1 + (s.recompute == "block")
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
-            [[choices * c] * m * routed] * 2)
-        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * m * routed)
+            [[choices * c] * backwards] * 2)
+        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * backwards)
         for way in there, back:  # forward; then backward goes both ways in reverse, once
             yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
         for way in back, there:
             yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
     if s.sp:  # f gathers choices and gates, too
-        yield Message("choices", GATHER, "tp", [choices], 8, forwards * m * routed)
-        yield Message("gates", GATHER, "tp", [choices], wide, forwards * m * routed)
+        yield Message("choices", GATHER, "tp", [choices], 8, forwards * backwards)
+        yield Message("gates", GATHER, "tp", [choices], wide, forwards * backwards)
     if s.tp > 1:
-        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, m * routed)
+        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, backwards)
     for axis in ("replicas", "pp") + ("tp",) * s.sp:
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
+
+
+def messages_of_tensors(config, s, stages):
+    """Messages of tensor parallelism, f's and g's, and of the norms between them, which see T/N tokens with --sp."""
+    m, c, tokens, (narrow, wide) = s.micro_batches, config.n_embd, tokens_of(config, s), widths(s)
+    blocks, routed, first, last = contents(config, stages.values())
+    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
+    scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
+    yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+    for op in HALVES if s.sp else ["all_reduce"]:
+        yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
+    if not s.sp:  # a block: g twice forward, f twice backward
+        yield Message("activations: 4 a block", "all_reduce", "tp", [tokens * c], narrow, scatters)
+        return
+    # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
+    # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
+    gathers = m * (blocks * (6 + again) - routed)
+    yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
+    yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
+    # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
+    matrices = (routed * config.experts + first * config.seq_len) * c
+    vectors = (blocks * 6 - routed + last * 2) * c
+    seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
+    yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
+
+
+def messages_of_context(config, s, stages):
+    """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
+    because c_proj's weight gradient needs the second one's result."""
+    (narrow, wide), part = widths(s), tokens_of(config, s) * config.n_embd // s.tp
+    backwards = s.micro_batches * contents(config, stages.values())[0]
+    both = backwards * (2 + (s.recompute != "none"))  # forwards and backwards: keys and values go round in each
+    if s.cp_kind == "ring":
+        yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * both)
+        yield Message("their gradients", "isend", "cp", [2 * part], wide, (s.cp - 1) * backwards)
+    else:
+        yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, both)
+        yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, both)
+
+
+def messages_of_pipeline(config, s, stages, tp_rank):
+    """Messages of a pipeline. F sends to the next stage, B to the one before, if they live elsewhere."""
+    (narrow, wide), homes = widths(s), homes_in(s)
+    *_, first, last = contents(config, stages.values())
+    rank = homes[min(stages)]
+    neighbours = sum(homes.get(i + side, rank) != rank for i in stages for side in (1, -1))
+    passed = tokens_of(config, s) * config.n_embd // (s.tp if s.sp else 1)
+    yield Message("activations", "isend", "pp", [passed], narrow, s.micro_batches * neighbours)
+    yield Message("loss", "all_reduce", "pp", [1], wide)
+    if config.tied and (first or last) and homes[0] != homes[len(homes) - 1]:
+        vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
+        kept = -(-vocabulary * config.n_embd // (shards_of(s) if s.zero else 1))
+        yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
 
 
 def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
-    stages: this rank's [(number, pieces)].
+    stages: this rank's {number: pieces}.
     buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
         but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
-    m, (narrow, wide), tokens = s.micro_batches, widths(s), tokens_of(config, s)
-    c, replicas, shards = config.n_embd, s.dp * s.cp, s.zero_within or s.dp * s.cp
+    replicas, shards = s.dp * s.cp, shards_of(s)
     yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
     yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
     yield Message("how many targets count", "all_reduce", "replicas", [1], 8)
-    blocks, routed, first, last = contents(config, stages)
-    activation = [tokens * c]
     if config.experts:
-        yield from messages_of_experts(config, s, routed, rows)
-    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
-    scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
+        yield from messages_of_experts(config, s, stages, rows)
     if s.tp > 1:
-        yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
-        for op in HALVES if s.sp else ["all_reduce"]:
-            yield Message("embedding, head", op, "tp", activation, narrow, m * (first + last))
-    if s.sp:
-        # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
-        # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
-        gathers = m * (blocks * (6 + again) - routed)
-        yield Message("activations: 6 of 10 halves", GATHER, "tp", activation, narrow, gathers)
-        yield Message("activations: 4 of 10 halves", SCATTER, "tp", activation, narrow, scatters)
-        # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
-        matrices = (routed * config.experts + first * config.seq_len) * c
-        vectors = (blocks * 6 - routed + last * 2) * c
-        seen = matrices // (shards if s.zero else 1) + vectors // (shards if s.zero in (1, 2) else 1)
-        yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
-    elif s.tp > 1:  # a block: g twice forward, f twice backward
-        yield Message("activations: 4 a block", "all_reduce", "tp", activation, narrow, scatters)
+        yield from messages_of_tensors(config, s, stages)
     if s.cp > 1:
-        # In backward keys and values go round again, gradients in `wide`; recomputing runs attention's forward again.
-        part, forwards = activation[0] // s.tp, m * blocks * (1 + (s.recompute != "none"))
-        if s.cp_kind == "ring":
-            yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * (forwards + m * blocks))
-            yield Message("their gradients", "isend", "cp", [2 * part], wide, (s.cp - 1) * m * blocks)
-        else:  # recomputing runs both all-to-alls again, because c_proj's weight gradient needs the second one's result
-            yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, forwards + m * blocks)
-            yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, forwards + m * blocks)
+        yield from messages_of_context(config, s, stages)
     if s.pp > 1:
-        homes = homes_in(s)
-        rank = homes[stages[0][0]]
-        # F sends to the next stage, B to the one before, if they live elsewhere.
-        neighbours = sum(homes.get(i + side, rank) != rank for i, _ in stages for side in (1, -1))
-        passed = activation[0] // (s.tp if s.sp else 1)
-        yield Message("activations", "isend", "pp", [passed], narrow, m * neighbours)
-        yield Message("loss", "all_reduce", "pp", [1], wide)
-        if config.tied and (first or last) and homes[0] != homes[len(homes) - 1]:
-            vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-            kept = -(-vocabulary * c // (shards if s.zero else 1))
-            yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
+        yield from messages_of_pipeline(config, s, stages, tp_rank)
     yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
