@@ -46,6 +46,16 @@ ENDS = [  # what ends, by which signal, exit code, whether ranks are copies of t
     ("launcher", signal.SIGKILL, -9, "fork"), ("rank", signal.SIGKILL, 1, "new")]
 
 
+def left_of(pids):
+    """Those of these processes that have not ended after 20 seconds, and that now do."""
+    deadline = time.time() + 20
+    while (left := {*pids} & {*processes()}) and time.time() < deadline:
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("victim, how, code, launcher", ENDS)
 def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
@@ -56,12 +66,7 @@ def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
     ranks = processes(pid)
     assert len(ranks) == 2, run.printed()
     os.kill(ranks[-1] if victim == "rank" else pid, how)
-    deadline = time.time() + 20
-    while (left := {pid, *ranks} & {*processes()}) and time.time() < deadline:
-        time.sleep(0.1)
-    for other in left:
-        os.kill(other, signal.SIGKILL)
-    assert not left and run.end(20) == [code], (left, run.printed())
+    assert not left_of([pid, *ranks]) and run.end(20) == [code], run.printed()
     assert how != signal.SIGTERM or checkpoints(tmp_path)
     assert how != signal.SIGINT or "Traceback" not in run.printed()
     assert victim != "rank" or "ended with exit code -9; all others were stopped" in run.printed()
@@ -95,13 +100,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(stay):
     launcher.start()
     rank = pipe.recv() if pipe.poll(60) else None
     launcher.kill()
-    deadline = time.time() + 5
-    while rank in processes() and time.time() < deadline:
-        time.sleep(0.01)
-    left = rank in processes()
-    if left:
-        os.kill(rank, signal.SIGKILL)
-    assert rank and not left
+    assert rank and not left_of([rank])
 
 
 @on_ranks(8)

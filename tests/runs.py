@@ -177,16 +177,14 @@ class Ranks:
             assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
             time.sleep(0.02)
 
-    def end(self, timeout=150, ranks=None):
+    def end(self, timeout=150):
         """Their exit codes, which must come within `timeout` seconds."""
-        some = [p for r, p in enumerate(self.processes) if ranks is None or r in ranks]
         deadline = time.time() + timeout
-        for p in some:
+        for p in self.processes:
             p.join(max(0, deadline - time.time()))
-        codes = [p.exitcode for p in some]
-        if None in codes or ranks:
-            for p in self.processes:
-                p.kill()
+        codes = [p.exitcode for p in self.processes]
+        for p in self.processes:
+            p.kill()
         assert None not in codes, f"{codes}\n{self.printed()}"
         return codes
 

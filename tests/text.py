@@ -55,16 +55,15 @@ def test_each_code_point_belongs_to_the_kind_that_unicode_says():
     assert wrong == []
 
 
-PIECES = [  # a text, the pieces by GPT-2's pattern
-    ("I'll say it's  we'd've", "I|'ll| say| it|'s| | we|'d|'ve"), ("don'T 'stop' 'sa", "don|'|T| '|stop|'| '|sa"),
-    ("x  = 12ab\n\n\n  y", "x| | =| 12|ab|\n\n\n | y"), ("a_b__c", "a|_|b|__|c"), ("end  ", "end|  "),
-    ("\ta\x1cb\xa0c", "\t|a|\x1c|b|\xa0|c"), ("naïve café ½³ Ⅻ", "naïve| café| ½³| Ⅻ"), ("你好,世界!!", "你好|,|世界|!!"),
-    ("e\u0301a", "e|\u0301|a"), ("a \u2003b", "a| |\u2003|b"), ("don’t", "don|’|t")]
+PIECES = [  # of texts, by GPT-2's pattern
+    "I|'ll| say| it|'s| | we|'d|'ve", "don|'|T| '|stop|'| '|sa", "x| | =| 12|ab|\n\n\n | y", "a|_|b|__|c",
+    "end|  ", "\t|a|\x1c|b|\xa0|c", "naïve| café| ½³| Ⅻ", "你好|,|世界|!!", "e|\u0301|a", "a| |\u2003|b",
+    "don|’|t"]
 
 
-@pytest.mark.parametrize("text, pieces", PIECES)
-def test_a_text_is_cut_as_by_gpt2_s_pattern(text, pieces):
-    assert piece_pattern().findall(text) == pieces.split("|")
+@pytest.mark.parametrize("pieces", PIECES)
+def test_a_text_is_cut_as_by_gpt2_s_pattern(pieces):
+    assert piece_pattern().findall(pieces.replace("|", "")) == pieces.split("|")
 
 
 # -------------------------------------------------------------------------------------------------------- vocabularies
@@ -130,7 +129,8 @@ def test_transformers_makes_the_same_tokens(vocab, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     ours, theirs = Tokenizer(vocab), transformers.GPT2Tokenizer.from_pretrained(vocab)
     draw = random.Random(1)
-    for text in [text for text, _ in PIECES + SPELLED] + [random_text(draw, 100) for _ in range(200)]:
+    texts = [pieces.replace("|", "") for pieces in PIECES] + [text for text, _ in SPELLED]
+    for text in texts + [random_text(draw, 100) for _ in range(200)]:
         assert ours.encode(text) == theirs.encode(text), text
     shutil.copytree(vocab, tmp_path, dirs_exist_ok=True)
     save(small(), tmp_path)
