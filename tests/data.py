@@ -174,8 +174,6 @@ def test_weights_are_gathered_beside_the_updates_after_them(stage):
                 events.append("gather"), gather(*args, **options))[1]):
             opt.step()
         after.append(torch.cat([p.detach().float().flatten() for p in net.parameters()]))
-    stepped(opt.shards[0])  # as if the step had failed after the first bucket
-    opt.zero_grad()
     assert not opt.gathering and close(*after, 1e-2)
     kernels.use("auto")
     dist.broadcast(first := after[1].clone(), 0)
