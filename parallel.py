@@ -1464,8 +1464,8 @@ def overlap(bucket, param, part):
 
 
 def put_together(shape, places, values, groups):
-    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. places: where they
-    lie in the flat tensor, a slice or numbers. What a rank does not have is -inf there, so the largest is the value."""
+    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. places: where
+    these lie in the flat tensor, a slice or numbers. Elsewhere a rank puts -inf, so the largest is the value."""
     whole = values.new_full(shape, -math.inf)
     whole.view(-1)[places] = values
     for group in groups:

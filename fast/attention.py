@@ -399,8 +399,8 @@ def check_attention(q, k, v):
     if (q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]
             or not q.numel() or not k.numel() or q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype
             or not q.device == k.device == v.device):
-        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), in bfloat16, float16 or float32, all "
-                         f"on one device, none empty, not q {tuple(q.shape)} {q.dtype} on {q.device}, k "
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), in bfloat16, float16 or float32, "
+                         f"all on one device, none empty, not q {tuple(q.shape)} {q.dtype} on {q.device}, k "
                          f"{tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}")
     if q.shape[3] not in HEAD_DIMS:
         raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not 16, 32, 64, 128 or 256: a tile is 2^i "

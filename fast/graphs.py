@@ -72,8 +72,8 @@ class Totals:
         self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
 
     def begin(self, overwrite):
-        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN. Drop
-        the .grads: they are views of the totals, which would be added to themselves."""
+        """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN.
+        Drop the .grads: they are views of the totals, which would be added to themselves."""
         for bucket, flat in self.flats.items():
             for param in stepped(bucket):
                 param.grad = None

@@ -61,7 +61,7 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
             sum_g += gc
             sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
         dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
-        if dtotal is not None:  # x also goes on as the residual stream, whose gradient would else be added in another kernel
+        if dtotal is not None:  # of x as the residual stream, which another kernel would else add
             dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
         tl.store(dx + start + column, dv, inside)
         dw += d * xhat

@@ -253,7 +253,7 @@ def without(a, device):
         first = seconds(name)
         ratios = {piece: seconds(name, piece) / first for piece in (*a.without, "again")}
         table.row(strategy=name, ms=1e3 * first, **ratios)
-    write_json(a, device, table, model=a.model)
+    write_json(a, device, table, what="without", model=a.model)
     return table
 
 

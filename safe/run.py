@@ -233,9 +233,8 @@ class WatchedTrainer(Trainer):
 class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
-    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`),
-    `processes` (how many the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there,
-    else None).
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
+    the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there, else None).
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer

@@ -1,6 +1,8 @@
 """One's own text: byte-pair encoding, tokens on disk, what is refused, samples."""
 
 import collections
+import fcntl
+import functools
 import io
 import itertools
 import json
@@ -9,6 +11,8 @@ import random
 import re
 import shutil
 import sys
+import tempfile
+import threading
 import time
 import unicodedata
 from unittest.mock import patch
@@ -28,7 +32,7 @@ from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus
-from tests.runs import log_of, output_of, start, trained
+from tests.runs import log_of, output_of, run_training, start, trained
 from tests.walls import REFERENCE, reference_in
 
 
@@ -188,6 +192,32 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     assert len(os.listdir(out)) == 3
 
 
+def test_a_core_encodes_a_part(vocab, monkeypatch):
+    """All at a time."""
+    together, text = threading.Barrier(3, timeout=5), "some text\n" * 250
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    monkeypatch.setattr(safe.data, "encode_part", lambda part, folder: (together.wait(), part)[1])
+    assert "".join(safe.data.encode_parts([text.encode()], Tokenizer(vocab))) == text
+
+
+def test_of_a_node_s_processes_one_encodes(vocab, tmp_path, monkeypatch):
+    """The others wait until it has."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "text").write_text("some text")
+    load = functools.partial(load_data, Settings(data=str(tmp_path / "text")), Tokenizer(vocab))
+    load()
+    lock, = tmp_path.glob("*.lock")
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        other = threading.Thread(target=load)
+        other.start()
+        other.join(0.3)
+        waited = other.is_alive()
+    other.join(20)
+    assert waited and not other.is_alive()
+
+
 # ------------------------------------------------------------------------------------------------------------ programs
 
 @on_cpus
@@ -221,6 +251,18 @@ def test_a_run_says_what_its_tokens_are(start, vocab, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
+
+def agreements(flags):
+    with patch.object(train.Trainer, "agree", autospec=True, side_effect=train.Trainer.agree) as agree:
+        run_training(flags)
+    return agree.call_count
+
+
+def test_ranks_stay_in_touch_while_one_of_them_samples(trained):
+    """At each tenth token, because a silent rank is taken for a lost one."""
+    without, with_sample = (trained(2, f"--steps 1 --sample {tokens}", agreements) for tokens in (0, 25))
+    assert [more - less for less, more in zip(without, with_sample)] == [3, 3]
+
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_cached_logits_are_those_without(change):
