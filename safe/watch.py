@@ -91,5 +91,6 @@ class Watch:
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{self.name}: {rank}step {step}, {what}: {error}{others}", file=sys.stderr, flush=True)
+        line = f"{self.name}: {rank}step {step}, {what}: {error}{others}\n"
+        print(line, end="", file=sys.stderr, flush=True)  # written at once, or lines of several ranks would mix
         os._exit(1)

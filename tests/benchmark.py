@@ -3,92 +3,100 @@
 import contextlib
 import itertools
 import json
-import sys
 import time
-import types
-import unittest.mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
 
-import safe.launch
 import bench
 import collectives as dist
 import fast.rings
 import kernels
-import lessons.gpu
-import lessons.machine
-import lessons.peers
-import lessons.strategies
 import parallel
 import model
-import theory.speed
-import theory.traffic
-import train
 from tests.collectives import nodes_of
 from tests.kernels import HALF, KERNEL_DEVICE
 from tests.pool import close, on_cpus, on_ranks
-from tests.runs import named, parse, ran
+from tests.runs import output_of, parse, ran
+from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
 from lessons.kernels import Size, grouped
-from lessons.machine import calls_of, fit, sent_in
+from lessons.machine import BUS, calls_of, fit, sent_in
 from lessons.measure import without_collectives
-from lessons.peers import world_mesh
 from lessons.strategies import communication, configs_of, forget, make_trainer, predicted_traffic, routes_of_rows
-from safe.flags import Settings
-from theory.speed import Machine
+from train import config_of, processes_of
+from theory.speed import MACHINES, Machine
+from theory.traffic import HALVES
 
 
 # ------------------------------------------------------------------------------------------------------------ benchmark
 
+def settings_of(flags):
+    sizes = "--vocab-size 67 --seq-len 16 --n-layer 3 --n-head 4 --n-embd 48 --batch-size 8"
+    return parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split())
+
+
 def trainer_of(flags):
     """A Trainer of random tokens with train.py's flags."""
-    sizes = "--vocab-size 67 --seq-len 16 --n-layer 3 --n-head 4 --n-embd 48 --batch-size 8"
-    s = parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split())
-    return make_trainer(train.config_of(s), s, torch.get_default_device())
+    s = settings_of(flags)
+    return make_trainer(config_of(s), s, torch.get_default_device())
 
 
 def doubling_up_to(size):
     """Inside, all-reduces of up to so many bytes take log2 rounds, others rings."""
     both = dict.fromkeys(fast.rings.DOUBLING_BYTES, size)
-    return unittest.mock.patch.object(fast.rings, "DOUBLING_BYTES", both)
+    return patch.object(fast.rings, "DOUBLING_BYTES", both)
 
 
-TRAFFIC = {  # ranks: flags
-    1: ["--dtype bf16 --micro-batches 2"],
-    2: ["--dp 2", "--dp 2 --zero 1 --dtype bf16", "--dp 2 --zero 2 --micro-batches 2",
-        "--dp 2 --zero 3 --micro-batches 2",
-        "--cp 2 --recompute block --dtype bf16", "--cp 2 --cp-kind ulysses --recompute attention --dtype bf16",
-        "--tp 2 --recompute block", "--tp 2 --sp --recompute block --micro-batches 2",
-        "--tp 2 --sp --recompute attention --dtype bf16",
-        "--pp 2 --micro-batches 4 --schedule zb-h1", "--pp 2 --micro-batches 4 --schedule zb-v",
-        "--pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2",
-        "--dp 2 --experts 4 --ep 2 --micro-batches 2 --expert-every 2",
-        "--dp 2 --experts 4 --ep 2 --dtype bf16 --recompute block",
-        "--dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1", "--dp 2 --experts 4 --zero 2",
-        "--tp 2 --experts 4 --dtype bf16 --recompute block"],
-    3: ["--dp 3 --batch-size 6", "--dp 3 --zero 3 --batch-size 6 --dtype bf16",
-        "--pp 3 --micro-batches 4 --schedule gpipe"],
-    4: ["--dp 4 --zero 2 --zero-within 2 --micro-batches 2", "--dp 4 --zero 3 --zero-within 2",
-        "--dp 2 --pp 2 --zero 1 --micro-batches 4", "--tp 2 --pp 2 --sp --micro-batches 2",
-        "--tp 2 --pp 2 --micro-batches 2", "--dp 2 --tp 2 --sp --zero 1",
-        "--dp 2 --tp 2 --sp --zero 3 --dtype bf16", "--cp 4 --zero 3 --micro-batches 2", "--cp 2 --tp 2 --sp --zero 1",
-        "--dp 4 --experts 4 --ep 2 --zero 1", "--dp 4 --experts 4 --ep 2 --zero 3 --zero-within 2",
-        "--dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute attention",
-        "--dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block",
-        "--dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2",
-        "--dp 2 --cp 2 --experts 4 --ep 2 --zero 2"]}
+TRAFFIC = """
+    --dtype bf16 --micro-batches 2
+    --dp 2
+    --dp 2 --zero 1 --dtype bf16
+    --dp 2 --zero 2 --micro-batches 2
+    --dp 2 --zero 3 --micro-batches 2
+    --cp 2 --recompute block --dtype bf16
+    --cp 2 --cp-kind ulysses --recompute attention --dtype bf16
+    --tp 2 --recompute block
+    --tp 2 --sp --recompute block --micro-batches 2
+    --tp 2 --sp --recompute attention --dtype bf16
+    --pp 2 --micro-batches 4 --schedule zb-h1
+    --pp 2 --micro-batches 4 --schedule zb-v
+    --pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2
+    --dp 2 --experts 4 --ep 2 --micro-batches 2 --expert-every 2
+    --dp 2 --experts 4 --ep 2 --dtype bf16 --recompute block
+    --dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1
+    --dp 2 --experts 4 --zero 2
+    --tp 2 --experts 4 --dtype bf16 --recompute block
+    --dp 3 --batch-size 6
+    --dp 3 --zero 3 --batch-size 6 --dtype bf16
+    --pp 3 --micro-batches 4 --schedule gpipe
+    --dp 4 --zero 2 --zero-within 2 --micro-batches 2
+    --dp 4 --zero 3 --zero-within 2
+    --dp 2 --pp 2 --zero 1 --micro-batches 4
+    --tp 2 --pp 2 --sp --micro-batches 2
+    --tp 2 --pp 2 --micro-batches 2
+    --dp 2 --tp 2 --sp --zero 1
+    --dp 2 --tp 2 --sp --zero 3 --dtype bf16
+    --cp 4 --zero 3 --micro-batches 2
+    --cp 2 --tp 2 --sp --zero 1
+    --dp 4 --experts 4 --ep 2 --zero 1
+    --dp 4 --experts 4 --ep 2 --zero 3 --zero-within 2
+    --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute attention
+    --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block
+    --dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2
+    --dp 2 --cp 2 --experts 4 --ep 2 --zero 2"""
 
 
-@pytest.mark.parametrize("size", list(TRAFFIC))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_bytes_of_every_strategy_are_the_formulas():
     """In a second step; small tensors in log2 rounds, others in rings. Step 0 would also measure memory."""
     size = dist.get_world_size()
     with doubling_up_to(2000):
-        for case in TRAFFIC[size]:
+        for case in [case for case in TRAFFIC.strip().splitlines() if processes_of(settings_of(case), 1) == size]:
             trainer = trainer_of(case)
             trainer.step(1)  # ZeRO-3 learns its order of units
             with routes_of_rows() as routes:
@@ -103,49 +111,32 @@ def test_bytes_of_every_strategy_are_the_formulas():
 @on_ranks(2)
 def test_a_step_runs_without_its_collectives():
     """Whichever way they are called, and waited for."""
-    for case in ("--dp 2", "--dp 2 --zero 2", "--dp 2 --zero 3", "--tp 2", "--tp 2 --sp", "--cp 2",
-                 "--cp 2 --cp-kind ulysses", "--dp 2 --ep 2 --experts 4"):
+    cases = "--dp 2 | --dp 2 --zero 2 | --dp 2 --zero 3 | --tp 2 | --tp 2 --sp | --cp 2 | --cp 2 --cp-kind ulysses"
+    for case in [*cases.split(" | "), "--dp 2 --ep 2 --experts 4"]:
         trainer = trainer_of(case)
         trainer.step(0)
         dist.reset_traffic()
-        with unittest.mock.patch("safe.run.measured", side_effect=AssertionError("a timed step is measured, too")):
+        with patch("safe.run.measured", side_effect=AssertionError("a timed step is measured, too")):
             assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
         forget()
 
 
-@pytest.fixture
-def run_bench(tmp_path, monkeypatch):
-    """run_bench(*words): what bench.py prints. The ranks that it asks for are forked; torchrun starts those of train.py
-    and parallel.py."""
-    def run(*words):
-        def start_again(processes):
-            ran(list(words), processes, tmp_path / "log", program="bench.py")
-            sys.exit(0)
-        monkeypatch.setattr(sys, "argv", ["bench.py", *words])
-        monkeypatch.setattr(safe.launch, "start_again", start_again)
-        with pytest.raises(SystemExit, match="0"):
-            bench.main()
-        return (tmp_path / "log").read_text()
-    return run
-
-
-def bench_rows(run_bench, tmp_path, *words):
-    printed = run_bench(*words, "--json", str(tmp_path / "rows.json"))
-    found = json.loads((tmp_path / "rows.json").read_text())
+def bench_rows(tmp_path, *words):
+    """(what bench.py writes as JSON, what it prints) with two processes, which it forks."""
+    file = tmp_path / "rows.json"
+    words = [*words, "--quick", "--device", "cpu", "--gpus", "2", "--json", str(file)]
+    printed, found = ran(words, 1, tmp_path / "log", program="bench.py", launcher="fork"), json.loads(file.read_text())
     assert found["torch"] == torch.__version__ and {"hardware", "commit", "triton", "command"} <= set(found)
     return found, printed
-
-
-CPU = ["--quick", "--device", "cpu", "--gpus", "2"]
 
 
 @pytest.mark.parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
 @on_ranks()
 def test_bytes_of_every_collective_are_the_formulas(nodes):
     """An all-reduce's in rings and in log2 rounds. nodes: in two levels, nodes of so many ranks; 0: in one."""
-    ops, sizes = ["all_reduce", *theory.traffic.HALVES] if nodes else lessons.machine.BUS, (5000, 1_600_000)
+    ops, sizes = ["all_reduce", *HALVES] if nodes else BUS, (5000, 1_600_000)
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
         for op, small, size in itertools.product(ops, (0, 1 << 30), sizes):
             with doubling_up_to(small):
@@ -155,8 +146,8 @@ def test_bytes_of_every_collective_are_the_formulas(nodes):
                 assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
 
 
-def test_bench_collectives(run_bench, tmp_path):
-    found, printed = bench_rows(run_bench, tmp_path, "collectives", *CPU, "--only", "all_reduce", "reduce")
+def test_bench_collectives(tmp_path):
+    found, printed = bench_rows(tmp_path, "collectives", "--only", "all_reduce", "reduce")
     rows = [row for row in found["rows"] if "formula" in row]
     assert {row["op"] for row in rows} == {"all_reduce", "reduce"} and "a, us" in printed
     assert all(row["counted"] == row["formula"] and row["torch_us"] > 0 and row["us"] > 0 for row in rows)
@@ -165,14 +156,13 @@ def test_bench_collectives(run_bench, tmp_path):
     assert Machine(**found["machine"]).link > 0
 
 
-def test_bench_strategies(run_bench, tmp_path):
-    only = ["tp", "zb-h1", "experts", "dense twin"]
-    found, printed = bench_rows(run_bench, tmp_path, "strategies", *CPU, "--only", *only, "--repeats", "1", "--seq-len",
-                                "32", "--n-layer", "2", "--batch-size", "8")
+def test_bench_strategies(tmp_path):
+    only = ["zb-h1", "experts", "dense twin"]
+    found, printed = bench_rows(tmp_path, "strategies", "--only", *only, "--repeats", "1", "--seq-len", "32",
+                                "--n-layer", "2", "--batch-size", "8")
     ours = [row for row in found["rows"] if row["who"] == "ours"]
     assert [row["strategy"] for row in ours] == only and "MFU %" in printed
-    assert [row["who"] for row in found["rows"] if row not in ours] == [
-        "torch DTensor", "torch InterleavedZeroBubble", "torch DDP"]
+    assert [row["who"] for row in found["rows"] if row not in ours] == ["torch InterleavedZeroBubble", "torch DDP"]
     assert all(row["ms"] > 0 and row["tokens"] > 0 and row["mfu"] is None for row in found["rows"])
     for row in ours:
         assert row["traffic"] == row["traffic_counted"] > 0
@@ -180,14 +170,20 @@ def test_bench_strategies(run_bench, tmp_path):
         assert ("bubble_measured" in row) == (row["strategy"] == "zb-h1") != ("communication" in row)
 
 
-def times_without(pieces):
+def asked(flags):
+    """What bench.py makes of its command line."""
+    a = bench.parse(flags.split())
+    bench.check(a, 1)
+    return a
+
+
+def times_without_a_piece():
     """{strategy: {piece: a step's time without it, over one with all}}; a sleep stands in the place of "fetching"."""
-    slow = lessons.strategies.pieces() | {"fetching": [(parallel.Units, "fetch", lambda self, unit: time.sleep(0.03))]}
-    layouts = {f"zero{zero}": Settings(dp=2, zero=zero, batch_size=2, device="cpu") for zero in (1, 3)}
-    configs = dict.fromkeys(layouts, model.GPTConfig(67, 16, 2, 4, 48))
-    a = types.SimpleNamespace(layouts=layouts, configs=configs, repeats=1, without=pieces, json="", model="")
-    with unittest.mock.patch.object(lessons.strategies, "pieces", lambda: slow):
-        return {row["strategy"]: row for row in lessons.strategies.without(a, torch.device("cpu")).rows}
+    a = asked("strategies --quick --device cpu --gpus 2 --batch-size 2 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 48 "
+              "--repeats 1 --only zero1 zero3 --without addition fetching")
+    slow = strategies.pieces() | {"fetching": [(parallel.Units, "fetch", lambda self, unit: time.sleep(0.03))]}
+    with patch.object(strategies, "pieces", lambda: slow):
+        return {row["strategy"]: row for row in strategies.without(a, torch.device("cpu")).rows}
 
 
 def test_a_gathering_left_out_repeats_the_own_part():
@@ -202,24 +198,24 @@ def test_a_gathering_left_out_repeats_the_own_part():
 @on_ranks(2)
 def test_strategies_of_pytorch_take_the_worlds_group():
     """They leave no groups, and the mesh none, on CPUs of a machine that has a GPU, too."""
-    before, device = {*torch_dist.distributed_c10d._world.pg_map}, torch.device("cpu")
+    device = torch.device("cpu")
     config, x = model.GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
     kernels.use("torch")
     for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
-        lessons.peers.PEERS[name](config, parse(flags.split()), device, x, x)[0]()
+        peers.PEERS[name](config, parse(flags.split()), device, x, x)[0]()
     kernels.use("auto")
-    with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
-        assert world_mesh(device).get_group() is torch_dist.group.WORLD
-    assert not {*torch_dist.distributed_c10d._world.pg_map} - before
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        assert peers.world_mesh(device).get_group() is torch_dist.group.WORLD
+    assert [*torch_dist.distributed_c10d._world.pg_map] == [torch_dist.group.WORLD]
 
 
 @on_cpus
 def test_bench_strategies_without_a_piece(pool):
     """What stands in a piece's place is in use while a step is timed, where the layout uses that piece."""
-    found = pool(2).run(times_without, ["addition", "fetching"])[0]
+    found = pool(2).run(times_without_a_piece)[0]
     assert found["zero1"]["fetching"] < 2 * found["zero1"]["again"] and found["zero1"]["addition"] > 0
     assert found["zero3"]["fetching"] > 2 * found["zero3"]["again"]
-    assert all(hasattr(owner, attribute) for rows in lessons.strategies.pieces().values()
+    assert all(hasattr(owner, attribute) for rows in strategies.pieces().values()
                for owner, attribute, _ in rows)
 
 
@@ -256,18 +252,12 @@ def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     else:
         monkeypatch.setattr(kernels, "INTERPRETED", False)
     path = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["bench.py", "lessons", "--quick", "--device", device, "--json", str(path)])
-    bench.main()
+    output_of(bench.main, "lessons", "--quick", "--device", device, "--json", path)
     rows = json.loads(path.read_text())["rows"]
     found = {(row["lesson"], row["way"]): row["fewer"] for row in rows}
-    wanted = {name for name, lesson in lessons.gpu.LESSONS.items() if on_triton or not lesson.on_triton}
+    wanted = {name for name, lesson in gpu.LESSONS.items() if on_triton or not lesson.on_triton}
     assert all(row["ms"] > 0 for row in rows) and {name for name, _ in found} == wanted
     assert fewer.items() <= found.items() and 1.5 < found.get(("eight-bits", "8 bits"), 1.6) < 2  # tiny rows count
-
-
-def test_lessons_name_what_to_read():
-    for lesson in lessons.gpu.LESSONS.values():
-        assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
 
 
 @pytest.mark.parametrize("rows, width, out", [(1, 64, 64), (8, 300, 70), (16, 520, 33)])
@@ -281,11 +271,9 @@ def test_weights_of_eight_bits_are_off_by_half_a_step(rows, width, out, triton_k
     assert close(few_rows(x, w, torch.ones_like(scale)), x.double() @ w.double().T, 2**-8)
 
 
-H200 = theory.speed.MACHINES["h200"]
+H200 = MACHINES["h200"]
 
 
-def test_benchmark_without_a_word_says_what_there_is(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py"])
-    bench.main()
-    printed = capsys.readouterr().out
+def test_benchmark_without_a_word_says_what_there_is():
+    printed = output_of(bench.main)
     assert all(f"python bench.py {what} " in printed for what in bench.WHAT)

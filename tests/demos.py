@@ -1,12 +1,11 @@
 """`python -m lessons`: what the demos print is true."""
 
-import contextlib
-import io
 import re
 
 import pytest
 
 import lessons.demos
+from tests.runs import printed_by
 
 # A demo, on how many ranks it runs, and part of what it prints, which the law gives. Errors below 1e-12 read ~0.
 SHOWN = [
@@ -124,16 +123,10 @@ SHOWN = [
           busiest 2                 2                 2                 2                 8""")]
 
 
-def printed_by(demo, flags):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        demo(**flags)
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("name, ranks, shown", SHOWN)
 def test_a_demo_shows_the_law(plain_pool, name, ranks, shown):
     demo, flags = lessons.demos.DEMOS[name]
     if demo in lessons.demos.ON_RANKS:
         flags = {}
-    printed = plain_pool(ranks).run(printed_by, demo, flags)[0]
+    printed = plain_pool(ranks).run(printed_by, demo, **flags)[0]
     assert shown.replace("\n        ", "\n") in re.sub(r"\de-1[3-9]|0e\+00", "~0", printed), printed

@@ -6,13 +6,8 @@ import pathlib
 import re
 import xml.etree.ElementTree
 
-import pytest
-
-import lessons.pictures
-import model
-from safe.flags import Settings
 from tests.pool import HERE
-from theory.memory import memory_bytes
+from tests.runs import ran
 
 
 def fits(svg):
@@ -45,9 +40,10 @@ SHOWN = [  # of five actions, equally long, the first, fourth and fifth: F, I, W
     '"M80 37h179" stroke="#4c8dd6"', '"M620 37h179" stroke="#e0883a"', '"M800 37h179" stroke="#4ba36b"']
 
 
-def test_pictures_show_the_code_and_a_trace(run_bench, tmp_path):
+def test_pictures_show_the_code_and_a_trace(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": TRACE}))
-    printed = run_bench("pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made"))
+    words = "pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made")
+    printed = ran(words, 1, tmp_path / "log", program="bench.py", launcher="fork")
     texts = {path.stem: path.read_text() for path in (tmp_path / "made").iterdir()}
     assert set(texts) == {*OF_NO_FILE, "pipeline"}
     assert all(f"{name}.svg" in printed and fits(text) for name, text in texts.items())
@@ -55,11 +51,3 @@ def test_pictures_show_the_code_and_a_trace(run_bench, tmp_path):
         old = pathlib.Path(HERE, "assets", f"{name}.svg").read_text()
         assert texts[name] == old, f"assets/{name}.svg is old: python bench.py pictures"
     assert all(part in texts["pipeline"] for part in SHOWN) and texts["pipeline"].count("<tspan") == 3
-
-
-def test_bars_of_zero_stages_are_as_high_as_their_bytes():
-    heights = re.findall(r'<rect [^>]*height="(.*?)"', "".join(lessons.pictures.draw_zero_stages()[1]))
-    values = [n for zero in range(4) for n in memory_bytes(model.PRESETS["gpt2-xl"], Settings(
-        dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)).values()]
-    bars = [float(height) for height in heights[4:]]  # after the legend
-    assert bars == pytest.approx([180 * n / max(values) for n in values], abs=0.1)

@@ -13,7 +13,7 @@ import model
 import parallel
 import theory.clock
 import train
-from tests.benchmark import H200
+from tests.benchmark import H200, asked
 from tests.pool import close
 from tests.runs import parse
 from lessons.plan import HALVES, all_layouts, describe_layout
@@ -148,24 +148,18 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert predict(MOE, layout("--dp 8 --batch-size 8"), slow).compute >= (6 + 3 * 3 / 9) * 5e-3
 
 
-GPT3 = "--gpus 64 --batch-size 8 --seq-len 131072 --n-layer 96 --n-head 96 --n-embd 12288 --machine h100"
+LARGE = "--n-layer 24 --n-head 96 --n-embd 12288"  # a quarter of GPT-3
+VERY_LONG = f"--gpus 16 --batch-size 2 --seq-len 131072 --machine h100 {LARGE}"
 CONSIDERED = [  # flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered
-    ("--gpus 64", "cp", {1}), (GPT3, "cp", {1, 2, 4, 8, 16, 32}),  # 1024 tokens are not cut
+    ("--gpus 16", "cp", {1}), (VERY_LONG, "cp", {1, 2, 4, 8, 16}),  # 1024 tokens are not cut
     ("--gpus 16 --batch-size 16 --seq-len 98312", "cp", {1, 2, 4}),  # 25 heads; what some tp and cp do not divide
-    ("--gpus 16 --batch-size 16 --seq-len 100012 --n-head 12 --n-embd 768", "cp", {1, 2, 4}),
-    ("--gpus 24 --batch-size 48 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
-
-
-def asked(flags):
-    a = bench.parse(["plan", *flags.split()])
-    assert bench.check(a, 1) == 1
-    return a
+    ("--gpus 12 --batch-size 24 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
 
 
 @pytest.mark.parametrize("flags, axis, sizes", CONSIDERED)
 def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
     """One of each set of axes is tried."""
-    a = asked(flags)
+    a = asked(f"plan {flags}")
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
     assert {getattr(s, axis) for s in found} == sizes
     assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in HALVES)
@@ -173,14 +167,12 @@ def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
         assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
 
 
-LARGE = "--n-layer 16 --n-head 96 --n-embd 12288"  # a sixth of GPT-3
 LISTED = [  # flags, how many layouts are listed, and what is true of each
-    ("--gpus 64 --batch-size 512", 15, lambda s: s.cp == 1),
-    ("--gpus 40 --batch-size 40 --top 40", 40, lambda s: s.cp == 1),
-    (f"--gpus 512 --batch-size 512 --top 2 {LARGE}", 2, lambda s: s.cp == 1),
+    ("--gpus 8 --batch-size 64", 15, lambda s: s.cp == 1),
+    ("--gpus 12 --batch-size 24 --top 40", 40, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
-    (GPT3 + " --top 1000", 61, lambda s: s.cp > 1),
+    (VERY_LONG + " --top 1000", 34, lambda s: s.cp > 1),
     ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 33,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
     ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]
@@ -190,7 +182,7 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
 def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small = tmp_path / "small.json"
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
-    a = asked(f"{flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
+    a = asked(f"plan {flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
     lessons.plan.plan(a)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
@@ -211,8 +203,7 @@ def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
         return bench.subprocess.CompletedProcess(words, n == "8")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
-    a = bench.parse(["scaling", "--gpus", "4", "--device", "cpu", "--kind", kind])
-    assert bench.check(a, 1) == 1
+    a = asked(f"scaling --gpus 4 --device cpu --kind {kind}")
     rows = bench.scaling(a).rows
     assert [(row["gpus"], row["batch"]) for row in rows] == list(zip((1, 2, 4), batches))
     assert close(rows[2]["efficiency"], 100 * 96 / 99)

@@ -1,18 +1,15 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
-import contextlib
-import io
-import re
-import sys
+import functools
 
 import pytest
 
 import lessons.demos
 import lessons.puzzles
-import safe.launch
 from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
-from tests.pool import in_new_process, pools
-from tests.walls import REFERENCE, SOURCES
+from tests.pool import pools
+from tests.runs import output_of, ran
+from tests.walls import REFERENCE, SOURCES, room_of
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told
 MISTAKES = {
@@ -55,8 +52,8 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
     for lines in found["empty"]:
         assert len(lines) == 1 and lines[0].startswith("NotImplementedError: puzzle: nothing is written here yet (")
     assert any(said in line for lines in found["wrong"] for line in lines), found["wrong"]
-    solved = {str(path.relative_to(tmp_path / "solved")): path.read_text() for path in tmp_path.glob("solved/**/*.py")}
-    assert solved == {file: SOURCES[file] for file in SOURCES if re.match(rf"({'|'.join(REFERENCE)})\W", file)}
+    for file, text in SOURCES.items():
+        assert room_of(file) not in REFERENCE or (tmp_path / "solved" / file).read_text() == text
     first = solution(puzzle).splitlines()[0]
     assert (tmp_path / "empty" / puzzle.file).read_text().count(first) < SOURCES[puzzle.file].count(first)
 
@@ -68,32 +65,26 @@ def test_a_name_that_moved_is_found_out(moved):
         hole(PUZZLES["hook"]._replace(**moved))
 
 
-def checked(name, folder, seconds):
-    """(exit code, what is printed) of a check that gives up after so many seconds."""
-    safe.launch._imported = safe.launch.threads()  # its ranks are forked from this process
-    lessons.puzzles.SECONDS = seconds
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as exit:
-        lessons.puzzles.check(PUZZLES[name], folder)
-    return exit.value.code, out.getvalue()
+def hurry():
+    lessons.puzzles.SECONDS = 2
 
 
 def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
+    def said_of(name, code, **more):
+        words = ["puzzles", name, "--check", str(tmp_path / name)]
+        return ran(words, 1, tmp_path / "log", [code], program="lessons/__main__.py", launcher="fork", **more)
+
     write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
-    assert in_new_process(checked, "g", tmp_path / "g", 30) == (False, "green\n")
+    assert said_of("g", 0) == "green\n"
     silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
     write(PUZZLES["ring"], tmp_path / "ring", silent)
-    code, said = in_new_process(checked, "ring", tmp_path / "ring", 2)
-    assert code and "rank 1: no result within 2 s; does it wait" in said
+    assert "rank 1: no result within 2 s; does it wait" in said_of("ring", 1, before=hurry)
 
 
-def test_puzzles_are_listed_and_written(monkeypatch, capsys, tmp_path):
-    def lesson(*words):
-        monkeypatch.setattr(sys, "argv", ["lessons", "puzzles", *words])
-        lessons.demos.main()
-        return capsys.readouterr().out
-
+def test_puzzles_are_listed_and_written(tmp_path):
+    lesson = functools.partial(output_of, lessons.demos.main, "puzzles")
     listed = lesson().splitlines()
     assert len(listed) == len(PUZZLES) == 12 and max(map(len, listed)) <= 120
     assert lesson("g", "--solution") == "return grad, None\n"
-    assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", str(tmp_path / "g"))
+    assert f"puzzles g --check {tmp_path / 'g'}" in lesson("g", "--into", tmp_path / "g")
     assert "# Puzzle: g's backward: " in (tmp_path / "g" / "parallel.py").read_text()

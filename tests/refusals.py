@@ -85,9 +85,9 @@ REFUSED = {
         --data ASCII --vocab-size 123 --prompt é | --prompt
         --data ASCII --vocab-size 123 --prompt BYTE_255 | --prompt
         --seq-len 3 --prompt four           | tokens, the model's context is of 3: give a shorter one, or --sample 0
-        --trace FILE                        | --trace
-        --profile FILE                      | --profile
-        --out FILE                          | --out
+        --trace EMPTY                       | --trace
+        --profile EMPTY                     | --profile
+        --out EMPTY                         | --out
         --out OLD_RUN                       | --out
         --out READ_ONLY                     | --out
         --out NO_LOCK                       | --out
@@ -130,6 +130,10 @@ REFUSED = {
         --resume STEP_3 --out RUN           | process 1 on here writes there
         --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
         --resume STEP_2 --out RUN           | /run and move newer ones away
+        --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
+        --plain --vocab-size 50             | --vocab-size 50: the text has token
+        --plain --data ASCII --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
+        --plain --data ASCII --resume /none | /none: no file step-*.pt, as --plain writes it; leave --plain out
 
         --tokenizer /no/such                | --tokenizer /no/such: vocab.json: No such file
         --tokenizer HALF                    | merges.txt: No such file
@@ -206,27 +210,19 @@ def refusal(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="session")
-def finished_run(text, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    flags = "--steps 3 --save-every 1 --experts 2 --out".split()
-    ran([*TRAIN, "--data", text, *flags, str(folder / "run")], 1, folder / "log")
-    return folder / "run"
-
-
-@pytest.fixture(scope="session")
-def files(text, finished_run, tmp_path_factory):
+def files(text, tmp_path_factory):
     """{word: path} of what rows name, in one folder."""
     folder = tmp_path_factory.mktemp("bad")
     for name, experts, tokens in [("hf", 0, 256), ("bad_hf", 0, 256), ("experts", 2, 256), ("bad_experts", 2, 256),
                                   ("large", 0, 300), ("large_half", 0, 300)]:
         save(model.GPT(model.GPTConfig(tokens, 16, 1, 2, 16, experts=experts)), folder / name)
     hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
-    for name, merges, tokens in [("hand", BY_HAND, hand), ("no_json", [], []), ("list", [], []), ("gaps", [], []),
+    for name, merges, tokens in [("hand", BY_HAND, hand), ("gaps", [], []),
                                  ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1])]:
         write_vocabulary(folder / name, merges, tokens)
     config = (folder / "bad_experts" / "config.json").read_bytes()
     for name, data in {
-            "empty": b"", "file": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
+            "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",
             "bad_hf/config.json": b"{}", "no_weights/config.json": b"{}", "large_half/vocab.json": b"{}",
             "bad_experts/config.json": config.replace(b"ringgpt_moe", b"gpt2"), "half/vocab.json": b"{}",
@@ -237,7 +233,8 @@ def files(text, finished_run, tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     os.mkdir(folder / "read_only", 0o555)
-    shutil.copytree(finished_run, folder / "run")
+    flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
+    ran([*TRAIN, *flags.split()], 1, folder / "log")
     lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
     lock.write("process 1 on here")
     lock.flush()
@@ -280,11 +277,7 @@ def cut(data):
 
 
 def flipped(data):
-    return data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1:]
-
-
-def becomes(data):
-    return lambda _: data
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 def edited(old, new):
@@ -293,19 +286,19 @@ def edited(old, new):
 
 PICKLED = pickle.dumps({"wte.weight": Malice()})
 MANIFEST, CONFIG, WEIGHTS, MOMENTS = "manifest.json", "config.json", "model.safetensors", "optimizer.safetensors"
-DAMAGED = [  # a file of a checkpoint, what becomes of its bytes, what the one line must say
-    (MANIFEST, becomes(None), "manifest.json: No such file"), (MANIFEST, cut, "manifest.json: "),
+DAMAGED = [  # a file of a checkpoint, what becomes of its bytes (None: it goes), what the one line must say
+    (MANIFEST, None, "manifest.json: No such file"), (MANIFEST, cut, "manifest.json: "),
     (MANIFEST, edited(b"skipped", b"skjpped"), "manifest.json: it does not match its own checksum"),
     (WEIGHTS, cut, "model.safetensors: it has"), (WEIGHTS, flipped, "model.safetensors: its checksum"),
-    (MOMENTS, becomes(None), "optimizer.safetensors: No such file"),
+    (MOMENTS, None, "optimizer.safetensors: No such file"),
     (MOMENTS, flipped, "optimizer.safetensors: its checksum"),
     (CONFIG, flipped, "config.json: its checksum")]
 FORGED = [  # the manifest is made to match, so only the contents can tell
     (MANIFEST, edited(b'"format": 1', b'"format": 2'), "its format is 2"),
-    (MOMENTS, becomes(PICKLED), "optimizer.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, becomes(PICKLED), "model.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, becomes(b"\xff" * 100), "model.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, becomes(b""), "cannot mmap an empty file"), (WEIGHTS, cut, "it is cut short or damaged"),
+    (MOMENTS, PICKLED, "optimizer.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, PICKLED, "model.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, b"\xff" * 100, "model.safetensors: not a whole .safetensors file"),
+    (WEIGHTS, b"", "cannot mmap an empty file"), (WEIGHTS, cut, "it is cut short or damaged"),
     (WEIGHTS, edited(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
      "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
     (WEIGHTS, edited(b"[64, 16]", b"[16, 64]"),
@@ -323,7 +316,7 @@ def test_damaged_checkpoint_is_one_line_and_exit_code_2(forged, file, change, sa
     """Nothing in it runs. --init-from, which reads no manifest, says of the contents what --resume says."""
     step = tmp_path / "step-00000003"
     shutil.copytree(files["STEP_3"], step)
-    data = change((step / file).read_bytes())
+    data = change((step / file).read_bytes()) if callable(change) else change
     (step / file).unlink() if data is None else (step / file).write_bytes(data)
     if forged:
         manifest = json.loads((step / MANIFEST).read_text())

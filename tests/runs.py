@@ -1,20 +1,18 @@
-"""Runs of the programs in processes of their own, and what stands in which file."""
+"""Runs of the programs, in this process, in a pool's and in processes of their own."""
 
 import contextlib
-import functools
 import gc
-import importlib
-import itertools
+import io
 import json
 import operator
 import os
 import pathlib
-import resource
 import runpy
 import signal
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,6 +65,19 @@ def trained(pool, text, tmp_path):
     return run
 
 
+def printed_by(function, *args, **options):
+    """What it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(*args, **options)
+    return out.getvalue()
+
+
+def output_of(main, *words):
+    """What a program's `main` prints in this process, with these words behind its name."""
+    with patch.object(sys, "argv", ["", *map(str, words)]):
+        return printed_by(main)
+
+
 def log_of(folder, *keys):
     """Entries of log.jsonl; with keys, these values of the entries that have them all."""
     entries = [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
@@ -75,10 +86,12 @@ def log_of(folder, *keys):
 
 # -------------------------------------------------------------------------------------------------- starting and ending
 
-def command(*words, **more):
-    env = ({k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-           | {"OMP_NUM_THREADS": "1"})
-    return subprocess.Popen(words, cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+def command(*words):
+    """What a command prints in this project's folder. It must end within ten minutes, with exit code 0."""
+    done = subprocess.run(words, cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=600,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def processes(parent=None):
@@ -104,25 +117,13 @@ TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0
 slow = pytest.mark.skipif(not os.environ.get("SLOW"), reason="takes minutes: SLOW=1 pytest test_all.py")
 
 
-def _rank(rank, size, port, flags, log, file_bytes, deaths, program, folder, forks, env):
+def _rank(rank, size, port, flags, log, before, program, folder, forks):
     gc.freeze()
-    os.environ.update(env)
     torch.set_num_threads(1)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-    if file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    if deaths:  # SIGKILL just before, or just after, the nth time that something becomes durable, gets its name or goes
-        count, (nth, after) = itertools.count(1), deaths
-
-        def deadly(call, *arguments, **more):
-            last = next(count) == nth
-            last and not after and os.kill(os.getpid(), signal.SIGKILL)
-            call(*arguments, **more)
-            last and os.kill(os.getpid(), signal.SIGKILL)
-
-        for name in ("fsync", "replace", "rename", "unlink"):
-            setattr(os, name, functools.partial(deadly, getattr(os, name)))
+    if before:
+        before()
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -147,16 +148,16 @@ def import_from(folder):
 class Ranks:
     """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    folder: one with the reference's files alone, whose program runs in place of the whole one. launcher: it starts
-    processes of its own, by "fork" or from "new", and the test must see to its end."""
+    before: called in each of them first. folder: one with the reference's files alone, whose program runs in place of
+    the whole one. launcher: it starts processes of its own, by "fork" or from "new", and the test must see to its
+    end."""
 
-    def __init__(self, flags, size, log, file_bytes=None, deaths=None, program="train.py", folder=HERE, launcher=None,
-                 **env):
+    def __init__(self, flags, size, log, before=None, program="train.py", folder=HERE, launcher=None):
         # Theirs; it survives them.
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        settings = self.store.port, flags, self.log, file_bytes, deaths, program, folder, launcher == "fork", env
+        settings = self.store.port, flags, self.log, before, program, folder, launcher == "fork"
         self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=not launcher)
                           for r in range(size)]
         for process in self.processes:
@@ -176,16 +177,14 @@ class Ranks:
             assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
             time.sleep(0.02)
 
-    def end(self, timeout=150, ranks=None):
+    def end(self, timeout=150):
         """Their exit codes, which must come within `timeout` seconds."""
-        some = [p for r, p in enumerate(self.processes) if ranks is None or r in ranks]
         deadline = time.time() + timeout
-        for p in some:
+        for p in self.processes:
             p.join(max(0, deadline - time.time()))
-        codes = [p.exitcode for p in some]
-        if None in codes or ranks:
-            for p in self.processes:
-                p.kill()
+        codes = [p.exitcode for p in self.processes]
+        for p in self.processes:
+            p.kill()
         assert None not in codes, f"{codes}\n{self.printed()}"
         return codes
 
@@ -216,39 +215,3 @@ def end_of(run):
     scale) of a run's folder."""
     newest = safe.checkpoints.open_checkpoint(safe.checkpoints.checkpoints(run)[-1], True).manifest
     return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["skipped"], newest["scaler"]
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
-
-LECTURE = "model", "kernels", "collectives", "parallel", "train"
-FURTHER, WHOLE = ("further",), ("theory", "safe", "fast", "lessons", "bench", "test_all", "tests")
-
-
-def files_in(names):
-    """Files of these names, and in rooms of these names, without ".py": ["train", "fast/__init__", "fast/adamw"]"""
-    paths = [path for name in names
-             for path in (pathlib.Path(HERE, name + ".py"), *pathlib.Path(HERE, name).glob("*.py"))]
-    return sorted(str(path.relative_to(HERE).with_suffix("")) for path in paths
-                  if path.is_file() and path.name != "__main__.py")  # which would run
-
-
-FILES = files_in([*LECTURE, *FURTHER, *WHOLE])
-
-
-def module_of(file):
-    """The module of one of FILES. A room's own, "fast/__init__", is the package."""
-    return importlib.import_module(file.removesuffix("/__init__").replace("/", "."))
-
-
-def named(token, where=None):
-    """Whether `token` is a class, function, method or constant of these files, or of one of them. Before its name may
-    stand its module's: fast.adamw.AdamW."""
-    for file in [where] if where else FILES:
-        module, *parts = module_of(file), *token.split(".")
-        path = module.__name__.split(".")
-        if parts[:len(path)] == path:
-            parts = parts[len(path):]
-        with contextlib.suppress(AttributeError):
-            functools.reduce(getattr, parts, module)
-            return True
-    return False

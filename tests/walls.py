@@ -42,6 +42,11 @@ def files_of(room):
 
 
 SOURCES = {str(path.relative_to(HERE)): path.read_text() for room in ROOMS for path in files_of(room)}
+TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
+
+
+def room_of(file):
+    return file.removesuffix(".py").split(os.sep)[0]
 
 
 # ------------------------------------------------------------------------------------------------------ the reference
@@ -56,13 +61,12 @@ def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
     test(plain_pool, **arguments)
 
 
-PROGRAMS = [  # processes, flags
-    (1, ""), (4, "--dp 2 --tp 2"), (2, "--tp 2 --sp"), (4, "--cp 2 --dp 2 --zero 2"), (2, "--cp 2 --cp-kind ulysses"),
-    (2, "--dp 2 --ep 2 --experts 4"), (2, "--pp 2 --schedule zb-h1"),
-    (2, "--pp 2 --schedule interleaved --virtual-stages 2"), (2, "--pp 2 --schedule zb-v"), (2, "--zero 3"),
-    (4, "--dp 2 --pp 2 --zero 1"), (4, "--zero 1 --zero-within 2"), (2, "--dtype bf16 --zero 1"),
-    (2, "--dtype fp16 --zero 3")]
-OF_DP_ALONE = [(2, "--dp 2 --zero 1"), (2, "--tp 2"), (2, "--pp 2")]
+PROGRAMS = [  # processes, flags, which of the reference's files there are
+    (1, "", REFERENCE), (4, "--dp 2 --tp 2 --sp --zero 2", REFERENCE),
+    (4, "--cp 2 --dp 2 --ep 2 --experts 4", REFERENCE), (4, "--zero 3 --zero-within 2", REFERENCE),
+    (2, "--pp 2 --schedule interleaved --virtual-stages 2", REFERENCE), (2, "--pp 2 --schedule zb-v", REFERENCE),
+    (2, "--dtype bf16 --zero 1", REFERENCE), (2, "--dtype fp16 --zero 3", REFERENCE),
+    (2, "--dp 2 --zero 1", CORE), (2, "--tp 2", CORE), (2, "--pp 2", CORE)]
 
 
 def copy_reference(rooms, folder):
@@ -85,8 +89,7 @@ def reference_in(tmp_path_factory):
 
 
 @on_cpus
-@pytest.mark.parametrize("size, flags, rooms", [(*program, REFERENCE) for program in PROGRAMS]
-                         + [(*program, CORE) for program in OF_DP_ALONE])
+@pytest.mark.parametrize("size, flags, rooms", PROGRAMS)
 def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, size, flags,
                                                                    rooms):
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
@@ -111,8 +114,8 @@ def test_imports_point_one_way():
     """At a file's top only rooms before its own, or files of its own. Inside a function the reference may name
     further/, and train.py's last function the rooms that it turns on."""
     wrong = []
-    for file, source in SOURCES.items():
-        room, tree = file.removesuffix(".py").split(os.sep)[0], ast.parse(source)
+    for file, tree in TREES.items():
+        room = room_of(file)
         before = ROOMS[:ROOMS.index(room) + (room not in REFERENCE or room == "further")]
         late = {"train": ["train", "fast"]}.get(room, ["further"] * (room in REFERENCE))
         for nodes, able in (tree.body, before), (ast.walk(tree), before + late):
@@ -125,8 +128,7 @@ def test_each_name_is_bound_once():
     """No function is replaced by a later one, no method from outside its class; no test is lost where two modules share
     its name."""
     bound, others = Counter(), []
-    for file, source in SOURCES.items():
-        tree = ast.parse(source)
+    for file, tree in TREES.items():
         others += [(file, ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)
                    and isinstance(node.targets[0], ast.Attribute)]
         for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
@@ -137,43 +139,39 @@ def test_each_name_is_bound_once():
 
 
 def test_no_function_of_the_reference_and_no_line_is_long():
-    sizes = {(file, node.name): node.end_lineno - node.lineno + 1 for file, source in SOURCES.items()
-             if file.removesuffix(".py").split(os.sep)[0] in REFERENCE
-             for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-    assert {name: size for name, size in sizes.items() if size > 45} == {}
+    assert [(file, node.name) for file, tree in TREES.items() if room_of(file) in REFERENCE for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno > 44] == []
     assert [(file, line) for file, source in SOURCES.items() for line in source.splitlines() if len(line) > 120] == []
 
 
 # ------------------------------------------------------------------------------------------------- what fast/ replaces
 
-def reached_from(value, path, depth=0):
-    """(path, object) of what a module's value holds: in containers, partials, closures, defaults, classes' bodies."""
-    yield path, value
-    if depth == 4:
-        return
-    parts = {}
+def reached_from(value, depth=4):
+    """A module's value and what it holds: in containers, partials, closures, defaults, classes' bodies."""
+    yield value
+    parts = []
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = {f"[{i}]": part for i, part in enumerate(value)}
+        parts = value
     elif isinstance(value, dict):
-        parts = {f"[{key!r}]": part for key, part in value.items()}
+        parts = value.values()
     elif isinstance(value, functools.partial):
-        parts = {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+        parts = value.func, value.args, value.keywords
     elif isinstance(value, (staticmethod, classmethod)):
-        parts = {".__func__": value.__func__}
+        parts = [value.__func__]
     elif isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        parts = {"'s defaults": value.__defaults__, "'s keywords": value.__kwdefaults__, "'s closure": cells}
+        parts = value.__defaults__, value.__kwdefaults__, cells
     elif isinstance(value, type) and value.__module__.split(".")[0] in ROOMS:
-        parts = {f".{name}": part for name, part in vars(value).items() if not name.startswith("__")}
-    for name, part in parts.items():
-        yield from reached_from(part, path + name, depth + 1)
+        parts = [part for name, part in vars(value).items() if not name.startswith("__")]
+    for part in parts if depth else ():
+        yield from reached_from(part, depth - 1)
 
 
 def old_objects(modules):
-    """Paths from these modules to anything that `fast.on()` has replaced."""
+    """What these modules' names hold that `fast.on()` has replaced."""
     old = {id(plain): f"{module.__name__}.{name}" for module, name, plain in fast.PLAIN}
-    return [f"{path} holds the old {old[id(value)]}" for module in modules for name, top in vars(module).items()
-            for path, value in reached_from(top, f"{module.__name__}.{name}") if id(value) in old]
+    return [f"{module.__name__}.{name} holds the old {old[id(value)]}" for module in modules
+            for name, top in vars(module).items() for value in reached_from(top) if id(value) in old]
 
 
 def modules_here():
