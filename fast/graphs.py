@@ -255,6 +255,8 @@ class GraphPipeline(PatientPipeline):
     def begin(self, actions, x, y, dloss, syncs):
         super().begin(actions, x, y, dloss, syncs)
         self.replaying = syncs is not None
+        if self.replaying and len({part.shape for part in x}) > 1:
+            raise ValueError("CUDA graphs replay micro-batches of one shape: give equal ones")
         if not self.replaying:
             return
         self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1

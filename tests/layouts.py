@@ -573,6 +573,19 @@ def test_frozen_experts_stay_each_rank_s_own():
     assert net.whole_parameter(name).equal(before)
 
 
+@on_ranks(2)
+def test_micro_batches_may_have_unequal_sizes():
+    """The loss of a pipeline is that of equal ones."""
+    net = parallel.parallelize(SMALL, parallel.Layout(pp=2, dtype=torch.float64), torch.get_default_device())
+    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    x, y = (t.to(net.device) for t in tokens_of(0))
+    found = []
+    for sizes in (4, 4), (1, 5, 2):
+        net.zero_grad()
+        found += [net.forward_backward(x.split(sizes), y.split(sizes)), net.clip_grad_norm_(0)]
+    assert close(found[:2], found[2:])
+
+
 def refused(message, *args, **options):
     with pytest.raises(ValueError, match=message):
         in_layout(*args, **options)

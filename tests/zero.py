@@ -206,6 +206,19 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     assert not whole() and not any(bucket.handle for bucket in model.buckets)
 
 
+@on_ranks(2)
+def test_frozen_whole_numbers_stay_what_they_are():
+    """And what a whole tensor is made of may be of any dtype."""
+    net = nn.Linear(4, 4).to(torch.get_default_device())
+    kept = {"table": torch.arange(1000, 1008).view(2, 4), "mask": torch.eye(4, dtype=torch.bool)}
+    for name, values in kept.items():
+        setattr(net, name, nn.Parameter(values, requires_grad=False))
+    model = parallel.FSDP(net, compute_dtype=torch.bfloat16)
+    whole = model.full_state_dict()
+    model.units.gather(net)
+    assert all(values.equal(whole[name]) and values.equal(getattr(net, name)) for name, values in kept.items())
+
+
 @on_both
 @pytest.mark.parametrize("way", [2, 3])
 @on_ranks(2)
