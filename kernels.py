@@ -565,9 +565,10 @@ def flash_attention(qkv, is_causal):
 def attention(qkv, is_causal=True):
     """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D).
 
-    "auto" leaves head dims that the kernels do not know to PyTorch; "triton" raises.
+    "auto" leaves float32, in which PyTorch's is faster, and head dims that the kernels do not know to PyTorch; "triton"
+    takes the one and raises for the other.
     """
-    if flash_takes(qkv):
+    if flash_takes(qkv) and (qkv.dtype.itemsize == 2 or _choice == "triton"):
         return flash_attention(qkv, is_causal).transpose(1, 2)                       # (B, T, H, D)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)

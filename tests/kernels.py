@@ -130,9 +130,9 @@ def plain_attention(q, k, v, is_causal):
     q = q[:, :, blind:]
     mask = (torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
             if is_causal else None)
-    # float32's kernel takes nothing else, and PyTorch's other path is as exact as it is slow.
-    whole = torch.contiguous_format
-    return F.pad(F.scaled_dot_product_attention(q, k.clone(memory_format=whole), v, mask), (0, 0, blind, 0))
+    # PyTorch's kernel takes no other float32, and its other path would be no second peer.
+    q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    return F.pad(F.scaled_dot_product_attention(q, k, v, mask), (0, 0, blind, 0))
 
 
 def plain_packed_attention(qkv, is_causal):
@@ -260,7 +260,8 @@ def test_kernel(either_way, dtype, row):
     four units off, or PyTorch's luck with the instructions of one CPU or another decides. Rows so wide that several
     programs of layer norm share one: test_python_kernels_py. In float32 ours and cuBLAS add a column's rows one after
     the other, PyTorch's fastest attention in groups: of 1000 rows they are off by 8e-7 and 5e-7 (H200)."""
-    scores, (ours, plain) = "attention" in row.name, (functools.partial(f, **row.options) for f in (row.ours, row.plain))
+    scores = "attention" in row.name
+    ours, plain = (functools.partial(function, **row.options) for function in (row.ours, row.plain))
     ways = [plain] + [sdpa_kernel(SDPBackend.MATH)(plain)] * (scores and dtype == torch.float32)
     no_worse_than_pytorch(ours, ways, row.inputs(dtype), 4 if scores and not GPUS else 2)
 
@@ -310,7 +311,8 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "(3, 4) and targets (1,)": lambda: kernels.cross_entropy(x, three),
             "head dim 24 (q (1, 2, 5, 24)": lambda: kernels.FlashAttention.apply(odd, odd, odd, True),
             "v (1, 2, 6, 16)": lambda: kernels.FlashAttention.apply(q, q, random(1, 2, 6, 16), True),
-            "packed attention takes qkv (B, T, 3, H, D), not (1, 5, 2, 2, 16)": lambda: kernels.attention(random(1, 5, 2, 2, 16)),
+            "packed attention takes qkv (B, T, 3, H, D), not (1, 5, 2, 2, 16)":
+                lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
             "x (3, 4), weight (2, 5, 3)": lambda: kernels.grouped_linear(x, random(2, 5, 3), None, three),
             "weight torch.float64": lambda: kernels.grouped_linear(x, random(1, 5, 4).double(), None, three),
