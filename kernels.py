@@ -15,9 +15,9 @@ the speed of a copy.
 
     python -m lessons kernels    errors against float64, and PyTorch's own beside them
 
-`use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32, and PyTorch's
-own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS) PyTorch's operations run;
-with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
+`use("auto")`, the default, takes Triton on Hopper GPUs and later for tensors in bf16, fp16 or float32 (attention: in
+16 bits), and PyTorch's own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS)
+PyTorch's operations run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
 Letters: n elements, rows of a given width, V vocabulary, T, H, D as in model.py; dy stands for dloss/dy.
 Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
@@ -50,7 +50,7 @@ _choice = "auto"
 
 def use(choice):
     """"triton": our kernels, an error where they do not apply; "torch": PyTorch's own operations; "auto": our kernels
-    from Hopper on, except in float64."""
+    from Hopper on, except in float64, and for attention in float32."""
     global _choice
     _choice = choice
 

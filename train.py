@@ -87,7 +87,7 @@ class Flags:
     reduce_dtype: str = flag("same", "what replicas send gradients in; same: as they add up", choices=["same", "bf16"])
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
-    kernels: str = flag("auto", "auto: Triton from Hopper GPUs on, except in fp64", choices=["auto", "torch", "triton"])
+    kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
     comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", *dist.LINKS])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
