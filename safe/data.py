@@ -151,8 +151,11 @@ _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from
 def encoded(s, texts, vocabulary):
     """The tokens of texts, uint16. Of a node's processes one encodes. With --out it leaves them there in a .bin, for
     the others and for later runs with the same text and vocabulary."""
-    known = b"\0".join([*map(str.encode, vocabulary.files.values()), *texts])  # no text has a zero byte
-    key = hashlib.sha256(known).hexdigest()[:16]
+    key = hashlib.sha256()
+    for part in (*map(str.encode, vocabulary.files.values()), *texts):
+        key.update(part)
+        key.update(b"\0")  # no text has a zero byte
+    key = key.hexdigest()[:16]
     path = pathlib.Path(s.out, f"text-{key}.bin")
     with open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
@@ -199,4 +202,3 @@ def encode_part(part, folder):
     tokens = subprocess.check_output([sys.executable, "-c", WORKER, here, folder],
                                      input=part.encode("utf-8", "surrogateescape"))
     return np.frombuffer(tokens, np.uint16)
-
