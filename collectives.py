@@ -200,8 +200,13 @@ class Link:
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""
-        sums = torch.empty(max(map(len, chunks)), dtype=result.dtype, device=result.device)
-        result.copy_(ring_reduce_scatter(self, chunks, op, sums))
+        # The sums grow in `result` where they can: room of their own, and a copy, would take 25 MiB a third longer.
+        width, inputs = max(map(len, chunks)), {chunk.untyped_storage().data_ptr() for chunk in chunks}
+        if len(result) == width and result.untyped_storage().data_ptr() not in inputs:  # later steps still read these
+            sums = result
+        else:
+            sums = torch.empty(width, dtype=result.dtype, device=result.device)
+        _unflatten(ring_reduce_scatter(self, chunks, op, sums), result)
 
     def all_gather(self, chunks):
         """Rank c holds chunk c; afterwards every rank holds all. Step s: send chunk r-s right, receive chunk r-1-s."""

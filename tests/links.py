@@ -155,4 +155,3 @@ def carried(way, **changes):
             stack.enter_context(unittest.mock.patch.object(kernels, "_choice", "triton"))
         stack.enter_context(served_by(kind(cuda)) if kind else nodes_of(way))
         yield
-
