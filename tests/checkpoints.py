@@ -21,7 +21,7 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
-from tests.pool import on_gpus, HERE, close
+from tests.pool import GPUS, on_gpus, HERE, close
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, open_checkpoint
@@ -324,7 +324,8 @@ def test_two_nodes_and_a_killed_rank_that_comes_back(start, text, tmp_path):
     flags = "--steps 60 --save-every 20 --log-every 20 --dtype fp64 --out "
     one = start(flags + "OUT/one")
     out = str(tmp_path / "run")
-    words = (f"--nnodes 2 --nproc_per_node 2 --max-restarts 2 --local-addr 127.0.0.1 --start-method fork "
+    words = (f"--nnodes 2 --nproc_per_node 2 --max-restarts 2 --local-addr 127.0.0.1 "
+             f"--start-method {'spawn' if GPUS else 'fork'} "
              f"--rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{one.store.port} "
              f"--run-path {HERE}/train.py {' '.join(TRAIN)} --data {text} "
              f"--zero 3 --zero-within 2 {flags}{out}").split()

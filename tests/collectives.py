@@ -133,6 +133,8 @@ def ways_of(name):
 
 def compare_with_library(name, cases, *ways):
     """What the library leaves is computed once, for all ways of ours, two levels included."""
+    if name == "all_to_all" and torch.__version__ < "2.12" and torch_dist.get_backend() == "gloo":
+        pytest.skip("this version's gloo has no all_to_all")
     wants = [left_by_library(name, case) for case in cases]
     for way in ways or [*ways_of(name), *NODES.get(dist.get_world_size(), []) * (name in DIRECT)]:
         with carried(way):

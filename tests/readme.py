@@ -208,7 +208,7 @@ def test_commands_of_the_lecture_run(text, tmp_path):
             said = ran([*words, *TRAIN, "--data", text, "--steps", "2"], processes, log)
             losses.append(re.findall(r"loss (\S+)", said))
         elif words[0] == "data":
-            ran(words, 1, log, program="lessons/__main__.py", launcher="fork")
+            ran(words, 1, log, program="lessons", launcher="fork")
     assert len(lines) == 10 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
 
 

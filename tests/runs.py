@@ -132,7 +132,10 @@ def _rank(rank, size, port, flags, log, before, program, folder, forks):
     if folder != HERE:
         import_from(folder)
     sys.argv = [os.path.join(folder, program), *flags]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if program.endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)  # `python -m program`
 
 
 def import_from(folder):

@@ -26,6 +26,7 @@ import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point)
+from tests.kernels import random
 from tests.layouts import arguments_of, case_of, in_layout
 from tests.pool import HERE, close, in_new_process, on_cpus, on_ranks
 from tests.runs import log_of, start, trained
@@ -237,9 +238,9 @@ def rows_entered_at_the_start():
 def kernels_alone():
     """What somebody calls who takes kernels.py for a library."""
     kernels.use("triton")
-    q, k, v = torch.randn(3, 1, 1, 16, 16).requires_grad_().unbind()
+    q, k, v = random(3, 1, 1, 16, 16).requires_grad_().unbind()
     kernels.FlashAttention.apply(q, k, v, True).sum().backward()
-    kernels.matmul(torch.randn(16, 16), torch.randn(16, 16))
+    kernels.matmul(random(16, 16), random(16, 16))
     kernels.use("auto")
 
 
