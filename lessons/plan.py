@@ -22,7 +22,7 @@ def divisors(n):
 
 WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV needs an overlap.
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1))
-HALVES = "zb-h1", "zb-v", "v-half"  # W must come late, so blocks are not recomputed
+SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so blocks are not recomputed
 
 
 @functools.cache
@@ -68,10 +68,10 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                 sizes, WORTH[:None if layout.pp > 1 else 1], shards, ("none", "attention", "block"),
                 {False, layout.tp > 1}, divisors(max(1, config.experts))):
             m = each // size
-            late = schedule not in HALVES or m >= layout.pp and recompute == "none"
+            worth = schedule not in SPLIT or m >= layout.pp and recompute == "none"
             s = dataclasses.replace(layout, zero=zero, zero_within=within, schedule=schedule, virtual_stages=v,
                                     micro_batches=m, recompute=recompute, sp=sp, ep=ep)
-            if late and can_run(schedule, s.pp, m, v) and is_taken(s, config, gpus, machine.node):
+            if worth and can_run(schedule, s.pp, m, v) and is_taken(s, config, gpus, machine.node):
                 yield s
 
 
