@@ -72,12 +72,18 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
 
 # ------------------------------------------------------------------------------------------------------------- written
 
-def write_checkpoint(trainer, done, get):
+def write_checkpoint(trainer, done, tensors):
     """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay.
-    OSError if that fails. get(label) returns one whole tensor at a time, in the order of Trainer.whole_tensors."""
+    OSError if that fails. tensors: of Trainer.whole_tensors, gathered one at a time, in the order of the files."""
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
     moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
+
+    def get(label):
+        found, tensor = next(tensors)
+        assert found == label, f"{found} was gathered where the file has {label}"
+        return tensor
+
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
@@ -200,6 +206,14 @@ def start_of(s, config, asked, read_all):
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
                        + ", or add --resume" * bool(newest and not differences(there, here, ("model",))))
     return newest, there
+
+
+def check_same_data(s, known, here, checkpoint):
+    """Reject data that is not what a run was trained on. known, here: what `run_of` says of that run and of this."""
+    how = differences(known, here, ("data",))
+    instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
+    reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
+           f"give that, or start a new run with {instead}")
 
 
 def lock(folder, identity):

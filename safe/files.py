@@ -96,8 +96,9 @@ def writable(folder, name):
 
 
 def check_folder(folder, name):
-    with writable(folder, name), tempfile.TemporaryFile(dir=folder):
-        pass
+    if folder:
+        with writable(folder, name), tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 class Log:

@@ -29,7 +29,8 @@ def timed(pipeline):
     Yields a list that in the end holds (action, start, end), seconds of the wall clock. On CUDA a time is an event in
     the stream, so the CPU need not wait for the GPU.
     """
-    cuda, do, wait_for, spans = pipeline.device.type == "cuda", pipeline.do, pipeline.wait_for, []
+    cuda = pipeline.device.type == "cuda"
+    do, wait_for, spans = pipeline.do, pipeline.wait_for, []
 
     def now():
         if not cuda:
@@ -39,22 +40,19 @@ def timed(pipeline):
         return event
 
     def timed_do(action):
-        nonlocal begin
-        begin = now()
+        spans.append([action, now(), None])
         do(action)
-        spans.append((action, begin, now()))
+        spans[-1][2] = now()
 
-    def wait_and_begin(receive):
-        nonlocal begin
+    def timed_wait(receive):
         value = wait_for(receive)
-        begin = now()  # until now the rank was idle
+        spans[-1][1] = now()  # until now the rank was idle
         return value
 
     if cuda:
         torch.cuda.synchronize()
-    origin = time.time()
-    zero = begin = now()
-    with patch.multiple(pipeline, do=timed_do, wait_for=wait_and_begin):
+    origin, zero = time.time(), now()
+    with patch.multiple(pipeline, do=timed_do, wait_for=timed_wait):
         yield spans
     if cuda:
         torch.cuda.synchronize()
