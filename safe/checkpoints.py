@@ -78,17 +78,11 @@ def write_checkpoint(trainer, done, tensors):
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
     moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
-
-    def get(label):
-        found, tensor = next(tensors)
-        assert found == label, f"{found} was gathered where the file has {label}"
-        return tensor
-
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        files = manifest["files"] = write_hf(part, trainer.config, get, dtype)
-        files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, get)
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype)
+        files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         for name, text in getattr(trainer.vocabulary, "files", {}).items():
             files[name] = write_file(part / name, text)
         write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
@@ -131,10 +125,10 @@ def find_checkpoint(s, read_all):
         return None
     reject(s.resume == "newest" and not s.out, "--resume without a value goes on in --out: give --out DIR too")
     path = pathlib.Path(s.out if s.resume == "newest" else s.resume)
-    newest = (checkpoints(path) or [path])[-1]
-    is_one = newest != path or path.suffix == ".pt" or "step-" in path.name or (path / "manifest.json").exists()
-    reject(not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
-    return open_checkpoint(newest, read_all)
+    found = checkpoints(path)
+    is_one = path.suffix == ".pt" or "step-" in path.name or (path / "manifest.json").exists()
+    reject(not found and not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
+    return open_checkpoint(found[-1] if found else path, read_all)
 
 
 def open_checkpoint(path, read_all):

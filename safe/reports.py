@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
-from safe.flags import gpus_here, schedule_of
-from theory.clock import most_held, stages_in
-from theory.memory import kept_tensors, memory_bytes, tensors_in
+from safe.flags import gpus_here
+from theory import speed
+from theory.clock import stages_in
+from theory.memory import held_by_ranks, kept_tensors, memory_bytes, tensors_in
 from train import Bytes
 
 
@@ -128,6 +129,8 @@ def describe(trainer):
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
+    if c.long_sequences and speed.peak_flops(trainer.device):
+        trainer.say(f"speed    {speed.HALF_COUNTED}")
 
 
 def about_vocabulary(trainer):
@@ -145,7 +148,7 @@ def predicted_bytes(trainer):
     """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
     mine = stages_in(s, trainer.config, rank).values()
-    held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
+    held = math.ceil(held_by_ranks(s.schedule, s.pp, s.micro_batches, s.virtual_stages)[rank])
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
     return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
 

@@ -129,20 +129,20 @@ class WatchedTrainer(Trainer):
     def record(self, entry):
         """Print and log the entry. Its speed is the mean over the steps since the last entry."""
         s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
-        speed, more = (done - self.logged) * tokens / self.seconds, ""
-        entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
+        rate, more = (done - self.logged) * tokens / self.seconds, ""
+        entry |= dict(tokens_per_s=rate, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
         if self.scaler:
             entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
             more += f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
         if "load_max" in entry:
             more += f"load {entry['load_max']:.2f} x mean  "
-        if self.gpu_flops:
-            entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.net.mesh.size()
+        if peak := speed.peak_flops(self.device):
+            entry["mfu"] = rate * self.config.flops_per_token() / peak / self.net.mesh.size()
             more += f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
-            left = int((s.steps - done) * tokens / speed)
+            left = int((s.steps - done) * tokens / rate)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                     f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
+                     f"lr {entry['lr']:.1e}  {more}{rate / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
             self.write_log(entry)
         if "val_loss" in entry:
             bits = entry["val_loss"] / math.log(2)
@@ -205,9 +205,6 @@ class WatchedTrainer(Trainer):
                 state["step"] = state["step"].to(self.device)
         if self.run.lock:
             self.log = Log(f"{self.s.out}/log.jsonl", first)
-        self.gpu_flops = speed.peak_flops(self.device)
-        if self.gpu_flops and self.config.long_sequences:
-            self.say(f"speed    {speed.HALF_COUNTED}")
         self.first = self.logged = first
         self.since = time.perf_counter()
         return first
@@ -278,7 +275,8 @@ class WatchedRun(Run):
         if self.on_rank_0:
             check_folder(s.trace, "--trace")
             check_folder(s.profile, "--profile")
-            self.lock = s.out and lock(s.out, self.identity)
+            if s.out:
+                self.lock = lock(s.out, self.identity)
         if checkpoint:
             source, self.saved = checkpoint.source, checkpoint.manifest
         self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
