@@ -1,44 +1,28 @@
 """A pipeline's micro-batches, replayed from CUDA graphs."""
 
-from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 import collectives as dist
-from collectives import _unflatten
 from fast.adamw import AdamW
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage, place_of
+from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage
 from theory.clock import most_held
 
 
 class LeanGPT(ParallelGPT):
-    """A ParallelGPT that adds gradients up in few messages. With fast.adamw's AdamW, clipping only computes a factor,
-    because the kernel scales the gradients as it reads them."""
+    """A ParallelGPT whose layers wait for their own weights where graphs replay them. With fast.adamw's AdamW, clipping
+    only computes a factor, because the kernel scales the gradients as it reads them."""
 
     def make_optimizer(self, *args, **kwargs):
         optimizer = super().make_optimizer(*args, **kwargs)
         if isinstance(optimizer, GuardedOptimizer) and isinstance(self.pipeline, GraphPipeline):
             optimizer.wait_in(*self.stages.values())
         return optimizer
-
-    @torch.no_grad()
-    def add_up_gradients(self):
-        """As in ParallelGPT, with one message for all gradients of a group and dtype. The cost: copies in and out."""
-        over = defaultdict(list)
-        for param in self.params:
-            for group in place_of(param).add_over:
-                over[group, param.grad.dtype].append(param.grad)
-        for (group, _), grads in over.items():
-            flats = [grad.flatten() for grad in grads]
-            flat = torch.cat(flats) if len(flats) > 1 else flats[0]
-            dist.all_reduce(flat, group=group)
-            for grad, part in zip(grads, flat.split(list(map(len, flats)))):
-                _unflatten(part, grad)
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         inner = getattr(self.optimizer, "inner", self.optimizer)
@@ -66,7 +50,7 @@ class Totals:
     """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
-        self.sync, self.reducer = sync, sync.reducer
+        self.sync, self.reducers = sync, [sync.reducer]
         self.flats = {bucket: torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
                       for bucket in sync.buckets}
         self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
@@ -74,9 +58,8 @@ class Totals:
     def begin(self, overwrite):
         """Zero the totals; if gradients overwrite them, only the padding, which clipping by a NaN norm sets to NaN.
         Drop the .grads: they are views of the totals, which would be added to themselves."""
+        self.sync.zero_grad()
         for bucket, flat in self.flats.items():
-            for param in stepped(bucket):
-                param.grad = None
             flat[sum(p.numel() for p in bucket.params) if overwrite else 0:] = 0
             bucket.total = flat
 
@@ -90,28 +73,28 @@ class Totals:
         else:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
         if computed:  # what autograd's hook would do
-            self.reducer.computed(param)
+            self.sync.reducer.computed(param)
 
     def settle(self, kind):
         """Nothing is under way between the actions that are recorded."""
 
-    def close(self, unused):
-        """Record the sending of all gradients. unused: parameters without one. Returns the averages of each bucket."""
-        for param in unused:
-            self.of[param].zero_()
+    def close(self):
+        """Record the sending of all gradients. Returns {what an optimizer steps: its average}."""
         self.sync.finish_grad_sync()
-        return [[p.grad for p in stepped(bucket)] for bucket in self.flats]
+        return {p: p.grad for reducer in self.reducers for bucket in reducer.buckets for p in stepped(bucket)}
 
     def replayed(self, averages):
-        """A graph has sent and received all buckets, so put the reducer into the state in which all have left."""
-        for bucket, grads in zip(self.flats, averages):
-            for p, grad in zip(stepped(bucket), grads):
-                p.grad = grad
-            bucket.total = None
-        self.reducer.next = len(self.flats)
+        """A graph has sent and received all buckets, so put the reducers into the state in which all have left."""
+        for p, average in averages.items():
+            p.grad = average
+        for reducer in self.reducers:
+            for bucket in reducer.buckets:
+                bucket.total = None
+            if not reducer.every_backward:
+                reducer.next = len(reducer.buckets)
 
 
-class ShardTotals:
+class ShardTotals(Totals):
     """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: an FSDP or a ShardedOptimizer.
 
     The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
@@ -121,7 +104,6 @@ class ShardTotals:
     def __init__(self, sync):
         self.sync, self.flats = sync, {}
         self.reducers, self.units = (sync.reducers, sync.buckets) if isinstance(sync, FSDP) else ([sync.reducer], [])
-        self.buckets = [(bucket, reducer) for reducer in self.reducers for bucket in reducer.buckets]
 
     def begin(self, overwrite):
         """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.
@@ -132,14 +114,15 @@ class ShardTotals:
         if overwrite:
             self.flats.clear()
             return
-        for bucket, reducer in self.buckets:
-            if bucket not in self.flats:
-                self.flats[bucket] = torch.empty_like(bucket.shard)
-            flat = self.flats[bucket].zero_()
-            if reducer.every_backward:
-                bucket.shard.grad = flat
-            else:
-                bucket.total = flat
+        for reducer in self.reducers:
+            for bucket in reducer.buckets:
+                if bucket not in self.flats:
+                    self.flats[bucket] = torch.empty_like(bucket.shard)
+                flat = self.flats[bucket].zero_()
+                if reducer.every_backward:
+                    bucket.shard.grad = flat
+                else:
+                    bucket.total = flat
 
     def settle(self, kind):
         """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
@@ -148,17 +131,6 @@ class ShardTotals:
                 reducer.receive()
         for flat in self.units:
             flat.wait() if kind == "F" else flat.free()
-
-    def close(self, unused):
-        self.sync.finish_grad_sync()
-        return [bucket.shard.grad for bucket, _ in self.buckets]
-
-    def replayed(self, averages):
-        """Put the reducers into the state in which all buckets have left."""
-        for (bucket, reducer), average in zip(self.buckets, averages):
-            bucket.shard.grad, bucket.total = average, None
-            if not reducer.every_backward:
-                reducer.next = len(reducer.buckets)
 
 
 class Recording(Passage):
@@ -192,7 +164,7 @@ class Recording(Passage):
         else:
             self.dx = super().backward(kind, self.dy)
         if self.closes and kind == self.kinds[-1]:
-            self.averages = self.totals.close(set(self.params) - self.touched if self.overwrite else ())
+            self.averages = self.totals.close()
         self.totals.settle(kind)
 
     def add(self, param, a, b=None):
@@ -206,6 +178,8 @@ class Recording(Passage):
         for param, grad in zip(self.params, grads):
             if grad is not None:
                 self.add(param, grad)
+            elif self.overwrite and param not in self.touched:  # it is unused
+                self.totals.of[param].zero_()
         return dx
 
     def replay(self, kind):
