@@ -16,14 +16,15 @@ def large_buckets(params, megabytes, *args, **kwargs):
 @torch.no_grad()
 def collect_all(bucket):
     """Move a bucket's gradients into its total by a few kernels, not one a parameter."""
-    fresh = bucket.total is None
     came = [p for p in bucket.params if p.grad is not None]
+    if not came:  # all were moved before, or have left, or a CUDA graph has added them
+        return
+    fresh = bucket.total is None
     if fresh:
         bucket.total = torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
         bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
-    if came:  # else all were moved before, or a CUDA graph has added them
-        views = [bucket.view(bucket.total, p) for p in came]
-        (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, [p.grad for p in came])
+    views = [bucket.view(bucket.total, p) for p in came]
+    (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, [p.grad for p in came])
     for p in bucket.params:
         if fresh and p.grad is None:
             bucket.view(bucket.total, p).zero_()
