@@ -139,6 +139,9 @@ class Recording(Passage):
     A Recording keeps memory for one micro-batch's activations, so each micro-batch in flight needs its own. Recordings
     that are never in flight together share the memory of one `pool`. closes: this is the step's last micro-batch, and
     its graph also sends the gradients. overwrite: it is the only one, so its gradients replace those of the last step.
+
+    Of ZeRO-2 and 3 it includes what autograd's hooks launch, which gather and free units, and send gradients. Units are
+    gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
     """
 
     def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
@@ -172,6 +175,8 @@ class Recording(Passage):
         self.totals.add(param, a, b, self.overwrite, self.closes)
 
     def gradients(self, dy):
+        if not self.weight_gradients:  # ZeRO-2 and 3
+            return super().gradients(dy)
         wanted = [self.x] * self.x.requires_grad + self.params
         grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))
         dx = grads.pop(0) if self.x.requires_grad else None
@@ -201,14 +206,6 @@ class Recording(Passage):
         return self.dx.clone() if kind != "W" and self.dx is not None else None
 
 
-class HookedRecording(Recording):
-    """A Recording that includes what autograd's hooks launch: ZeRO-2 and 3 gather and free units, and send gradients.
-
-    Units are gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
-    """
-    gradients = Passage.gradients
-
-
 class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
@@ -220,7 +217,6 @@ class GraphPipeline(PatientPipeline):
     using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
     its micro-batches, actions). Whoever sets it to None has them recorded anew.
     """
-    recording = Recording
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -258,7 +254,7 @@ class GraphPipeline(PatientPipeline):
 
     def record(self, stage, actions, kinds, alone, overwrite, totals):
         example = self.x[0] if stage == 0 else self.room_for(0).zero_()
-        recording = partial(self.recording, self.stages[stage], self.loss if stage == self.last_stage else None,
+        recording = partial(Recording, self.stages[stage], self.loss if stage == self.last_stage else None,
                             self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
         if alone:
             self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
@@ -290,13 +286,6 @@ class GraphPipeline(PatientPipeline):
 
 class HookedGraphPipeline(GraphPipeline):
     """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
-    recording = HookedRecording
-
-    def begin(self, actions, x, y, dloss, syncs):
-        if syncs is not None and (most_held(actions) > 1 or any(action.kind == "I" for action in actions)):
-            raise ValueError("CUDA graphs of ZeRO-2 and 3 run one micro-batch, F and B, before the next one: give "
-                             "schedule 1f1b")
-        super().begin(actions, x, y, dloss, syncs)
 
     def add_up(self, syncs):
         for sync in syncs.values():
@@ -304,9 +293,13 @@ class HookedGraphPipeline(GraphPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages,
-    because while one micro-batch waits for its backward, the graphs of others would gather and free the same units."""
-    if net.layout.zero > 1 and len(net.homes) > 1:
-        raise ValueError(f"CUDA graphs of ZeRO-{net.layout.zero} need one stage, not {len(net.homes)}")
-    pipeline = HookedGraphPipeline if net.layout.zero > 1 else GraphPipeline
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages or
+    another schedule than 1F1B, because while one micro-batch waits for its backward, the graphs of others would gather
+    and free the same units."""
+    zero, pipeline = net.layout.zero, GraphPipeline
+    if zero > 1:
+        pipeline = HookedGraphPipeline
+        if len(net.homes) > 1 or net.layout.schedule != "1f1b":
+            raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.homes)}, and one micro-batch, F "
+                             f"and B, before the next one: give schedule 1f1b")
     net.pipeline = pipeline(*net.pipeline.arguments, channels=net.pipeline.channels)
