@@ -1,4 +1,8 @@
-"""A pipeline's micro-batches, replayed from CUDA graphs."""
+"""A pipeline's micro-batches, replayed from CUDA graphs.
+
+GraphPipeline takes the place of the Pipeline, LeanGPT that of ParallelGPT. Without graphs a step of GPT-2 medium takes
+2 % longer on two H200s (DDP, --tp), 26 % (ZeRO-3), 31 % (--tp --sp), and four times as long in two stages.
+"""
 
 from functools import partial
 from types import SimpleNamespace
