@@ -143,6 +143,7 @@ class Recording(Passage):
     A Recording keeps memory for one micro-batch's activations, so each micro-batch in flight needs its own. Recordings
     that are never in flight together share the memory of one `pool`. closes: this is the step's last micro-batch, and
     its graph also sends the gradients. overwrite: it is the only one, so its gradients replace those of the last step.
+    (Each parameter of a GPT has one in each micro-batch, so no old one stays.)
 
     Of ZeRO-2 and 3 it includes what autograd's hooks launch, which gather and free units, and send gradients. Units are
     gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
@@ -153,7 +154,7 @@ class Recording(Passage):
         super().__init__(module, loss, weight_gradients)
         totals.begin(overwrite)  # frees all units, because a graph would not gather one that is whole now
         self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
-        self.pool, self.touched = pool or torch.cuda.graph_pool_handle(), set()
+        self.pool = pool or torch.cuda.graph_pool_handle()
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.input, self.target = x.detach().clone(), target.clone()
         if weight_gradients:
@@ -175,7 +176,6 @@ class Recording(Passage):
         self.totals.settle(kind)
 
     def add(self, param, a, b=None):
-        self.touched.add(param)
         self.totals.add(param, a, b, self.overwrite, self.closes)
 
     def gradients(self, dy):
@@ -187,8 +187,6 @@ class Recording(Passage):
         for param, grad in zip(self.params, grads):
             if grad is not None:
                 self.add(param, grad)
-            elif self.overwrite and param not in self.touched:  # it is unused
-                self.totals.of[param].zero_()
         return dx
 
     def replay(self, kind):
