@@ -178,27 +178,29 @@ class Direct:
             self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
 
     def all_to_all(self, outgoing, incoming):
-        incoming[self.rank].copy_(outgoing[self.rank])
         if self.aside and windows.WINDOW_BYTES and (window := self.window(windows.WINDOW_BYTES)):
+            incoming[self.rank].copy_(outgoing[self.rank])
             window.all_to_all_by_copies(outgoing, incoming)
-        else:
+            return
+        if not self._by_one_kernel(outgoing, incoming, own=True):
+            incoming[self.rank].copy_(outgoing[self.rank])
             self._swap(outgoing, incoming)
 
-    def _swap(self, outgoing, incoming):
-        """An all-to-all without my own block, by one kernel or by messages that are all sent at once."""
-        if not self._by_one_kernel(outgoing, incoming):
-            others = [r for r in range(self.size) if r != self.rank]
-            self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
-
-    def _by_one_kernel(self, outgoing, incoming):
-        """Do `_swap` by one kernel. Returns False, and does nothing, if the caller does not wait, or the kernel or a
-        window cannot be had."""
+    def _by_one_kernel(self, outgoing, incoming, own):
+        """Do an all-to-all by one kernel, with my own block if `own`. Returns False, and does nothing, if the caller
+        does not wait, or the kernel or a window cannot be had."""
         window = self.kernel_window()
         if window:
-            window.all_to_all(*([(t.data_ptr(), t.nbytes * (r != self.rank)) for r, t in enumerate(tensors)]
+            window.all_to_all(*([(t.data_ptr(), t.nbytes * (own or r != self.rank)) for r, t in enumerate(tensors)]
                                 for tensors in (outgoing, incoming)))
             torch.autograd.graph.increment_version(incoming)
         return bool(window)
+
+    def _swap(self, outgoing, incoming):
+        """An all-to-all without my own block, by one kernel or by messages that are all sent at once."""
+        if not self._by_one_kernel(outgoing, incoming, own=False):
+            others = [r for r in range(self.size) if r != self.rank]
+            self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
 
 
 # Rows with gaps between them are copied one by one if each has at least so many bytes, because a copy costs some us.
@@ -226,7 +228,7 @@ class NodeLink(Direct, NcclLink):
 
     def __init__(self, group):
         super().__init__(group)
-        self._windows = {}
+        self._windows, self._waited_all_to_all = {}, (window_bytes(self.size), False)
 
     def run(self, name, operation, arguments, async_op):
         if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
@@ -256,10 +258,9 @@ class NodeLink(Direct, NcclLink):
         """Without `run`, do an all-to-all that the caller waits for, by the addresses of blocks in contiguous tensors.
         `run`, which makes a view of each block, costs the CPU 80 us a call instead of 19. That is more than the kernel
         takes up to 16 MiB, and experts call it five times a block. Returns False if `run` must do it."""
-        self.aside = False
-        window = self.kernel_window()
+        window = self._windows.get(self._waited_all_to_all)
         if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
-                and input.dtype == output.dtype):
+                and input.dtype == output.dtype and kernels.on_triton(window.floats)):
             return False
         progress("all_to_all_single")
         self.log = dist._traffic["all_to_all_single"]

@@ -42,10 +42,11 @@ class Window:
     made = 0  # windows that this process has made
 
     def __init__(self, link, mine, handle):
-        self.link, self.rank, self.size = link, link.rank, link.size
-        self.mine, self.handle = mine, handle
+        self.link, self.rank, self.size, self.mine = link, link.rank, link.size, mine
+        self.handle = handle
         self.of = [handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
+        self.floats = mine[:4].view(torch.float32)  # a tensor that kernels.on_triton can be asked about
         self.make_kernels(mine.device)
 
     def make_kernels(self, device):
@@ -71,7 +72,7 @@ class Window:
 
     def open(self, flat):
         """Copy `flat` to the beginning of this rank's window, where all ranks can read it until the next barrier."""
-        self.copy(self.place(self.rank, flat), flat)
+        _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
 
     def scatter(self, parts):
@@ -185,15 +186,28 @@ def _in_step(chunks, nbytes):
     return ([chunk[start:start + n] for chunk in chunks] for start in range(0, max(map(len, chunks)), n))
 
 
+def _kernel_sums(tensor):
+    """Whether `sum_rows` sums tensors like this one."""
+    return tensor.is_cuda and tensor.dtype in exchange.SUMMED and (
+        kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # as float32, because sum_rows takes float64, too
+
+
+def _copy(window, to, source):
+    """Copy within a GPU's memory, by a kernel where there is one: a graph that has recorded the kernel works on any
+    memory at that address, and one that has recorded a copy engine does not."""
+    if _kernel_sums(source):
+        exchange.sum_rows([source], [to], False)
+    else:
+        window.copy(to, source)
+
+
 def _sum_rows(rows, results, op):
     """Combine `rows`, N tensors (n), into each of `results`. 16-bit rows are summed in float32."""
-    first = rows[0]
-    summed = op in (ReduceOp.SUM, ReduceOp.AVG) and first.is_cuda and first.dtype in exchange.SUMMED
-    if summed and kernels.on_triton(first.new_empty(0, dtype=torch.float32)):  # the kernel takes float64, too
+    if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
         exchange.sum_rows(rows, results, op == ReduceOp.AVG)
         return
-    total = first.float() if first.dtype in kernels.DTYPES else first
-    total = functools.reduce(COMBINE[op], rows[1:], total)
+    first = rows[0].float() if rows[0].dtype in kernels.DTYPES else rows[0]
+    total = functools.reduce(COMBINE[op], rows[1:], first)
     _average(op, total, len(rows))
     for result in results:
         result.copy_(total)
