@@ -212,20 +212,21 @@ def visit_under_own_rows(mlps, group, rows, counts):
     experts, link = mlps.__self__, dist.link_of(group)
     if not isinstance(link, HIDE_EXCHANGES["link"]) or rows.nbytes < HIDE_EXCHANGES["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
-    grouped.SPARED = 2  # multiprocessors that products leave to the transfers' signals
-    rank = link.rank
+    n, rank, grouped.SPARED = link.size, link.rank, 2  # products spare 2 multiprocessors for the transfers' signals
     dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, incoming]).view(2, link.size, -1)                             # (2, rank, expert)
+    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
     sends, receives = both.sum(2).tolist()
-    before, own, after = rows.split([sum(sends[:rank]), sends[rank], sum(sends[rank + 1:])])
+    first = sum(sends[:rank])                                                                 # rows for lower ranks
+    before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
     sends[rank] = receives[rank] = 0
     there, back = (SimpleNamespace(group=group, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
     stay, others = both[1, rank], torch.cat([both[1, :rank], both[1, rank + 1:]])
 
-    arriving = Travel.apply(torch.cat([before, after]), there)
+    away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
+    arriving = Travel.apply(away, there)
     own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: a view would keep all rows alive
     y = without_sorting(mlps, Arrival.apply(arriving, there), others)
     arriving = Travel.apply(y, back)
     own = experts.c_proj(own, stay)
-    before, after = Arrival.apply(arriving, back).split([len(before), len(after)])
-    return torch.cat([before, own, after])
+    y = Arrival.apply(arriving, back)
+    return torch.cat([own, y] if rank == 0 else [y, own] if rank == n - 1 else [y[:first], own, y[first:]])
