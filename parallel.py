@@ -121,28 +121,24 @@ class Bucket:
     the N ranks that average them. reduce_dtype: of what is sent; None: what they add up in.
     """
 
-    def __init__(self, params, group, reduce_dtype=None):
+    def __init__(self, params, group, reduce_dtype=None, device=None):
         self.place = place_of(params[0])
         self.group = self.place.same_expert or group_or_world(group)
         self.reduce_dtype = reduce_dtype
-        self.dtype, self.device = params[0].dtype, params[0].device
-        self.total_dtype = self.dtype  # ZeRO adds 16-bit gradients up in float32
+        self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         self.total = None              # gradients that wait to be sent: one flat vector, None if there are none
         self.shard = None              # ZeRO: the Parameter that the optimizer steps; averages end up in its .grad
-        self.hold(params)
+        self.params = params
+        ends = itertools.accumulate(p.numel() for p in params)
+        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector it begins
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks  # padded
         self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
 
-    def hold(self, params):
-        self.params = params
-        ends = itertools.accumulate(p.numel() for p in params)
-        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector it begins
-
-    def compute_in(self, dtype):
-        """From now on layers compute with parameters of this dtype; None, or frozen whole numbers: of their own."""
-        if dtype and self.dtype.is_floating_point:
-            self.dtype = dtype
+    @property
+    def total_dtype(self):
+        """What gradients add up in: the shard's dtype, so those of 16-bit weights in float32."""
+        return self.dtype if self.shard is None else self.shard.dtype
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -199,11 +195,10 @@ class Reducer:
     until `finish`.
 
     send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
-    every_backward: gradients leave in each backward, as ZeRO-2 wants; else in the step's last one alone.
     """
 
-    def __init__(self, buckets, send, store, every_backward=False):
-        self.buckets, self.send, self.store, self.every_backward = buckets, send, store, every_backward
+    def __init__(self, buckets, send, store):
+        self.buckets, self.send, self.store = buckets, send, store
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         self.under_way = deque()  # (bucket, handle, input, output): the tensors must live until handle.wait()
         self.syncing = True       # whether this backward sends
@@ -216,9 +211,8 @@ class Reducer:
 
     @contextmanager
     def no_sync(self):
-        """Goes around every backward but the step's last one: gradients add up, and are not sent. Where they leave in
-        every backward it changes nothing."""
-        before, self.syncing = self.syncing, self.every_backward
+        """Goes around every backward but the step's last one: gradients add up, and are not sent."""
+        before, self.syncing = self.syncing, False
         try:
             yield
         finally:
@@ -231,9 +225,8 @@ class Reducer:
             self.collect(param)  # so that micro-batches do not add up in 16 bits
         if not self.syncing:
             return
-        if param not in self.missing[bucket] and not self.every_backward:  # there `leave` begins the list anew
-            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
-                               "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
+        if param not in self.missing[bucket]:
+            self.came_again()
         self.missing[bucket].discard(param)
         while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
             self.leave()
@@ -241,20 +234,14 @@ class Reducer:
     def collect(self, param):
         self.bucket_of[param].collect(param)
 
-    def expect(self, bucket):
-        """A backward begins that computes all of a bucket, whatever the one before has left out."""
-        if bucket in self.missing:
-            self.missing[bucket] = set(bucket.params)
+    def came_again(self):
+        raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
+                           "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
 
     def leave(self):
         bucket = self.buckets[self.next]
         self.under_way.append((bucket, *self.send(bucket)))
         self.next += 1
-        if self.every_backward:
-            while len(self.under_way) > 2:  # full gradients cost the memory of these two, and of the next one
-                self.receive()
-            if self.next == len(self.buckets):
-                self.restart()  # for the next micro-batch
 
     @torch.no_grad()
     def receive(self):
@@ -263,10 +250,7 @@ class Reducer:
         self.store(bucket, output)
 
     def unsent(self):
-        """Whether `finish` has buckets to send. All ranks must agree. (With every_backward `next` is 0 again once a
-        backward has sent all; what a backward has left incomplete still holds gradients.)"""
-        if self.every_backward:
-            return self.next > 0 or any(bucket.holds_gradients() for bucket in self.buckets)
+        """Whether `finish` has buckets to send. All ranks must agree."""
         return self.next < len(self.buckets)
 
     def finish(self):
@@ -376,6 +360,34 @@ def reduce_scatter_bucket(bucket, in_place=False):
     return handle, message, average
 
 
+class EveryBackward(Reducer):
+    """ZeRO-2's and 3's Reducer: buckets leave in each backward, so whole gradients never add up. All ranks must use the
+    same parameters in each."""
+
+    @contextmanager
+    def no_sync(self):
+        yield  # it changes nothing
+
+    def came_again(self):
+        pass
+
+    def expect(self, bucket):
+        """A backward begins that computes all of a bucket, whatever the one before has left out."""
+        if bucket in self.missing:
+            self.missing[bucket] = set(bucket.params)
+
+    def leave(self):
+        super().leave()
+        while len(self.under_way) > 2:  # full gradients cost the memory of these two, and of the next one
+            self.receive()
+        if self.next == len(self.buckets):
+            self.restart()  # for the next micro-batch
+
+    def unsent(self):
+        """Whether this backward has sent some and not all, or has left a bucket incomplete. All ranks must agree."""
+        return self.next > 0 or any(bucket.holds_gradients() for bucket in self.buckets)
+
+
 def add_to_shard(bucket, average):
     """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
     if bucket.shard.grad is None:
@@ -384,40 +396,53 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
-def make_shard(bucket, sharded):
-    """Make `bucket.shard`, which an optimizer steps: this rank's Nth of the values; all, if not `sharded`.
+# Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
+# the shards. Gradients add up in float32, too.
 
-    Returns all values, as the first rank has them. The shard is a view of them, or of 16-bit values a float32 copy.
-    """
-    values, first = bucket.zeros(bucket.dtype), bucket.params[0]
-    if not first.is_meta:
+def master_dtype(dtype):
+    """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def flatten(bucket, sharded, compute_dtype=None):
+    """Make a bucket's parameters views of one flat vector, `bucket.weights`, with the first rank's values: to gather the
+    vector is to gather them. Make `bucket.shard`, which an optimizer steps: this rank's Nth; all, if not `sharded`."""
+    values = bucket.zeros(bucket.dtype)
+    if not bucket.params[0].is_meta:
         for p in bucket.params:
             bucket.view(values, p).copy_(p.detach())
         dist.broadcast(values, group=bucket.group, group_src=0)
-    bucket.own = bucket.own if sharded else slice(0, bucket.numel)
-    own = values[bucket.own].to(master_dtype(values.dtype))
-    bucket.shard = nn.Parameter(own, first.requires_grad)
-    bucket.total_dtype = bucket.shard.dtype
+    if compute_dtype and bucket.dtype.is_floating_point:  # frozen parameters may be whole numbers
+        bucket.dtype = compute_dtype
+    bucket.weights = values.to(bucket.dtype)
+    if not sharded:
+        bucket.own = slice(0, bucket.numel)
+    own = bucket.weights[bucket.own]  # a view: to step the shard is to change the weights
+    if bucket.dtype != master_dtype(bucket.dtype):
+        own = values[bucket.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
+    bucket.shard = nn.Parameter(own, bucket.params[0].requires_grad)
     cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
     bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
-    return values
-
-
-def flatten(bucket, sharded, compute_dtype):
-    """Make parameters views of one flat buffer, `bucket.weights`: to gather the buffer is to gather the parameters.
-
-        module, layers compute in      the shard
-        float32, float32               a view of the weights: to step it is to change them
-        float32, bf16                  a float32 master of its own, `cast` to the weights after each step
-        bf16, bf16                     the same, copied from 16 bits
-    """
-    values = make_shard(bucket, sharded)
-    bucket.compute_in(compute_dtype)
-    bucket.weights = values.to(bucket.dtype)  # the values themselves, where the dtype is theirs
-    if bucket.weights is not values:
-        bucket.shard.data = bucket.shard.data.clone()  # so that the other ranks' values can go
     for p in bucket.params:
-        p.data = bucket.view(bucket.weights, p)
+        lie_in(p, bucket.view(bucket.weights, p))
+
+
+def lie_in(param, view):
+    """Let a parameter's numbers lie in this memory. It stays the same object, so nobody has to be told."""
+    if not param.is_meta:
+        param.data = view
+    else:  # .data of a tensor without memory takes none
+        new = nn.Parameter(view.data, param.requires_grad)
+        new.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, new)
+
+
+@torch.no_grad()
+def cast_masters(buckets):
+    """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
+    for bucket in buckets:
+        if bucket.dtype != bucket.shard.dtype:
+            bucket.weights[bucket.own].copy_(bucket.shard)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -459,7 +484,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
-        self.reducer = Reducer(self.buckets, send[stage], add_to_shard, every_backward=stage == 2)
+        self.reducer = (EveryBackward if stage == 2 else Reducer)(self.buckets, send[stage], add_to_shard)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def add_param_group(self, group):
@@ -488,10 +513,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gather_weights(self.buckets)
 
     def cast(self):
-        """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
-        for bucket in self.buckets:
-            if bucket.dtype != bucket.shard.dtype:
-                bucket.weights[bucket.own].copy_(bucket.shard)
+        cast_masters(self.buckets)
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -500,61 +522,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
 
-# Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
-# the shards. Gradients add up in float32, too.
-
-def master_dtype(dtype):
-    """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 class FlatParameter(Bucket):
     """A Bucket of one unit of FSDP, of which this rank keeps an Nth, `shard`. (The name is PyTorch's.)
 
-    Layers compute with views of `weights`, a flat buffer. `free` shrinks its storage to 0 bytes, `start` refills it.
-    The views stay the same objects, so what autograd saved in forward is right again in backward.
+    Layers compute with views of `weights`. `free` shrinks its storage to 0 bytes, `begin_gather` refills it. The views
+    stay the same objects, so what autograd saved in forward is right again in backward. (Autograd refuses a saved
+    tensor that was written since. But a parameter counts the writes to itself, not those to `weights`; and the refill
+    brings back the same values.)
     """
 
-    def become_flat(self, device, compute_dtype, stays_whole):
-        """Keep the shard alone. Returns {old parameter: new one}, views of `weights` with no memory until `start`."""
-        old, self.device, self.stays_whole = self.params, torch.device(device or self.device), stays_whole
-        make_shard(self, not stays_whole)
-        self.shard.data = self.shard.data.clone()  # so that the other values can go
-        self.compute_in(compute_dtype)
-        self.weights = self.zeros(self.dtype)
-        # In backward, autograd refuses a saved tensor that was written since. To refill `weights` is such a write, of
-        # all its views. A view's .data has a count of its own, so the refill goes unnoticed. It does no harm, because
-        # it brings back the same values.
-        new = [nn.Parameter(self.view(self.weights, p).data, p.requires_grad) for p in old]
-        for param, p in zip(new, old):
-            param.__dict__.update(p.__dict__)  # its place, and what others have put there
-        self.hold(new)
+    def become_flat(self, compute_dtype):
+        """As `flatten`; then keep the shard alone."""
+        flatten(self, True, compute_dtype)
+        self.shard.data = self.shard.data.clone()  # so that the others' values can go
         self.handle = None  # of a gather under way
         self.free()
-        return dict(zip(old, new))
 
     @torch.no_grad()
-    def start(self):
+    def begin_gather(self):
         """Begin to make the parameters whole, in the compute dtype: an all-gather, (N-1)/N x K elements sent."""
-        if self.whole:
+        if self.has_memory:
             return
-        self.whole = True
-        if not self.stays_whole:
-            self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
+        self.has_memory = True
+        self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
         self.weights[self.own] = self.shard  # the cast from the master's dtype
-        if not self.stays_whole:
-            self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
-    def wait(self):
+    def end_gather(self):
         handle, self.handle = self.handle, None  # first, so that a gather that failed is not waited for again
         if handle:
             handle.wait()
 
     def free(self):
-        self.wait()  # a gather under way must not write into freed memory
-        self.whole = False
-        if not self.stays_whole:
-            self.weights.untyped_storage().resize_(0)
+        self.end_gather()  # or one under way would write into freed memory
+        self.has_memory = False
+        self.weights.untyped_storage().resize_(0)
 
 
 def free_and_scatter(flat):
@@ -562,25 +564,6 @@ def free_and_scatter(flat):
     makes dx together with dW, so nothing still needs the unit's weights."""
     flat.free()
     return reduce_scatter_bucket(flat)
-
-
-def flatten_units(module, group, compute_dtype, reduce_dtype, device):
-    """Put views of FlatParameters in place of a module's parameters. Returns ({unit: those it computes with}, all)."""
-    units = fsdp_units(module)
-    unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
-
-    def same(p):  # a unit's matrices are in one flat parameter, and the vectors of all units (None) in another
-        return p.requires_grad, unit_of[p] if is_matrix(p) else None
-
-    flats = make_buckets(list(module.parameters()), math.inf, group, same, FlatParameter, reduce_dtype=reduce_dtype)
-    new, flat_of = {}, {}
-    for flat in flats:
-        flat_of.update(dict.fromkeys(flat.params, flat))
-        new.update(flat.become_flat(device, compute_dtype, stays_whole=not is_matrix(flat.params[0])))
-    for owner in module.modules():
-        for leaf, p in list(owner.named_parameters(recurse=False)):
-            setattr(owner, leaf, new[p])
-    return {unit: list(dict.fromkeys(flat_of[p] for p in params)) for unit, params in units}, flats
 
 
 def fsdp_units(module):
@@ -609,9 +592,15 @@ def fsdp_units(module):
 
 
 class Units:
-    """Keeps the parameters of each unit whole while it computes, and gathers the next one meanwhile.
+    """Keeps the matrices of each unit whole while it computes, and gathers the next one meanwhile.
 
-    Three units a, b, c, of which a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
+        when                                     who hears of it      what it does
+        a unit's forward begins                  before_forward       end its gather, begin the next one's
+        it has ended                             after_forward        free it
+        the gradient of its output is there      before_backward      end its gather, begin the previous one's
+        its last weight gradient is there        Reducer.computed     free_and_scatter, once earlier units have left
+
+    Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
 
                  forward                              backward
         compute  a            b            c          c            b                a
@@ -620,9 +609,8 @@ class Units:
         freed             a            b                       c               b               a
 
     The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
-    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units, without
-    those that have 1-D parameters alone; a model that uses units in another order gathers some too early, and some only
-    when they are needed.
+    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
+    matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
@@ -632,7 +620,7 @@ class Units:
         self.expect = expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         self.flats = [*uses]
-        sharded = [unit for unit, flats in flats_of.items() if not all(flat.stays_whole for flat in flats)]
+        sharded = [unit for unit, flats in flats_of.items() if flats]
         self.next = dict(zip(sharded, sharded[1:]))
         self.previous = dict(zip(sharded[1:], sharded))
         last = flats_of[sharded[-1]] if sharded else []
@@ -646,9 +634,9 @@ class Units:
     # inside of units.) Backward has gathered the unit then, and will free it.
 
     def before_forward(self, unit, inputs):
-        self.gather(unit)
+        self.make_whole(unit)
         if not self.in_backward:
-            self.fetch(self.next.get(unit))
+            self.prefetch(self.next.get(unit))
 
     def after_forward(self, unit, inputs, output):
         """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
@@ -656,7 +644,7 @@ class Units:
         if self.in_backward:
             return
         for flat in self.flats_of[unit]:
-            if not (flat.stays_whole or flat in self.kept):
+            if flat not in self.kept:
                 flat.free()
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if tensors:  # any: by the first of several outputs
@@ -664,21 +652,20 @@ class Units:
 
     def before_backward(self, unit, grad):
         self.in_backward = True
-        self.gather(unit)
+        self.make_whole(unit)
         for flat in self.flats_of[unit]:
             self.expect(flat)
-        self.fetch(self.previous.get(unit))
+        self.prefetch(self.previous.get(unit))
 
-    def gather(self, unit):
-        """The unit is whole when this returns."""
+    def make_whole(self, unit):
         for flat in self.flats_of[unit]:
-            flat.start()
-            flat.wait()
+            flat.begin_gather()
+            flat.end_gather()
 
-    def fetch(self, unit):
-        """Begin to gather a unit, for which `gather` will wait."""
+    def prefetch(self, unit):
+        """Begin to gather a unit; `make_whole` will wait for it."""
         for flat in self.flats_of.get(unit, ()):
-            flat.start()
+            flat.begin_gather()
 
     def free(self):
         for flat in self.flats:
@@ -695,11 +682,11 @@ class FSDP(nn.Module):
         loss.backward(); model.finish_grad_sync(); optimizer.step()
 
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
-    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too. 1-D
-    parameters (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must
-    use the same parameters in each backward, and one that gets no gradient keeps its unit, and all before it, whole
-    until the end. A unit's parameters must be used by its own forward alone. (PyTorch's users choose the units; its
-    FSDP shards 1-D parameters, too, and under no_sync keeps whole gradients and sends none.)
+    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
+    Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
+    the same parameters in each backward, and one that gets no gradient keeps its unit, and all before it, whole until
+    the end. A unit's parameters must be used by its own forward alone. (PyTorch's users choose the units; its FSDP
+    shards vectors, too, and under no_sync keeps whole gradients and sends none.)
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
     module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
@@ -712,20 +699,37 @@ class FSDP(nn.Module):
         for buffer in module.buffers():
             if not buffer.is_meta:
                 dist.broadcast(buffer, group=self.group, group_src=0)
-        flats_of, self.buckets = flatten_units(module, self.group, compute_dtype, reduce_dtype, device)
-        self.bucket_of = {p: flat for flat in self.buckets for p in flat.params}
-        trained = [flat for flat in self.buckets if flat.shard.requires_grad]
-        matrices = [flat for flat in trained if not flat.stays_whole]
-        vectors = [flat for flat in trained if flat.stays_whole]
-        self.reducers = [Reducer(matrices, free_and_scatter, add_to_shard, every_backward=True),
-                         Reducer(vectors, all_reduce_bucket, add_to_shard)]
-        self.no_sync = self.reducers[1].no_sync  # 1-D gradients add up; the others leave in every backward
+        units = fsdp_units(module)
+        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
+
+        def buckets_of(params, same, kind):
+            return make_buckets(params, math.inf, group, same, kind, reduce_dtype=reduce_dtype, device=device)
+
+        def trained(buckets):
+            return [bucket for bucket in buckets if bucket.shard.requires_grad]
+
+        matrices = [p for p in module.parameters() if is_matrix(p)]
+        vectors = [p for p in module.parameters() if not is_matrix(p)]
+        self.flats = buckets_of(matrices, lambda p: (p.requires_grad, unit_of[p]), FlatParameter)  # one a unit
+        self.vectors = buckets_of(vectors, lambda p: p.requires_grad, Bucket)
+        for flat in self.flats:
+            flat.become_flat(compute_dtype)
+        for bucket in self.vectors:
+            flatten(bucket, False, compute_dtype)
+        self.buckets = self.flats + self.vectors
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.reducers = [EveryBackward(trained(self.flats), free_and_scatter, add_to_shard),
+                         Reducer(trained(self.vectors), all_reduce_bucket, add_to_shard)]
+        self.no_sync = self.reducers[1].no_sync  # vectors' gradients add up; matrices' leave in every backward
+        flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
+                    for unit, params in units}
         self.units = Units(flats_of, self.reducers[0].expect)
 
     def forward(self, *args, **kwargs):
         # The optimizer may have changed the shards, so no unit is whole any more. (Between micro-batches of a pipeline
         # this drops a kept unit, too, which its backward gathers again.)
         self.units.free()
+        cast_masters(self.vectors)
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
@@ -741,13 +745,13 @@ class FSDP(nn.Module):
         super().zero_grad(set_to_none)
 
     def finish_grad_sync(self):
-        """Send the gradients that have not left, such as 1-D ones; free what backward did not."""
+        """Send the gradients that have not left, such as vectors'; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
         self.units.free()
 
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's flat shards, of 1-D parameters all."""
+        """What an optimizer steps: this rank's shards, of vectors all."""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     def state_dict(self, *args, **kwargs):
@@ -758,19 +762,19 @@ class FSDP(nn.Module):
         """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
         whole = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
-            flat = self.bucket_of[param]
-            there, here = overlap(flat, param, flat.own)
-            groups = [] if flat.stays_whole else [flat.group]
-            whole[name] = put_together(param.shape, there, flat.shard[here], groups)
+            bucket = self.bucket_of[param]
+            there, here = overlap(bucket, param, bucket.own)
+            groups = [bucket.group] if bucket in self.flats else []
+            whole[name] = put_together(param.shape, there, bucket.shard[here], groups)
         return whole
 
     @torch.no_grad()
     def load(self, get):
         """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
         for name, param in self.module.named_parameters():
-            flat = self.bucket_of[param]
-            there, here = overlap(flat, param, flat.own)
-            flat.shard[here] = get(param, name).reshape(-1)[there].to(flat.shard)
+            bucket = self.bucket_of[param]
+            there, here = overlap(bucket, param, bucket.own)
+            bucket.shard[here] = get(param, name).reshape(-1)[there].to(bucket.shard)
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g

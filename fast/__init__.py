@@ -34,6 +34,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (model, "Block", norm.FusedBlock),
     (parallel, "make_buckets", overlap.large_buckets),
     (parallel, "Reducer", overlap.FastReducer),
+    (parallel, "EveryBackward", overlap.FastEveryBackward),
     (parallel, "ShardedOptimizer", zero.GuardedOptimizer),
     (parallel, "FSDP", zero.GuardedFSDP),
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),

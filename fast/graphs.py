@@ -14,7 +14,7 @@ from fast.adamw import AdamW
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import FSDP, clip_grad_norm_, ParallelGPT, Passage
+from parallel import clip_grad_norm_, EveryBackward, FSDP, ParallelGPT, Passage
 from theory.clock import most_held
 
 
@@ -94,7 +94,7 @@ class Totals:
         for reducer in self.reducers:
             for bucket in reducer.buckets:
                 bucket.total = None
-            if not reducer.every_backward:
+            if not isinstance(reducer, EveryBackward):
                 reducer.next = len(reducer.buckets)
 
 
@@ -107,7 +107,7 @@ class ShardTotals(Totals):
 
     def __init__(self, sync):
         self.sync, self.flats = sync, {}
-        self.reducers, self.units = (sync.reducers, sync.buckets) if isinstance(sync, FSDP) else ([sync.reducer], [])
+        self.reducers, self.units = (sync.reducers, sync.flats) if isinstance(sync, FSDP) else ([sync.reducer], [])
 
     def begin(self, overwrite):
         """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.
@@ -123,7 +123,7 @@ class ShardTotals(Totals):
                 if bucket not in self.flats:
                     self.flats[bucket] = torch.empty_like(bucket.shard)
                 flat = self.flats[bucket].zero_()
-                if reducer.every_backward:
+                if isinstance(reducer, EveryBackward):
                     bucket.shard.grad = flat
                 else:
                     bucket.total = flat
@@ -134,7 +134,7 @@ class ShardTotals(Totals):
             while reducer.under_way:
                 reducer.receive()
         for flat in self.units:
-            flat.wait() if kind == "F" else flat.free()
+            flat.end_gather() if kind == "F" else flat.free()
 
 
 class Recording(Passage):

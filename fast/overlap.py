@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from parallel import make_buckets, Reducer
+from parallel import EveryBackward, make_buckets, Reducer
 
 
 def large_buckets(params, megabytes, *args, **kwargs):
@@ -37,11 +37,7 @@ def collect_all(bucket):
 
 
 class FastReducer(Reducer):
-    """A Reducer that moves gradients a bucket at a time. Until then they stay in .grad: the memory of a bucket.
-
-    Where gradients leave in every backward, the shard's .grad is set when the first reduce-scatter into it starts; its
-    numbers arrive later. RuntimeError if somebody drops .grad before `finish`.
-    """
+    """A Reducer that moves gradients a bucket at a time. Until then they stay in .grad: the memory of a bucket."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -61,10 +57,6 @@ class FastReducer(Reducer):
             self.collect_rest([bucket])
         super().computed(param)
 
-    def expect(self, bucket):
-        super().expect(bucket)
-        self.collect_rest([bucket] if bucket in self.missing else [])
-
     def collect_rest(self, buckets):
         """Move what .grad has, where it must not add up there: in 16 bits, or beside what CUDA graphs add up."""
         for bucket in buckets:
@@ -83,13 +75,6 @@ class FastReducer(Reducer):
     def leave(self):
         collect_all(self.buckets[self.next])
         super().leave()
-        if self.every_backward:
-            bucket, _, _, average = self.under_way[-1]
-            self.keeps_promise(bucket)
-            if bucket.shard.grad is None:
-                same = average.dtype == bucket.shard.dtype
-                bucket.shard.grad = average if same else torch.zeros_like(bucket.shard)
-            self.promised[bucket] = bucket.shard.grad
 
     def keeps_promise(self, bucket):
         if bucket in self.promised and self.promised[bucket] is not bucket.shard.grad:
@@ -115,3 +100,21 @@ class FastReducer(Reducer):
     @property
     def finished(self):
         return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
+
+
+class FastEveryBackward(FastReducer, EveryBackward):
+    """The shard's .grad is set when the first reduce-scatter into it starts; its numbers arrive later. RuntimeError if
+    somebody drops .grad before `finish`."""
+
+    def expect(self, bucket):
+        super().expect(bucket)
+        self.collect_rest([bucket] if bucket in self.missing else [])
+
+    def leave(self):
+        super().leave()
+        bucket, _, _, average = self.under_way[-1]
+        self.keeps_promise(bucket)
+        if bucket.shard.grad is None:
+            same = average.dtype == bucket.shard.dtype
+            bucket.shard.grad = average if same else torch.zeros_like(bucket.shard)
+        self.promised[bucket] = bucket.shard.grad

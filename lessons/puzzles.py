@@ -84,7 +84,7 @@ def zero1(rank):
 
 def zero3(rank):
     """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
-    parameters. What stays whole, `flat.stays_whole` or in `self.kept`, is not freed."""
+    parameters. What is in `self.kept` is not freed."""
     from parallel import FSDP
     net, whole = FSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
     for layer in net.module:  # a unit each; the storage of one that is not whole has no bytes

@@ -101,7 +101,7 @@ def predicted_traffic(trainer, routes):
     total, buckets, of_experts = Counter(), [], []
     for reducer in net.reducers:
         for bucket in reducer.buckets:
-            gathers = 0 if getattr(bucket, "stays_whole", True) else 1 if bucket in kept else 2
+            gathers = 0 if not isinstance(bucket, parallel.FlatParameter) else 1 if bucket in kept else 2
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
@@ -224,7 +224,7 @@ def pieces():
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(parallel.Units, "fetch", lambda self, unit: None)],             # no unit ahead
+        "fetching": [(parallel.Units, "prefetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's

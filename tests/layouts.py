@@ -370,7 +370,7 @@ LAYOUTS = [  # subject, what one of these goes with, rows; without=X: in both pr
     ("zero", [""], [
         "dp=2 zero=1 without=reduce_scatter_bucket,ShardedOptimizer.gather_weights",
         "dp=2 zero=2 without=reduce_scatter_bucket,clip_grad_norm_",
-        "dp=2 zero=3 without=reduce_scatter_bucket,FlatParameter.start,clip_grad_norm_",
+        "dp=2 zero=3 without=reduce_scatter_bucket,FlatParameter.begin_gather,clip_grad_norm_",
         "dp=4 zero=1,2,3 zero_within=2 without=average_between"]),
     # Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
     ("zero", ["dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40"],

@@ -193,7 +193,7 @@ def test_an_old_object_is_found():
     kept = plain["Reducer"]
     module = types.ModuleType("kept")
     module.default = lambda kind=kept: kind
-    module.partial = functools.partial(kept, every_backward=True)
+    module.partial = functools.partial(kept, store=None)
     module.closure = lambda: kept
     module.table = {"ring": [plain["going_round"]]}
     assert len(old_objects([module])) == 4

@@ -203,7 +203,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     assert seen == [[0, 1], [1, 2], [2, 3], [3], [2, 3], [1, 2], [0, 1], [0]], seen
     with torch.no_grad():
         model(torch.ones(2, 4), order=[0, 3, 4])  # 1, expected after 0, comes for nothing
-    assert not whole() and not any(bucket.handle for bucket in model.buckets)
+    assert not whole() and not any(flat.handle for flat in model.flats)
 
 
 @on_ranks(2)
@@ -215,7 +215,7 @@ def test_frozen_whole_numbers_stay_what_they_are():
         setattr(net, name, nn.Parameter(values, requires_grad=False))
     model = parallel.FSDP(net, compute_dtype=torch.bfloat16)
     whole = model.full_state_dict()
-    model.units.gather(net)
+    model.units.make_whole(net)
     assert all(values.equal(whole[name]) and values.equal(getattr(net, name)) for name, values in kept.items())
 
 

@@ -44,7 +44,7 @@ def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
         mine += {0: m + v, 3: m / ranks + v}.get(s.zero, (m + v) / ranks)
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
-    between_steps = narrow * vectors + (0 if masters else wide * mine)  # at stage 3, where matrices are gathered
+    between_steps = narrow * vectors if masters else wide * mine  # at stage 3, where matrices are gathered
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
         "gradients": int(wide * (whole if s.zero < 2 else mine)),
