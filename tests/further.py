@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import types
 
 import pytest
 import torch
@@ -11,12 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
-import fast.attention
 import further.context
 import further.experts
 import kernels
 import model
-from tests.kernels import plain_attention, plain_gelu, random
+from tests.kernels import plain_gelu
 from tests.layouts import SMALL, case_of, differences_in
 from tests.links import DirectGlooLink, served_by
 from tests.pool import close, needs_kernels, on_ranks
@@ -104,26 +101,3 @@ def test_ring_attention_on_kernels(dtype, error):
         assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
     sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
     assert sent == (n - 1) * keys_and_values * (2 * dtype.itemsize + 4)
-
-
-def test_cuts_that_leave_a_rest_are_refused():
-    with pytest.raises(RuntimeError, match="invalid for input of size 10"):
-        further.context.own_tokens(10, 0, 2, "ring")
-    with pytest.raises(RuntimeError, match="multiply up to the size of dim 1"):
-        further.experts.split_experts(types.SimpleNamespace(mesh=torch.zeros(2, 3, 1, 1, device="cpu")), 2)
-
-
-def test_attention_to_keys_that_some_queries_do_not_see(triton_kernels):
-    """Of 40 queries the last 8 see some of 8 keys. (That parts of the keys merge into attention, and their gradients,
-    is what context parallelism proves, by the kernels and without.)"""
-    *qkv, do = (random(1, 2, T, 16) for T in (40, 8, 8, 40))
-    leaves = [x.double().requires_grad_() for x in qkv]
-    y = plain_attention(*leaves, True)
-    exact = y.detach(), *torch.autograd.grad(y, leaves, do.double())
-    for choice in "triton", "torch":
-        kernels.use(choice)
-        o, sums = fast.attention.attention_block(*qkv, True)
-        grads = fast.attention.attention_block_backward(*qkv, o, sums, do, True)
-        assert all(map(functools.partial(close, tolerance=1e-5), (o, *grads), exact))
-        for of_queries in o, grads[0], sums.exp():
-            assert of_queries[:, :, :32].eq(0).all() and of_queries[:, :, 32:].isfinite().all()
