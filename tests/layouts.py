@@ -225,10 +225,10 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
 
 
 def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes, cuda_graphs=False,
-                comm="ours", dtype=torch.float64, two_levels=None, gradients=None, **options):
+                comm="ours", dtype=torch.float64, two_levels=None, want=None, **options):
     """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
-    two_levels: whether the dp group must work in two levels. gradients: one process's, {name: array}; then of ours, how
-    far each of this rank's is from its part of them."""
+    two_levels: whether the dp group must work in two levels. want: one process's gradients and weights, {name: array};
+    then of ours, how far each of this rank's is from its part of them."""
     config = dataclasses.replace(SMALL, **change)
     device = torch.get_default_device()
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
@@ -249,7 +249,8 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
         evaluated = net.forward(x, y) if holes else None
         total = net.forward_backward(x, y)
         assert evaluated is None or dtype != torch.float64 or close(evaluated, total, 1e-12)
-        grads = grads or (distances(net, gradients) if gradients else whole_gradients(net, opt, shapes))
+        if step == 0:
+            grads = distances(net, want[0], lambda param: param.grad) if want else whole_gradients(net, opt, shapes)
         norms.append(float(net.clip_grad_norm_(clip)))
         opt.step()
         if config.experts:
@@ -258,8 +259,10 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
             net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
         torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
         losses.append(float(total) / dist.get_world_size(net.groups.replicas))
-    weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
-    return losses, norms, grads, weights
+    if want:
+        return losses, norms, grads, distances(net, want[1], torch.detach) + distances_of_buffers(net, want[1])
+    return losses, norms, grads, {n: net.whole_parameter(n).cpu().numpy().copy()
+                                  for n in {**shapes, **model.buffers(config)}}
 
 
 def whole_gradients(net, optimizer, names):
@@ -273,28 +276,32 @@ def whole_gradients(net, optimizer, names):
     return whole
 
 
-def distances(net, gradients):
-    """How far each gradient of this rank is from its part of one process's, relative to their largest values: to
-    gather them would take a fifth of a layout's time."""
-    largest = {name: max(1e-3, abs(whole).max()) for name, whole in gradients.items()}
-    net.load_state("expected", lambda name: torch.from_numpy(gradients[name] / largest[name]))
-    net.load_state("scale", lambda name: torch.full(gradients[name].shape, 1 / largest[name], dtype=torch.float64))
+def distances(net, want, held):
+    """How far held(param) of each parameter that this rank steps is from its part of one process's tensors, relative to
+    their largest values: to gather gradients and weights would take half of a layout's time."""
+    largest = {name: max(1e-3, abs(whole).max()) for name, whole in want.items()}
+    net.load_state("expected", lambda name: torch.from_numpy(want[name] / largest[name]))
+    net.load_state("scale", lambda name: torch.full(want[name].shape, 1 / largest[name], dtype=torch.float64))
     found = []
     for param in net.params:
-        state = net.optimizer.state[param]
+        state, ours = net.optimizer.state[param], held(param)
         expected, scale = state.pop("expected"), state.pop("scale")
-        ours = 0 if param.grad is None else param.grad * scale
-        found.append(float((ours - expected).abs().max()))
+        found.append(float(((0 if ours is None else ours * scale) - expected).abs().max()))
     return found
+
+
+def distances_of_buffers(net, want):
+    return [float((buffer.cpu() - torch.from_numpy(want[name])).abs().max())
+            for module in map(net.module, net.stages) for name, buffer in module.named_buffers()]
 
 
 def differences(got, want, tolerance=1e-10):
-    """What of (losses, norms, distances of gradients, weights) differs from one process by more than the tolerance."""
-    found = [f"gradient {i}" for i, distance in enumerate(got[2]) if not distance <= tolerance]
-    for at, kind in (0, "loss"), (1, "norm"), (3, "weight"):
-        names = want[at] if isinstance(want[at], dict) else range(len(want[at]))
-        found += [f"{kind} {name}" for name in names if not close(got[at][name], want[at][name], tolerance)]
-    return found
+    """What of (losses, norms, distances of gradients and of weights) differs from one process by more than the
+    tolerance."""
+    found = [f"{kind} {i}" for kind, far in (("gradient", got[2]), ("weight", got[3]))
+             for i, distance in enumerate(far) if not distance <= tolerance]
+    return found + [f"{kind} {i}" for at, kind in enumerate(("loss", "norm"))
+                    for i in range(len(want[at])) if not close(got[at][i], want[at][i], tolerance)]
 
 
 # ----------------------------------------------------------------------------------------------------------- as a table
@@ -343,9 +350,9 @@ def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
     """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
     want = one_process(optimizer, *(options[name] for name in SIZED), **change)
-    gradients = {name: grad.numpy() for name, grad in want[2].items()}
+    arrays = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in want[2:]]
     results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options,
-                                                   gradients=gradients)
+                                                   want=arrays)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
