@@ -260,7 +260,9 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
         torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
         losses.append(float(total) / dist.get_world_size(net.groups.replicas))
     if want:
-        return losses, norms, grads, distances(net, want[1], torch.detach) + distances_of_buffers(net, want[1])
+        biases = [float((buffer.cpu() - torch.from_numpy(want[1][name])).abs().max())
+                  for stage in net.stages for name, buffer in net.module(stage).named_buffers()]
+        return losses, norms, grads, distances(net, want[1], torch.detach) + biases
     return losses, norms, grads, {n: net.whole_parameter(n).cpu().numpy().copy()
                                   for n in {**shapes, **model.buffers(config)}}
 
@@ -290,18 +292,14 @@ def distances(net, want, held):
     return found
 
 
-def distances_of_buffers(net, want):
-    return [float((buffer.cpu() - torch.from_numpy(want[name])).abs().max())
-            for module in map(net.module, net.stages) for name, buffer in module.named_buffers()]
-
-
 def differences(got, want, tolerance=1e-10):
     """What of (losses, norms, distances of gradients and of weights) differs from one process by more than the
     tolerance."""
-    found = [f"{kind} {i}" for kind, far in (("gradient", got[2]), ("weight", got[3]))
-             for i, distance in enumerate(far) if not distance <= tolerance]
-    return found + [f"{kind} {i}" for at, kind in enumerate(("loss", "norm"))
-                    for i in range(len(want[at])) if not close(got[at][i], want[at][i], tolerance)]
+    wrong = [[not close(ours, exact, tolerance) for ours, exact in zip(*both, strict=True)]
+             for both in zip(got[:2], want)]
+    wrong += [[not distance <= tolerance for distance in some] for some in got[2:]]
+    return [f"{kind} {i}" for kind, some in zip(("loss", "norm", "gradient", "weight"), wrong)
+            for i, is_wrong in enumerate(some) if is_wrong]
 
 
 # ----------------------------------------------------------------------------------------------------------- as a table
@@ -513,10 +511,8 @@ def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
 @pytest.mark.parametrize("layout, zero", [({"dp": 4}, 0), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 0)], ids=str)
 @on_ranks(4)
 def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, zero):
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(**layout, zero=zero), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x = tokens_of(0)[0].to(device).split(4)
+    net = small_gpt(**layout, zero=zero)
+    x = tokens_of(0)[0].to(net.device).split(4)
     assert net.forward_backward(x, [torch.full_like(tokens, -1) for tokens in x]) == 0
     assert net.clip_grad_norm_(1.0) == 0
 
@@ -527,10 +523,8 @@ def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, z
 def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
     """zero_grad() drops an unfinished step, at any of its backwards; without it a second forward_backward is refused. A
     whole parameter is no view of what is stepped."""
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, zero=zero, dtype=torch.float64), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(2)[:2] for t in tokens_of(0))
+    net = small_gpt(dp=2, zero=zero, dtype=torch.float64)
+    x, y = (t.to(net.device).split(2)[:2] for t in tokens_of(0))
     net.forward_backward(x, y)
     before = net.whole_parameter("wpe.weight")
     kept = before.clone()
@@ -583,8 +577,7 @@ def test_frozen_experts_stay_each_rank_s_own():
 @on_ranks(2)
 def test_micro_batches_may_have_unequal_sizes():
     """The loss of a pipeline is that of equal ones."""
-    net = parallel.parallelize(SMALL, parallel.Layout(pp=2, dtype=torch.float64), torch.get_default_device())
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    net = small_gpt(pp=2, dtype=torch.float64)
     x, y = (t.to(net.device) for t in tokens_of(0))
     found = []
     for sizes in (4, 4), (1, 5, 2):
