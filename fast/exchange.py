@@ -1,4 +1,9 @@
-"""Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather."""
+"""Kernels that read and write other GPUs' memory: all-to-all, all-reduce, reduce-scatter, all-gather.
+
+fast/windows.py and fast/nccl.py launch them in place of messages. Without those that sum and gather, a step of GPT-2
+medium takes 1.3 % longer on two H200s (ZeRO-3), 3.6 % (--tp), 20 % (--tp --sp). An all-to-all of 64 KiB takes 18 us,
+NCCL's 22.
+"""
 
 import itertools
 

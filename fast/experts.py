@@ -1,4 +1,8 @@
-"""Sorting and exchanging tokens of experts with fewer passes over memory."""
+"""Sorting and exchanging tokens of experts with fewer passes over memory.
+
+Takes the place of further/experts.py's Experts, through_experts and visit. With PyTorch's sorting a step of GPT-2
+medium with 8 experts took 1.13 of its time on an H200. What travels under a rank's own rows saves 5 % of a step on two.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,8 @@
-"""GPUs: NCCL's messages replayed from graphs, and direct ways between the GPUs of one node."""
+"""GPUs: NCCL's messages replayed from graphs, and direct ways between the GPUs of one node.
+
+fast/links.py takes these links in place of the reference's. On two H200s a step of GPT-2 medium takes 2.8 % longer with
+rings of messages (DDP), 5.5 % (ZeRO-3), 10 % (--tp), 30 % (--tp --sp).
+"""
 
 import functools
 

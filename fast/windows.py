@@ -1,4 +1,8 @@
-"""Memory on each GPU of a node that all its GPUs read and write."""
+"""Memory on each GPU of a node that all its GPUs read and write.
+
+fast/nccl.py moves large tensors through them in place of messages. Without windows a step of GPT-2 medium takes 2.2 %
+longer on two H200s (ZeRO-3), 10 % (--tp), 21 % (--tp --sp).
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,8 @@
-"""ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped."""
+"""ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped.
+
+Takes the place of parallel.ShardedOptimizer and FSDP. With AdamW's kernel it saves the cast of all weights, 6 bytes a
+parameter, and the network works while the optimizer and the next forward do. The time was not measured by itself.
+"""
 
 import weakref
 

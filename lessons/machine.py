@@ -49,8 +49,8 @@ def measure_machine(device, dtype, config, comm):
     """The Machine of these processes: its rates at this model's sizes, of its links under `comm`. All ranks measure at
     once, because in training, too, they share power."""
     config = dataclasses.replace(config, experts=0)  # rates are a dense block's
-    cuda, n, c = device.type == "cuda", dist.get_world_size(), config.n_embd
-    b, t = max(1, (32768 if cuda else 1024) // config.seq_len), config.seq_len  # so much that no GPU waits for its CPU
+    cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
+    b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     def both_ways(function, *shape):
@@ -72,24 +72,27 @@ def measure_machine(device, dtype, config, comm):
         device, 5, calls=3)
     products = b * t / k * seconds["products"] * (2 + 4 * c / config.inner)  # all of a block
     rest = seconds["block"] - seconds["attention"] - products
-    machine = Machine(
-        torch.cuda.get_device_name(device) if cuda else "CPU", speed.peak_flops(device),
-        torch.cuda.get_device_properties(device).total_memory if cuda else (
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n),
+    name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
+    if cuda:
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    hop, link = measure_links(device, comm) if n > 1 else (None, None)
+    return Machine(
+        name, speed.peak_flops(device), memory,
         matmul=6 * k * c * config.inner / seconds["products"], attention=7 * b * t * t * c / seconds["attention"],
         elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
         loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
-        launch=seconds["launch"])
-    if n == 1:
-        return machine
-    group = dist.new_group()
+        launch=seconds["launch"], link=link, hop=hop)
+
+
+def measure_links(device, comm):
+    """(seconds of latency, bytes/s) of a collective of all ranks under `comm`, from a short and a long all-reduce."""
+    n, group = dist.get_world_size(), dist.new_group()
     dist.use(group, comm)
-    small, large = (torch.zeros(1 << log, device=device) for log in ((11, 26) if cuda else (8, 21)))
-    seconds = interleaved({2 * (n - 1) / n * some.nbytes: functools.partial(dist.all_reduce, some, group=group)
-                           for some in (small, large)}, device, 5, calls=5)
-    hop, link = fit([1, 1], [*seconds], [*seconds.values()])
+    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21))]
+    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t, group=group)
+                           for t in tensors}, device, 5, calls=5)
     dist.destroy_process_group(group)
-    return dataclasses.replace(machine, link=link, hop=hop)
+    return fit([1, 1], [*seconds], [*seconds.values()])
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives

@@ -93,9 +93,9 @@ class Table:
     """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
 
     def __init__(self, title, columns):
-        self.title, self.rows, self.columns = title, [], {}
-        for key, (name, form) in ((key, text.rsplit(":", 1)) for key, text in columns.items()):
-            self.columns[key] = name, form, re.match(r"[<>]\d+", form)[0]  # last: its side and width
+        self.title, self.rows = title, []
+        self.columns = {key: re.fullmatch(r"(.*):(([<>]\d+).*)", text).groups()  # last: its side and width
+                        for key, text in columns.items()}
 
     def row(self, **values):
         if not self.rows:

@@ -9,13 +9,11 @@ elsewhere, and no script runs. pages.css, beside this file, is the look.
 
 import ast
 import html
-import io
 import itertools
 import keyword
 import pathlib
 import re
 import textwrap
-import tokenize
 
 from lessons import puzzles
 from lessons.puzzles import HERE
@@ -75,34 +73,39 @@ def imports_of(file):
 
 # ----------------------------------------------------------------------------------------------------------------- code
 
+TOKEN = re.compile(r'''
+    (?P<q> [rbf]* (?: """ (?s:.*?) """ | " (?: \\. | [^"\\\n] )* " | ' (?: \\. | [^'\\\n] )* ' ) )
+  | (?P<em> \# .* )
+  | (?P<var> \d (?: [\w.] | (?<=e) - )* )
+  | (?P<name> [^\W\d] \w* )''', re.VERBOSE)
+
+
 def highlighted(file):
     """Html of each line: keywords <b>, strings <q>, numbers <var>, comments <em>, definitions <dfn>, uses <a>. (In the
     reference no local name is also a function's.)"""
-    text, module, known, out, at = (HERE / file).read_text(), module_of(file), imports_of(file), "", 0
+    module, known, text = module_of(file), imports_of(file), html.escape((HERE / file).read_text(), quote=False)
     ids = {(line, name.rpartition(".")[2]): name for name, line in definitions(file).items()}
-    starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]  # of lines, in the text
-    for token, after in itertools.pairwise(tokenize.generate_tokens(io.StringIO(text).readline)):
-        first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
-        kind = tokenize.tok_name[token.type]
-        tag = "q" if "STRING" in kind else {"COMMENT": "em", "NUMBER": "var"}.get(kind)
-        if keyword.iskeyword(token.string):
-            tag = "b"
-        elif kind == "NAME":
-            name = re.search(r"[\w.]*$", token.line[:token.end[1]])[0]  # with what stands before its dots
-            begins, dot, rest = name.partition(".")
-            address = known.get(begins, f"{module}.{begins}") + dot + rest
-            if found := ids.pop((token.start[0], name), None):
-                tag = f'dfn id="{found}"'
-                if token.line.startswith("class "):
-                    known["self"] = f"{module}.{found}"
-            elif address in TARGETS and name != "self" and after.string != "=":
-                tag = f'a href="{TARGETS[address]}"'
-        words = html.escape(text[first:last])
-        if tag:  # in each of its lines
-            words = "\n".join(f"<{tag}>{part}</{tag.split()[0]}>" for part in words.split("\n"))
-        out += html.escape(text[at:first]) + words
-        at = last
-    return out.split("\n")
+
+    def tag_of(match):
+        if match.lastgroup != "name" or keyword.iskeyword(match[0]):
+            return "b" if match["name"] else match.lastgroup
+        before = text[:match.start()]
+        name = re.search(r"[\w.]*\Z", before[-99:])[0] + match[0]  # with what stands before its dots
+        begins, dot, rest = name.partition(".")
+        address = known.get(begins, f"{module}.{begins}") + dot + rest
+        if found := ids.pop((before.count("\n") + 1, name), None):
+            if before.endswith("\nclass "):
+                known["self"] = f"{module}.{found}"
+            return f'dfn id="{found}"'
+        is_given = re.match(" *=(?!=)", text[match.end():][:9])  # a parameter, or what is assigned
+        return f'a href="{TARGETS[address]}"' if address in TARGETS and name != "self" and not is_given else ""
+
+    def tagged(match):
+        tag = tag_of(match)
+        lines = [f"<{tag}>{part}</{tag.split()[0]}>" for part in match[0].split("\n")] if tag else [match[0]]
+        return "\n".join(lines)
+
+    return TOKEN.sub(tagged, text).split("\n")
 
 
 class Row:

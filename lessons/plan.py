@@ -22,7 +22,7 @@ def divisors(n):
 
 WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV needs an overlap.
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1))
-HALVES = "zb-h1", "zb-v", "v-half"  # W must come late, so blocks are not recomputed
+SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so blocks are not recomputed
 
 
 @functools.cache
@@ -34,38 +34,44 @@ def can_run(schedule, p, m, v):
         return False
 
 
-def all_layouts(config, gpus, batch_size, dtype, machine):
-    """Every layout that train.py takes and that may be fast: tp inside a node, cp where attention hides a ring inside a
-    node, 2^n sequences a micro-batch, or one if sequences are cut."""
-    def taken(s):
-        try:
-            check_parts(s, config, gpus, min(gpus, machine.node), gpus)
-        except BadInput:
-            return False
-        most = config.n_layer + 2
-        return s.pp <= most and len(homes_in(s)) <= most
+def is_taken(s, config, gpus, node):
+    """Whether train.py takes layout s, on nodes of so many GPUs."""
+    try:
+        check_parts(s, config, gpus, min(gpus, node), gpus)
+    except BadInput:
+        return False
+    most = config.n_layer + 2
+    return s.pp <= most and len(homes_in(s)) <= most
 
+
+def axes_of(config, gpus, batch_size, dtype, machine):
+    """Layouts by their axes alone: tp inside a node, cp where attention hides a ring inside a node."""
     for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, ("ring", "ulysses")):
-        dp, own = gpus // (tp * cp * pp), config.seq_len // cp
+        own = config.seq_len // cp
         hides = max(ring_hides(machine.attention_with(own), machine.link, train.DTYPES[dtype]))
-        if dp * tp * cp * pp != gpus or (own < hides if cp > 1 else kind == "ulysses"):
+        s = Settings(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, cp_kind=kind, dtype=dtype, batch_size=batch_size)
+        if s.dp * tp * cp * pp == gpus and (own >= hides if cp > 1 else kind == "ring"):
+            yield s
+
+
+def all_layouts(config, gpus, batch_size, dtype, machine):
+    """Every layout that train.py takes and that may be fast: of 2^n sequences a micro-batch, or one if sequences are
+    cut."""
+    for layout in axes_of(config, gpus, batch_size, dtype, machine):
+        if not is_taken(layout, config, gpus, machine.node):
             continue
-        layout = Settings(dp=dp, tp=tp, cp=cp, pp=pp, cp_kind=kind, dtype=dtype, batch_size=batch_size)
-        if not taken(layout):
-            continue
-        each, local = batch_size // dp, machine.node // tp  # local: replicas on a node, if pp = 1
-        shards = [(zero, within) for zero in range(4 if dp * cp > 1 else 1)
-                  for within in [None] + [local] * (zero > 0 and 1 < local < dp * cp)]
-        sizes = [1 << log for log in range(each.bit_length() if cp == 1 else 1) if each % (1 << log) == 0]
+        replicas, each, local = layout.dp * layout.cp, batch_size // layout.dp, machine.node // layout.tp
+        shards = [(zero, within) for zero in range(4 if replicas > 1 else 1)
+                  for within in [None] + [local] * (zero > 0 and 1 < local < replicas)]  # a node's replicas, if pp = 1
+        sizes = [1 << log for log in range(each.bit_length() if layout.cp == 1 else 1) if each % (1 << log) == 0]
         for size, (schedule, v), (zero, within), recompute, sp, ep in itertools.product(
-                sizes, WORTH[:None if pp > 1 else 1], shards, ("none", "attention", "block"), {False, tp > 1},
-                divisors(max(1, config.experts))):
+                sizes, WORTH[:None if layout.pp > 1 else 1], shards, ("none", "attention", "block"),
+                {False, layout.tp > 1}, divisors(max(1, config.experts))):
             m = each // size
-            if not can_run(schedule, pp, m, v) or schedule in HALVES and (m < pp or recompute != "none"):
-                continue
+            worth = schedule not in SPLIT or m >= layout.pp and recompute == "none"
             s = dataclasses.replace(layout, zero=zero, zero_within=within, schedule=schedule, virtual_stages=v,
                                     micro_batches=m, recompute=recompute, sp=sp, ep=ep)
-            if taken(s):
+            if worth and can_run(schedule, s.pp, m, v) and is_taken(s, config, gpus, machine.node):
                 yield s
 
 

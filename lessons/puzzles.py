@@ -285,14 +285,15 @@ def run_rank(puzzle, folder, rank, place):
 
 def check(puzzle, folder):
     """Print "green", or what is wrong on which rank, with exit code 1."""
-    late = f"no result within {SECONDS} s; does it wait for a message that nobody sends?"
-    start, end, said = "fork" if launch.may_fork() else "spawn", time.monotonic() + SECONDS, []
-    with tempfile.TemporaryDirectory() as meeting, multiprocessing.get_context(start).Pool(puzzle.ranks) as pool:
-        given = puzzle, os.path.abspath(folder)
-        answers = [pool.apply_async(run_rank, (*given, rank, f"{meeting}/place")) for rank in range(puzzle.ranks)]
+    late = [f"no result within {SECONDS} s; does it wait for a message that nobody sends?"]
+    processes = multiprocessing.get_context("fork" if launch.may_fork() else "spawn")
+    folder, end, said = os.path.abspath(folder), time.monotonic() + SECONDS, []
+    with tempfile.TemporaryDirectory() as meeting, processes.Pool(puzzle.ranks) as pool:
+        answers = [pool.apply_async(run_rank, (puzzle, folder, rank, f"{meeting}/place"))
+                   for rank in range(puzzle.ranks)]
         for rank, answer in enumerate(answers):
             answer.wait(end - time.monotonic())
-            said += [f"rank {rank}: {line}" for line in (answer.get() if answer.ready() else [late])]
+            said += [f"rank {rank}: {line}" for line in (answer.get() if answer.ready() else late)]
     print("\n".join(said) or "green")
     sys.exit(bool(said))
 
@@ -300,6 +301,7 @@ def check(puzzle, folder):
 def puzzles(name, into, check_in, shows_solution):
     """Collectives, schedules and kernels to write: the reference with a hole, and a check."""
     if not name:
+        reject(into or check_in or shows_solution, "which puzzle? Name one, e.g. ring; without flags they are listed")
         for name, puzzle in PUZZLES.items():
             print(f"{name:12}{puzzle.file:20}{puzzle.function:35}{puzzle.example.__doc__.split(':')[0]}")
         return

@@ -123,7 +123,7 @@ def communication(trainer, device, seconds, repeats, calls):
     return 100 - 100 * without / seconds
 
 
-def bubble(trainer, repeats):
+def measured_bubble(trainer, repeats):
     """The percentage of a pipeline's forward and backward in which its busiest rank has nothing to do."""
     samples = []
     for _ in range(repeats):
@@ -324,7 +324,7 @@ def measure_strategy(name, s, a, device, machine):
     found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": theirs[0] / ours if theirs else None}
     if s.pp > 1:
         found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
-                  "bubble_measured": bubble(trainer, a.repeats)}
+                  "bubble_measured": measured_bubble(trainer, a.repeats)}
     elif a.gpus > 1:
         found["communication"] = communication(trainer, device, ours, a.repeats, calls)
     for (who, took), peak in zip(seconds.items(), peaks):

@@ -72,17 +72,17 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
 
 # ------------------------------------------------------------------------------------------------------------- written
 
-def write_checkpoint(trainer, done, get):
+def write_checkpoint(trainer, done, tensors):
     """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay.
-    OSError if that fails. get(label) returns one whole tensor at a time, in the order of Trainer.whole_tensors."""
+    OSError if that fails. tensors: of Trainer.whole_tensors, gathered one at a time, in the order of the files."""
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
     moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        files = manifest["files"] = write_hf(part, trainer.config, get, dtype)
-        files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, get)
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype)
+        files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         for name, text in getattr(trainer.vocabulary, "files", {}).items():
             files[name] = write_file(part / name, text)
         write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
@@ -125,10 +125,10 @@ def find_checkpoint(s, read_all):
         return None
     reject(s.resume == "newest" and not s.out, "--resume without a value goes on in --out: give --out DIR too")
     path = pathlib.Path(s.out if s.resume == "newest" else s.resume)
-    newest = (checkpoints(path) or [path])[-1]
-    is_one = newest != path or path.suffix == ".pt" or "step-" in path.name or (path / "manifest.json").exists()
-    reject(not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
-    return open_checkpoint(newest, read_all)
+    found = checkpoints(path)
+    is_one = path.suffix == ".pt" or "step-" in path.name or (path / "manifest.json").exists()
+    reject(not found and not is_one, f"--resume {path}: holds no complete checkpoint; leave --resume out to begin anew")
+    return open_checkpoint(found[-1] if found else path, read_all)
 
 
 def open_checkpoint(path, read_all):
@@ -200,6 +200,14 @@ def start_of(s, config, asked, read_all):
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
                        + ", or add --resume" * bool(newest and not differences(there, here, ("model",))))
     return newest, there
+
+
+def check_same_data(s, known, here, checkpoint):
+    """Reject data that is not what a run was trained on. known, here: what `run_of` says of that run and of this."""
+    how = differences(known, here, ("data",))
+    instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
+    reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
+           f"give that, or start a new run with {instead}")
 
 
 def lock(folder, identity):

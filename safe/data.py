@@ -38,7 +38,8 @@ def open_vocabulary(s, checkpoint):
     flag, folder = "--tokenizer", s.tokenizer
     if not folder:
         flag, folder = ("--resume", str(checkpoint.path)) if checkpoint else ("--init-from", s.init_from)
-        folder *= any(os.path.exists(os.path.join(folder, name)) for name in FILES)
+        if not any(os.path.exists(os.path.join(folder, name)) for name in FILES):
+            folder = ""
     try:
         found = vocabulary_of(folder)
     except (OSError, ValueError, TypeError, AttributeError) as error:

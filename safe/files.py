@@ -37,8 +37,9 @@ def read_safetensors(path):
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
 
 
-def write_safetensors(path, dtype, shapes, get):
-    """Write tensors of one dtype, {name: shape}. get(name) returns one at a time, so that memory need not hold all."""
+def write_safetensors(path, dtype, shapes, tensors):
+    """Write {name: shape} in one dtype. tensors: an iterator of (name, tensor) in the same order, of which it takes no
+    more than these, one at a time, so that memory need not hold all."""
     kind, = [kind for kind, known in SAFETENSORS_DTYPES.items() if known == dtype]
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
@@ -51,7 +52,9 @@ def write_safetensors(path, dtype, shapes, get):
     def blocks():
         yield len(text).to_bytes(8, "little") + text
         for name in shapes:
-            yield get(name).detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy().data
+            found, tensor = next(tensors)
+            assert found == name, f"{found} comes where {path} has {name}"
+            yield tensor.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy().data
 
     return write_blocks(path, blocks())
 
@@ -96,8 +99,9 @@ def writable(folder, name):
 
 
 def check_folder(folder, name):
-    with writable(folder, name), tempfile.TemporaryFile(dir=folder):
-        pass
+    if folder:
+        with writable(folder, name), tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 class Log:
@@ -110,7 +114,8 @@ class Log:
         with contextlib.suppress(FileNotFoundError), open(path) as file:
             for line in file:
                 with contextlib.suppress(ValueError):  # a line that a power cut left incomplete
-                    kept += [line] if json.loads(line)["step"] <= step else []
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line)
         write_file(path, "".join(kept))
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
 

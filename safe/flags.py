@@ -43,13 +43,6 @@ class Settings(Flags):
     timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")
 
 
-def schedule_of(s):
-    """The pipeline's actions, a list for each rank. ValueError if they cannot be made or would never finish."""
-    lists = parallel.schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
-    parallel.check(parallel.lower(lists))
-    return lists
-
-
 def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone."""
@@ -121,35 +114,39 @@ def check_layout(s, config, world, local_world):
 
 def check_parts(s, c, world, local_world, processes):
     """Reject numbers of ranks that do not divide what they cut."""
-    rest = s.tp * s.pp * s.cp
-    instead = f"--dp {world // rest}" if world % rest == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
-    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
-    parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
-    heads = c.n_head // s.tp
-    new_model = not (s.init_from or s.resume)  # one whose experts --experts can count
-    shared = math.gcd(s.ep, s.dp, c.experts)
-    more_ranks = world == 1 and c.experts % s.ep == 0
-    unit = s.dp * s.micro_batches
-    replicas = s.dp * s.cp
-    within = s.zero_within or replicas
+    others = s.tp * s.pp * s.cp
+    instead = f"--dp {world // others}" if world % others == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
     reject(world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
            f"processes, {world} were started: give {instead}")
+
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject(c.n_head % s.tp, f"--tp {s.tp} does not divide the model's {c.n_head} heads: give --tp "
            f"{math.gcd(s.tp, c.n_head)}")
     reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
+
+    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
+    parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
     reject(c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
            f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}")
+    heads = c.n_head // s.tp
     reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
            f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
-    reject(s.ep > 1 and not c.experts, f"--ep {s.ep} shares out experts, and the model has none: "
-           + f"give --experts {2 * s.ep}, say, or " * new_model + "leave --ep out")
-    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}"
-           + f" or --dp {multiple(s.dp, s.ep)}" * more_ranks)
+
+    if not c.experts:
+        instead = "" if s.init_from or s.resume else f"give --experts {2 * s.ep}, say, or "
+        reject(s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out")
+    shared = math.gcd(s.ep, s.dp, c.experts)
+    more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
+    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}")
     reject(c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}")
+
+    unit = s.dp * s.micro_batches
     reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
            f"{s.micro_batches}: give e.g. --batch-size {multiple(s.batch_size, unit)}")
+
+    replicas = s.dp * s.cp
+    within = s.zero_within or replicas
     reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
            f"give --zero-within {math.gcd(within, replicas)}")
     reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
@@ -160,10 +157,12 @@ def check_parts(s, c, world, local_world, processes):
 def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
     try:
-        stages = len(parallel.homes_of(schedule_of(s)))
+        lists = parallel.schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
+        parallel.check(parallel.lower(lists))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None
+    stages = len(parallel.homes_of(lists))
     most, a_rank = config.n_layer + 2, stages // s.pp
     reject(stages > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} layers with "
            f"embedding and head: give --pp {most // a_rank} or fewer")

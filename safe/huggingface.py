@@ -1,6 +1,5 @@
 """GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`."""
 
-import functools
 import json
 import pathlib
 from types import SimpleNamespace
@@ -41,19 +40,19 @@ def load(folder):
 
 def save(model, folder):
     """Write the model as a Hugging Face folder, which transformers' GPT2LMHeadModel.from_pretrained can read."""
-    write_hf(folder, model.config, model.state_dict().__getitem__)
+    tensors = model.state_dict()
+    names = {**shapes(model.config), **buffers(model.config)}
+    write_hf(folder, model.config, ((name, tensors[name]) for name in names))
 
 
-def entries(config):
-    """A folder's tensors: {name: (parameter or buffer that it is of, where in it, its shape in the folder)}. An expert
-    lies in a stack, at its number; other tensors are whole, at `...`."""
-    rows = {}
+def shapes_there(config):
+    """{name: shape} of a folder's tensors: parameters, then buffers. A stack of experts is a tensor for each."""
+    found = {}
     for name, shape in {**shapes(config), **buffers(config)}.items():
         each = names_of_experts(config, name)
         own = shape[1:] if each else shape
-        there = own[::-1] if name.endswith(TRANSPOSED) else own
-        rows |= {one: (name, e, there) for e, one in enumerate(each)} or {name: (name, ..., there)}
-    return rows
+        found |= dict.fromkeys(each or [name], own[::-1] if name.endswith(TRANSPOSED) else own)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -87,12 +86,11 @@ def open_hf(folder):
 
 def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
-    `entries` would not end."""
+    `shapes_there` would not end."""
     yield f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,)
     if config.experts:
         yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)
-    for name, (_, _, shape) in entries(config).items():
-        yield name, shape
+    yield from shapes_there(config).items()
 
 
 def config_from(hf):
@@ -116,24 +114,28 @@ def config_from(hf):
 
 # -------------------------------------------------------------------------------------------------------------- written
 
-def write_hf(folder, config, get, dtype=torch.float32):
-    """Write config.json and model.safetensors. get(name) returns one whole parameter at a time, at the end buffers.
+def write_hf(folder, config, tensors, dtype=torch.float32):
+    """Write config.json and model.safetensors. tensors: an iterator of (name, tensor), each parameter, then buffers.
 
     dtype: of the tensors in the file; float64 keeps float64 weights exactly. Returns {file: {"bytes", "crc32"}}.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ours = {name if name == "lm_head.weight" else f"transformer.{name}": row for name, row in entries(config).items()}
-    get_once = functools.lru_cache(1)(get)  # a stack of experts not for each expert
-
-    def part(hf_name):
-        name, place, _ = ours[hf_name]
-        tensor = get_once(name)[place]
-        return tensor.t() if name.endswith(TRANSPOSED) else tensor
-
-    there = {name: shape for name, (_, _, shape) in ours.items()}
-    return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, part),
+    there = {long_name(name): shape for name, shape in shapes_there(config).items()}
+    return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts(config, tensors)),
             "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype), indent=2))}
+
+
+def long_name(name):
+    return name if name == "lm_head.weight" else f"transformer.{name}"
+
+
+def parts(config, tensors):
+    """As a folder has them: (name, tensor) of each of `tensors`, or of each expert of a stack."""
+    for name, whole in tensors:
+        each = names_of_experts(config, name)
+        for one, tensor in zip(each, whole) if each else [(name, whole)]:
+            yield long_name(one), tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
 def hf_config(config, dtype):

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
-from safe.flags import gpus_here, schedule_of
-from theory.clock import most_held, stages_in
-from theory.memory import kept_tensors, memory_bytes, tensors_in
+from safe.flags import gpus_here
+from theory import speed
+from theory.clock import stages_in
+from theory.memory import held_by_ranks, kept_tensors, memory_bytes, tensors_in
 from train import Bytes
 
 
@@ -29,7 +30,8 @@ def timed(pipeline):
     Yields a list that in the end holds (action, start, end), seconds of the wall clock. On CUDA a time is an event in
     the stream, so the CPU need not wait for the GPU.
     """
-    cuda, do, wait_for, spans = pipeline.device.type == "cuda", pipeline.do, pipeline.wait_for, []
+    cuda = pipeline.device.type == "cuda"
+    do, wait_for, spans = pipeline.do, pipeline.wait_for, []
 
     def now():
         if not cuda:
@@ -39,22 +41,19 @@ def timed(pipeline):
         return event
 
     def timed_do(action):
-        nonlocal begin
-        begin = now()
+        spans.append([action, now(), None])
         do(action)
-        spans.append((action, begin, now()))
+        spans[-1][2] = now()
 
-    def wait_and_begin(receive):
-        nonlocal begin
+    def timed_wait(receive):
         value = wait_for(receive)
-        begin = now()  # until now the rank was idle
+        spans[-1][1] = now()  # until now the rank was idle
         return value
 
     if cuda:
         torch.cuda.synchronize()
-    origin = time.time()
-    zero = begin = now()
-    with patch.multiple(pipeline, do=timed_do, wait_for=wait_and_begin):
+    origin, zero = time.time(), now()
+    with patch.multiple(pipeline, do=timed_do, wait_for=timed_wait):
         yield spans
     if cuda:
         torch.cuda.synchronize()
@@ -130,6 +129,8 @@ def describe(trainer):
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
+    if c.long_sequences and speed.peak_flops(trainer.device):
+        trainer.say(f"speed    {speed.HALF_COUNTED}")
 
 
 def about_vocabulary(trainer):
@@ -147,7 +148,7 @@ def predicted_bytes(trainer):
     """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
     s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
     mine = stages_in(s, trainer.config, rank).values()
-    held = math.ceil(most_held(schedule_of(s)[rank]) / len(mine))
+    held = math.ceil(held_by_ranks(s.schedule, s.pp, s.micro_batches, s.virtual_stages)[rank])
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
     return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
 

@@ -10,7 +10,8 @@ from functools import partial
 
 import collectives as dist
 from safe import launch
-from safe.checkpoints import differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint
+from safe.checkpoints import (
+    check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log
@@ -35,19 +36,13 @@ class Terminated(Exception):
 
 class WatchedTrainer(Trainer):
     """The Trainer for long runs: it reports memory and speed, writes traces and profiles, names the rank whose numbers
-    are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent.
-
-    run: the WatchedRun, None in a benchmark."""
+    are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent."""
+    run = None  # the WatchedRun; a benchmark has none
     first = 0  # steps that are done when the run goes on from a checkpoint
     log = None  # on rank 0, if there is --out: its Log
     activations, share, memory = 0, 1.0, {}  # what the first steps found: for `describe_first_steps`, and for the log
     terminated = stopping = False  # whether this rank has had a SIGTERM; whether one of them has
     saved = True  # whether the last checkpoint was written
-
-    def __init__(self, s, config, source, data, device, run=None):
-        self.run, self.unit = run, "byte" if isinstance(data[2], Bytes) else "token"
-        self.bytes_a_token = bytes_a_token(*data[1:])
-        super().__init__(s, config, source, data, device)
 
     def make_optimizer(self, adamw):
         return super().make_optimizer(partial(adamw, fused=True))
@@ -55,6 +50,8 @@ class WatchedTrainer(Trainer):
     # the loop
 
     def train(self, saved):
+        self.unit = "byte" if isinstance(self.vocabulary, Bytes) else "token"
+        self.bytes_a_token = bytes_a_token(self.held_out, self.vocabulary)
         describe(self)
         with contextlib.suppress(Terminated):
             super().train(saved)
@@ -132,20 +129,20 @@ class WatchedTrainer(Trainer):
     def record(self, entry):
         """Print and log the entry. Its speed is the mean over the steps since the last entry."""
         s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
-        speed, more = (done - self.logged) * tokens / self.seconds, ""
-        entry |= dict(tokens_per_s=speed, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
+        rate, more = (done - self.logged) * tokens / self.seconds, ""
+        entry |= dict(tokens_per_s=rate, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
         if self.scaler:
             entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
             more += f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
         if "load_max" in entry:
             more += f"load {entry['load_max']:.2f} x mean  "
-        if self.gpu_flops:
-            entry["mfu"] = speed * self.config.flops_per_token() / self.gpu_flops / self.net.mesh.size()
+        if peak := speed.peak_flops(self.device):
+            entry["mfu"] = rate * self.config.flops_per_token() / peak / self.net.mesh.size()
             more += f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
-            left = int((s.steps - done) * tokens / speed)
+            left = int((s.steps - done) * tokens / rate)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "
-                     f"lr {entry['lr']:.1e}  {more}{speed / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
+                     f"lr {entry['lr']:.1e}  {more}{rate / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
             self.write_log(entry)
         if "val_loss" in entry:
             bits = entry["val_loss"] / math.log(2)
@@ -177,24 +174,19 @@ class WatchedTrainer(Trainer):
 
     def save(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
-        started, rest, self.saved = time.perf_counter(), self.whole_tensors(), True
-
-        def get(label):
-            found, tensor = next(rest)
-            assert found == label, f"{found} was gathered where the file has {label}"
-            return tensor
-
+        started, tensors = time.perf_counter(), self.whole_tensors()
         try:
             if dist.get_rank() == 0:
                 os.fsync(self.log.file)
-                write_checkpoint(self, done, get)
+                write_checkpoint(self, done, tensors)
                 if self.stopping or done == self.s.steps:
                     self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
+            self.saved = True
         except OSError as error:
             self.saved, problem = False, error.strerror
             self.say(f"{self.where(done)}  not saved in {self.s.out}: {problem}; older checkpoints there are complete")
             self.write_log({"step": done, "not_saved": problem})
-        for _ in rest:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
+        for _ in tensors:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
             pass
         self.since += time.perf_counter() - started
 
@@ -213,9 +205,6 @@ class WatchedTrainer(Trainer):
                 state["step"] = state["step"].to(self.device)
         if self.run.lock:
             self.log = Log(f"{self.s.out}/log.jsonl", first)
-        self.gpu_flops = speed.peak_flops(self.device)
-        if self.gpu_flops and self.config.long_sequences:
-            self.say(f"speed    {speed.HALF_COUNTED}")
         self.first = self.logged = first
         self.since = time.perf_counter()
         return first
@@ -233,15 +222,17 @@ class WatchedTrainer(Trainer):
 class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
-    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `processes` (how many
-    the layout needs) and `lock` (the locked file of --out on rank 0, if checkpoints go there, else None).
+    It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
+    processes were started), `processes` (how many the layout needs), `on_rank_0`, and `lock` (there, if checkpoints go
+    to --out: the file that is locked; else None).
     """
     mode = "safe; --plain runs what you read"
     flags, trainer = Settings, WatchedTrainer
     lock = saved = None
 
     def __init__(self, arguments):
-        self.first, self.world = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
+        self.on_rank_0 = os.environ.get("RANK", "0") == "0"
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
         try:
             self.prepare(arguments)
         except BadInput as problem:
@@ -250,7 +241,7 @@ class WatchedRun(Run):
     def settings(self, arguments):
         """(Settings, the Checkpoint of --resume or None): a run goes on with what decided its losses."""
         s = parse(Parser(**ABOUT), self.flags, arguments)
-        checkpoint = find_checkpoint(s, self.first)
+        checkpoint = find_checkpoint(s, self.on_rank_0)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
             arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
@@ -267,26 +258,25 @@ class WatchedRun(Run):
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_vocabulary(s, config, vocabulary)
-        known = self.identity = checkpoint and checkpoint.manifest["run"]
-        if known and not s.steps:  # a sample reads no data, and leaves nothing
+        self.identity = checkpoint and checkpoint.manifest["run"]
+        if checkpoint and not s.steps:  # a sample reads no data, and leaves nothing
             s.out, data = "", (b"", b"", vocabulary)
         else:
+            known = self.identity
             if s.out:
-                checkpoint, known = start_of(s, config, checkpoint, self.first)
+                checkpoint, known = start_of(s, config, checkpoint, self.on_rank_0)
             data = load_data(s, vocabulary)
             check_data(s, config, *data[:2])
             self.identity = run_of(s, config) | {"data": fingerprint(*data)}
             if known:
-                self.identity["start"], how = known["start"], differences(known, self.identity, ("data",))
-                instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
-                reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on "
-                       f"({'; '.join(how)}): give that, or start a new run with {instead}")
+                self.identity["start"] = known["start"]
+                check_same_data(s, known, self.identity, checkpoint)
         check_prompt(s, config, vocabulary)
-        for folder, name in (s.trace, "--trace"), (s.profile, "--profile"):
-            if folder and self.first:
-                check_folder(folder, name)
-        if s.out and self.first:
-            self.lock = lock(s.out, self.identity)
+        if self.on_rank_0:
+            check_folder(s.trace, "--trace")
+            check_folder(s.profile, "--profile")
+            if s.out:
+                self.lock = lock(s.out, self.identity)
         if checkpoint:
             source, self.saved = checkpoint.source, checkpoint.manifest
         self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
@@ -298,7 +288,7 @@ class WatchedRun(Run):
                 self.lock.truncate(0)
                 self.lock.close()
             launch.start_again(self.processes, lambda: not self.lock or not os.path.getsize(self.lock.name))
-        watch = Watch("train.py", self.s.timeout)
+        watch = Watch(self.s.timeout)
         try:
             device = dist.initialize(self.s.device, self.s.timeout)
             watch.start()
@@ -311,7 +301,8 @@ class WatchedRun(Run):
 
     def train(self, device):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
-        trainer = self.trainer(self.s, self.config, self.source, self.data, device, self)
+        trainer = self.trainer(self.s, self.config, self.source, self.data, device)
+        trainer.run = self
         # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
         # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
         before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))

@@ -15,26 +15,31 @@ from safe.messages import PeerError, progress
 from safe.sizes import BadInput
 
 
-# ---------------------------------------------------------------------------------- a watch for hung runs, and the demo
+def doing():
+    step, what, _ = progress()
+    return f"step {step}, {what}"
+
 
 class Watch:
     """Ends a run that hangs, and says which rank is to blame. A thread of each rank writes a sign of life into the
     store that torchrun keeps, every 0.2 s, and ends the process after `timeout` seconds without progress.
 
-        watch = Watch("train.py", timeout); initialize(...); watch.start()
+        watch = Watch(timeout); initialize(...); watch.start()
         except Exception as error: watch.give_up(error)
         finally: watch.done = True
 
-    A sign is `progress()`. A rank that gives up reads the last signs of the others and names those that are silent
-    (killed, stopped, cut off); if all are alive, it says what each of them is doing.
+    A sign is [the time, how this rank ended, what it is doing]. A rank that gives up reads the last signs of the others
+    and names those that are silent (killed, stopped, cut off); if all are alive, it says what each of them is doing.
     """
 
     store = None  # where the signs are, if there are other ranks
     end = None  # what this rank's sign says of its end: the error; "" if another rank is to blame
     done = False
 
-    def __init__(self, name, timeout):
-        self.name, self.timeout, self.pause, self.ending = name, timeout, min(0.2, timeout / 10), threading.Lock()
+    def __init__(self, timeout):
+        self.timeout = timeout
+        self.pause = min(0.2, timeout / 10)
+        self.ending = threading.Lock()
 
     def start(self):
         """Call after `initialize`."""
@@ -46,7 +51,13 @@ class Watch:
             threading.Thread(target=self._live, daemon=True).start()
 
     def _sign(self):
-        self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, *progress()]))
+        self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, doing()]))
+
+    def _signs(self):
+        """{rank: the last sign} of the other ranks."""
+        keys = {rank: f"watch/{rank}" for rank in range(get_world_size()) if rank != get_rank()}
+        return {rank: json.loads(self.store.get(key)) if self.store.check([key]) else [0, None, "step 0, starting"]
+                for rank, key in keys.items()}
 
     def _live(self):
         while not self.done:
@@ -58,22 +69,17 @@ class Watch:
 
     def _others(self):
         """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
-        def signs():
-            keys = {r: f"watch/{r}" for r in range(get_world_size()) if r != get_rank()}
-            return {r: json.loads(self.store.get(key)) if self.store.check([key]) else [0, None, 0, "starting", 0]
-                    for r, key in keys.items()}
-
-        before, silent, failed, others = signs(), [], [], []
+        before, silent, failed, others = self._signs(), [], [], []
         for _ in range(4):
             self._sign()  # because others must not take this rank for a silent one
             time.sleep(self.pause)
-        for r, sign in signs().items():
-            _, end, step, what, _ = sign
-            others.append(f"rank {r}: step {step}, {what}")
+        for rank, sign in self._signs().items():
+            _, end, what = sign
+            others.append(f"rank {rank}: {what}")
             if end:
-                failed.append(f"rank {r} failed in step {step}, {what}: {end}")
-            elif end is None and sign == before[r]:
-                silent.append(f"rank {r} gives no sign of life since step {step}, {what}")
+                failed.append(f"rank {rank} failed in {what}: {end}")
+            elif end is None and sign == before[rank]:
+                silent.append(f"rank {rank} gives no sign of life since {what}")
         return "; ".join(silent or failed or others[:8])
 
     def give_up(self, error):
@@ -81,8 +87,8 @@ class Watch:
         is wrong here and is no BadInput has a traceback, too."""
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to end this process
-        step, what, _ = progress()
-        lost, others = isinstance(error, (str, PeerError, torch_dist.DistError)), ""
+        what, others = doing(), ""
+        lost = isinstance(error, (str, PeerError, torch_dist.DistError))
         if not lost and not isinstance(error, BadInput):
             traceback.print_exception(error)
         if self.store:
@@ -91,6 +97,6 @@ class Watch:
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        line = f"{self.name}: {rank}step {step}, {what}: {error}{others}\n"
+        line = f"train.py: {rank}{what}: {error}{others}\n"
         print(line, end="", file=sys.stderr, flush=True)  # written at once, or lines of several ranks would mix
         os._exit(1)

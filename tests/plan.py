@@ -16,7 +16,7 @@ import train
 from tests.benchmark import H200, asked
 from tests.pool import close
 from tests.runs import parse
-from lessons.plan import HALVES, all_layouts, describe_layout
+from lessons.plan import SPLIT, all_layouts, describe_layout
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
@@ -162,7 +162,7 @@ def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
     a = asked(f"plan {flags}")
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
     assert {getattr(s, axis) for s in found} == sizes
-    assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in HALVES)
+    assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in SPLIT)
     for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
         assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
 

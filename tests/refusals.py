@@ -189,6 +189,7 @@ REFUSED = {
         pages --out                         | --out
         pages --into HF                     | --into
         puzzles rings                       | rings
+        puzzles --into NEW                  | Name one, e.g. ring
         puzzles ring --into HF              | --into
         puzzles ring --check HF             | --check"""}
 

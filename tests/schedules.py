@@ -105,11 +105,6 @@ def test_a_dualpipe_runs_each_f_beside_a_backward():
     assert any(rank_1[start:start + 12] == 2 * turn for start in range(len(rank_1)))
 
 
-def test_transfers_take_time_in_the_simulation():
-    assert simulate(parallel.gpipe(2, 1), transfer=0.5).length == 6 + 2 * 0.5
-    assert simulate(interleaved(1, 2, 2), transfer=9).length == 6  # nothing to send on one rank
-
-
 # Of three ranks' lists, in the middle one: other actions in place of some (=none: gone). F2' is of its second stage.
 BROKEN = """
     1f1b    F0=RF0 RF0=F0           deadlock

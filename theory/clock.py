@@ -27,8 +27,11 @@ def split_pieces(config, stages):
         """Cut the pieces before `end` into k runs: (the slowest one's cost, the runs)."""
         if k == 1:
             return sum(cost[:end]), [range(end)]
-        return min(((max(rest, sum(cost[start:end])), [*runs, range(start, end)])
-                    for start in range(k - 1, end) for rest, runs in [best(start, k - 1)]), key=lambda found: found[0])
+        cuts = []
+        for start in range(k - 1, end):
+            slowest, runs = best(start, k - 1)
+            cuts.append((max(slowest, sum(cost[start:end])), [*runs, range(start, end)]))
+        return min(cuts, key=lambda cut: cut[0])
 
     return best(n, stages)[1]
 
@@ -64,23 +67,26 @@ def most_held(actions):
     return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
 
 
-def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0):
-    """Give each action of lists without transfers a start and an end: a Timeline.
+def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
+    """Give each action of lists without transfers a start and an end: a Timeline. Messages take no time.
 
-    A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. transfer: the
-    time of a message. An activation is held from the end of its F to the end of its B or W.
+    A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. An activation
+    is held from the end of its F to the end of its B or W.
     """
     homes = homes_of(lists)
     v = len(homes) // len(lists)
     cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v}
     cost["B"] = cost["I"] + cost["W"]
-    end, spans, clock = {}, [[] for _ in lists], [0.0] * len(lists)
+    spans = [[] for _ in lists]
+    clock = [0.0] * len(lists)  # each rank's
+    end = {}                    # of each result
     for r, action in in_order(lists):
-        start = max([clock[r]] + [end[n] + transfer * (homes[n.stage] != r) for n in needs(action, homes)])
+        start = max([clock[r], *(end[result] for result in needs(action, homes))])
         end[result_of(action)] = clock[r] = start + cost[action.kind]
         spans[r].append((action, start, clock[r]))
-    idle = [max(clock) - sum(b - a for _, a, b in row) for row in spans]
-    return Timeline(spans, max(clock), idle, [most_held(actions) / v for actions in lists])
+    length = max(clock)
+    idle = [length - sum(end - start for _, start, end in row) for row in spans]
+    return Timeline(spans, length, idle, [most_held(actions) / v for actions in lists])
 
 
 def bubble(schedule, p, v, forward, input_gradient, weight_gradient):
@@ -105,7 +111,7 @@ def draw(timeline):
     for r, row in enumerate(timeline.spans):
         cells = ["." * width] * columns
         for action, start, end in row:
-            for c in range(round(start / unit), round(end / unit)):
-                cells[c] = str(action).ljust(width) if c == round(start / unit) else "-" * width
+            first, last = round(start / unit), round(end / unit)
+            cells[first:last] = [str(action).ljust(width)] + ["-" * width] * (last - first - 1)
         lines.append(f"rank {r}  " + " ".join(cells))
     return "\n".join(lines)

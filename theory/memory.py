@@ -33,17 +33,23 @@ def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
     experts over an equal share.
     """
     pieces = [range(config.n_layer + 2)] if pieces is None else pieces
-    count, (narrow, wide) = local_elements(config, s.tp, tuple(pieces)), widths(s)
-    whole = vector = mine = 0  # mine: what this rank's optimizer steps
+    count = local_elements(config, s.tp, tuple(pieces))
+    narrow, wide = widths(s)
+    matrices = vectors = mine = 0  # elements on this rank; mine: those that its optimizer steps
     # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
     for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
-        m, v = count[experts, True] / shared, count[experts, False] / shared  # of matrices, of vectors, on this rank
-        whole, vector = whole + m + v, vector + v
-        mine += m / ranks + v if s.zero == 3 else (m + v) / (ranks if s.zero else 1)
-    masters = wide * mine if wide != narrow else 0
-    return {"parameters": int(narrow * whole if s.zero < 3 else narrow * vector + (0 if masters else wide * mine)),
-            "gradients": int(wide * (whole if s.zero < 2 else mine)), "optimizer": int(2 * wide * mine + masters),
-            "activations": held * activation_bytes(config, s, pieces, fused, load)}
+        m, v = count[experts, True] / shared, count[experts, False] / shared
+        matrices += m
+        vectors += v
+        mine += {0: m + v, 3: m / ranks + v}.get(s.zero, (m + v) / ranks)
+    whole = matrices + vectors
+    masters = wide * mine if wide > narrow else 0
+    between_steps = narrow * vectors + (0 if masters else wide * mine)  # at stage 3, where matrices are gathered
+    return {
+        "parameters": int(narrow * whole if s.zero < 3 else between_steps),
+        "gradients": int(wide * (whole if s.zero < 2 else mine)),
+        "optimizer": int(2 * wide * mine + masters),
+        "activations": held * activation_bytes(config, s, pieces, fused, load)}
 
 
 @functools.cache
@@ -159,6 +165,6 @@ def needed_bytes(config, s):
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     peak = held_by_ranks(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    return again - kept + max(
-        sum(memory_bytes(config, s, stages_in(s, config, rank).values(), math.ceil(held)).values())
-        for rank, held in enumerate(peak))
+    ranks = [memory_bytes(config, s, stages_in(s, config, rank).values(), math.ceil(held))
+             for rank, held in enumerate(peak)]
+    return again - kept + max(sum(kinds.values()) for kinds in ranks)

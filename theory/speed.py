@@ -3,6 +3,7 @@
 Read with: Ultra-Scale Playbook, "finding the best training configuration" and its formulas.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
@@ -65,13 +66,15 @@ class Machine:
 
 
 # `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them. Rates of the
-# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured.
-MACHINES = {
-    "h200": Machine("H200", 989e12, 150e9, 710e12, 220e12, 5.9e12, 3.4e11, 4.07e12, 1.7e-3, 330e9, 2.7e-5, 45e9,
-                    long_attention=450e12),
-    "h100": Machine("H100", 989e12, 85e9, 650e12, 210e12, 4.2e12, 2.5e11, 2.8e12, 1.7e-3, 330e9, 2.7e-5, 45e9,
-                    long_attention=430e12),
-}
+# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured. All these are rates
+# of bf16, so for --dtype fp32 they predict too short a time.
+H200 = Machine(
+    "H200", peak=989e12, memory=150e9, matmul=710e12, attention=220e12, long_attention=450e12, elementwise=5.9e12,
+    loss=3.4e11, hbm=4.07e12, launch=1.7e-3, link=330e9, hop=2.7e-5, network=45e9)
+H100 = dataclasses.replace(
+    H200, name="H100", memory=85e9, matmul=650e12, attention=210e12, long_attention=430e12, elementwise=4.2e12,
+    loss=2.5e11, hbm=2.8e12)
+MACHINES = {"h200": H200, "h100": H100}
 
 
 def call_seconds(op, elements, width, machine, n, here):
@@ -196,10 +199,19 @@ def groups_of(s):
     """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
     replicas, shards = s.dp * s.cp, shards_of(s)
     each, every = replicas * s.tp, replicas * s.tp * s.pp
-    return {"tp": (s.tp, 1), "cp": (s.cp, s.tp), "dp": (replicas, s.tp), "within": (shards, s.tp),
-            "between": (replicas // shards, shards * s.tp), "replicas": (replicas, s.tp), "ep": (s.ep, s.tp * s.cp),
-            "same_experts": (replicas // s.ep, s.tp * s.ep), "pp": (min(s.pp, 2), each),
-            "ends": (min(s.pp, 2), every // 2), "world": (every, 1), "all": (every, 1)}
+    return {
+        "tp": (s.tp, 1),
+        "cp": (s.cp, s.tp),
+        "ep": (s.ep, s.tp * s.cp),
+        "dp": (replicas, s.tp),
+        "replicas": (replicas, s.tp),
+        "within": (shards, s.tp),
+        "between": (replicas // shards, s.tp * shards),
+        "same_experts": (replicas // s.ep, s.tp * s.ep),
+        "pp": (min(s.pp, 2), each),
+        "ends": (min(s.pp, 2), every // 2),
+        "world": (every, 1),
+        "all": (every, 1)}
 
 
 def seconds_by_axis(s, machine, items):
@@ -211,10 +223,10 @@ def seconds_by_axis(s, machine, items):
             continue
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
-        for elements, count in Counter(item.elements).items():
-            given, count = (item.op, elements, item.width), count * item.times
-            spent[item.axis][item.what] += count * call_seconds(*given, machine, n, here)
-            touched[item.axis] += count * MOVED / machine.hbm * sent(*given, n, 0)
+        for elements, calls in Counter(item.elements).items():
+            call, times = (item.op, elements, item.width), calls * item.times
+            spent[item.axis][item.what] += times * call_seconds(*call, machine, n, here)
+            touched[item.axis] += times * MOVED / machine.hbm * sent(*call, n, 0)
     return spent, touched
 
 
@@ -250,34 +262,33 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
-    m = s.micro_batches
+    m, (narrow, wide) = s.micro_batches, widths(s)
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, routed, _, _ = contents(config, stages.values())
     count = local_elements(config, s.tp, tuple(stages.values()))
-    shared, experts = (count[some, True] + count[some, False] for some in (False, True))
-    if s.ep == 1:  # else experts have buckets of their own
-        shared, experts = shared + experts, 0
-    buckets = buckets_of(s, int(shared), blocks + 1)
-    of_experts = buckets_of(s, int(experts / s.ep), routed) if experts else []
+    experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
+    others, own = count.total() - experts, experts / s.ep
+    buckets = buckets_of(s, int(others), blocks + 1)
+    of_experts = buckets_of(s, int(own), routed) if own else []
     spent, touched = seconds_by_axis(s, machine, messages(config, s, stages, buckets, of_experts=of_experts))
+
     tp, ep = spent["tp"].total(), spent["ep"].total()
     cp = context_seconds(config, s, machine, blocks, spent)
-    waits = (tp + cp + ep) / m / 2  # in forward, and as long in backward
-
+    waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
+    idle = bubble(s.schedule, s.pp, len(homes_in(s)) // s.pp, f + waits, i + waits, w)
     # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's
     # gradient.
-    idle = bubble(s.schedule, s.pp, len(homes_in(s)) // s.pp, f + waits, i + waits, w)
-    transfers = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
+    pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
+
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
-    narrow, wide = widths(s)
     shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
-    optimizer = (shared / shards + experts / s.ep / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    optimizer = (others / shards + own / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
     in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
     updates = optimizer + (f + waits) * (s.cuda_graphs != "off" and replayable(s, config))
     dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits, updates)
-    return Costs(m * (f + i + w), tp, cp, ep, idle, transfers, dp, optimizer)
+    return Costs(m * (f + i + w), tp, cp, ep, idle, pp, dp, optimizer)
 
 
 def describe_machine(machine):

@@ -23,8 +23,10 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
         return width * (sum(elements) - elements[rank])
     k = elements * width
     if op == "all_reduce" and k <= small:
-        core = 1 << (n.bit_length() - 1)  # the largest power of two
-        return k * (n - 1) if switched else k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
+        if switched:
+            return k * (n - 1)
+        core = 1 << (n.bit_length() - 1)  # the largest power of two; each rank beyond it sends once, to one below
+        return k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
         chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
         return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
