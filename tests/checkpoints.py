@@ -51,9 +51,9 @@ def test_resumed_run_is_the_same_to_the_bit(trained, tmp_path, size, flags, seco
 
 
 MOVES = [  # a model, and through which layouts a run of it moves
-    ("", [(4, "--tp 2 --sp"), (4, "--pp 2 --zero 1 --micro-batches 2"), (1, ""), (4, "--zero 3 --zero-within 2"),
-          (3, "--pp 3"), (2, "--cp 2 --zero 2")]),
-    ("--n-layer 2 --experts 4", [(2, "--dp 2 --ep 2"), (2, "--tp 2"), (2, "--pp 2 --schedule zb-v"),
+    ("", [(4, "--tp 2 --sp --zero 2"), (4, "--pp 2 --zero 1 --micro-batches 2"), (1, ""),
+          (4, "--zero 3 --zero-within 2"), (3, "--pp 3"), (2, "--cp 2 --zero 2")]),
+    ("--n-layer 2 --experts 4", [(2, "--dp 2 --ep 2"), (4, "--tp 2 --ep 2"), (2, "--pp 2 --schedule zb-v"),
                                  (2, "--dp 2 --ep 2 --zero 3")])]
 
 

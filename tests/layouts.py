@@ -225,10 +225,10 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
 
 
 def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes, cuda_graphs=False,
-                comm="ours", dtype=torch.float64, two_levels=None, gradients=None, **options):
+                comm="ours", dtype=torch.float64, two_levels=None, want=None, **options):
     """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
-    two_levels: whether the dp group must work in two levels. gradients: one process's, {name: array}; then of ours, how
-    far each of this rank's is from its part of them."""
+    two_levels: whether the dp group must work in two levels. want: one process's gradients and weights, {name: array};
+    then of ours, how far each of this rank's is from its part of them."""
     config = dataclasses.replace(SMALL, **change)
     device = torch.get_default_device()
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
@@ -249,7 +249,8 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
         evaluated = net.forward(x, y) if holes else None
         total = net.forward_backward(x, y)
         assert evaluated is None or dtype != torch.float64 or close(evaluated, total, 1e-12)
-        grads = grads or (distances(net, gradients) if gradients else whole_gradients(net, opt, shapes))
+        if step == 0:
+            grads = distances(net, want[0], lambda param: param.grad) if want else whole_gradients(net, opt, shapes)
         norms.append(float(net.clip_grad_norm_(clip)))
         opt.step()
         if config.experts:
@@ -258,8 +259,12 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
             net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
         torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
         losses.append(float(total) / dist.get_world_size(net.groups.replicas))
-    weights = {n: net.whole_parameter(n).cpu().numpy().copy() for n in {**shapes, **model.buffers(config)}}
-    return losses, norms, grads, weights
+    if want:
+        biases = [float((buffer.cpu() - torch.from_numpy(want[1][name])).abs().max())
+                  for stage in net.stages for name, buffer in net.module(stage).named_buffers()]
+        return losses, norms, grads, distances(net, want[1], torch.detach) + biases
+    return losses, norms, grads, {n: net.whole_parameter(n).cpu().numpy().copy()
+                                  for n in {**shapes, **model.buffers(config)}}
 
 
 def whole_gradients(net, optimizer, names):
@@ -273,28 +278,28 @@ def whole_gradients(net, optimizer, names):
     return whole
 
 
-def distances(net, gradients):
-    """How far each gradient of this rank is from its part of one process's, relative to their largest values: to
-    gather them would take a fifth of a layout's time."""
-    largest = {name: max(1e-3, abs(whole).max()) for name, whole in gradients.items()}
-    net.load_state("expected", lambda name: torch.from_numpy(gradients[name] / largest[name]))
-    net.load_state("scale", lambda name: torch.full(gradients[name].shape, 1 / largest[name], dtype=torch.float64))
+def distances(net, want, held):
+    """How far held(param) of each parameter that this rank steps is from its part of one process's tensors, relative to
+    their largest values: to gather gradients and weights would take half of a layout's time."""
+    largest = {name: max(1e-3, abs(whole).max()) for name, whole in want.items()}
+    net.load_state("expected", lambda name: torch.from_numpy(want[name] / largest[name]))
+    net.load_state("scale", lambda name: torch.full(want[name].shape, 1 / largest[name], dtype=torch.float64))
     found = []
     for param in net.params:
-        state = net.optimizer.state[param]
+        state, ours = net.optimizer.state[param], held(param)
         expected, scale = state.pop("expected"), state.pop("scale")
-        ours = 0 if param.grad is None else param.grad * scale
-        found.append(float((ours - expected).abs().max()))
+        found.append(float(((0 if ours is None else ours * scale) - expected).abs().max()))
     return found
 
 
 def differences(got, want, tolerance=1e-10):
-    """What of (losses, norms, distances of gradients, weights) differs from one process by more than the tolerance."""
-    found = [f"gradient {i}" for i, distance in enumerate(got[2]) if not distance <= tolerance]
-    for at, kind in (0, "loss"), (1, "norm"), (3, "weight"):
-        names = want[at] if isinstance(want[at], dict) else range(len(want[at]))
-        found += [f"{kind} {name}" for name in names if not close(got[at][name], want[at][name], tolerance)]
-    return found
+    """What of (losses, norms, distances of gradients and of weights) differs from one process by more than the
+    tolerance."""
+    wrong = [[not close(ours, exact, tolerance) for ours, exact in zip(*both, strict=True)]
+             for both in zip(got[:2], want)]
+    wrong += [[not distance <= tolerance for distance in some] for some in got[2:]]
+    return [f"{kind} {i}" for kind, some in zip(("loss", "norm", "gradient", "weight"), wrong)
+            for i, is_wrong in enumerate(some) if is_wrong]
 
 
 # ----------------------------------------------------------------------------------------------------------- as a table
@@ -343,9 +348,9 @@ def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
     """What differs from one process by more than a tolerance: a list for each rank and tolerance."""
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
     want = one_process(optimizer, *(options[name] for name in SIZED), **change)
-    gradients = {name: grad.numpy() for name, grad in want[2].items()}
+    arrays = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in want[2:]]
     results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options,
-                                                   gradients=gradients)
+                                                   want=arrays)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
@@ -506,10 +511,8 @@ def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
 @pytest.mark.parametrize("layout, zero", [({"dp": 4}, 0), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 0)], ids=str)
 @on_ranks(4)
 def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, zero):
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(**layout, zero=zero), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x = tokens_of(0)[0].to(device).split(4)
+    net = small_gpt(**layout, zero=zero)
+    x = tokens_of(0)[0].to(net.device).split(4)
     assert net.forward_backward(x, [torch.full_like(tokens, -1) for tokens in x]) == 0
     assert net.clip_grad_norm_(1.0) == 0
 
@@ -520,10 +523,8 @@ def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, z
 def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
     """zero_grad() drops an unfinished step, at any of its backwards; without it a second forward_backward is refused. A
     whole parameter is no view of what is stepped."""
-    device = torch.get_default_device()
-    net = parallel.parallelize(SMALL, parallel.Layout(dp=2, zero=zero, dtype=torch.float64), device)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    x, y = (t.to(device).split(2)[:2] for t in tokens_of(0))
+    net = small_gpt(dp=2, zero=zero, dtype=torch.float64)
+    x, y = (t.to(net.device).split(2)[:2] for t in tokens_of(0))
     net.forward_backward(x, y)
     before = net.whole_parameter("wpe.weight")
     kept = before.clone()
@@ -576,8 +577,7 @@ def test_frozen_experts_stay_each_rank_s_own():
 @on_ranks(2)
 def test_micro_batches_may_have_unequal_sizes():
     """The loss of a pipeline is that of equal ones."""
-    net = parallel.parallelize(SMALL, parallel.Layout(pp=2, dtype=torch.float64), torch.get_default_device())
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
+    net = small_gpt(pp=2, dtype=torch.float64)
     x, y = (t.to(net.device) for t in tokens_of(0))
     found = []
     for sizes in (4, 4), (1, 5, 2):
