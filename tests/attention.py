@@ -1,5 +1,6 @@
 """Attention by specialised warps: its tiles, its schedule, what the compiler makes of it."""
 
+import functools
 import math
 import os
 import subprocess
@@ -13,8 +14,8 @@ import torch
 import fast.attention
 import kernels
 from fast.attention import specialized_takes, tuned_attention_forward
-from tests.kernels import random, triton_kernels  # noqa: F401
-from tests.pool import GPUS, HERE
+from tests.kernels import plain_attention, random, triton_kernels  # noqa: F401
+from tests.pool import GPUS, HERE, close
 
 
 @pytest.mark.skipif(not GPUS or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper GPUs")
@@ -132,3 +133,19 @@ def test_attention_schedule_hands_out_each_tile_once(Tq, Tk, is_causal, costs, h
     assert max(loads) - sum(loads) / programs <= max(costs)
     for row in rows:  # group of heads after group of heads
         assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
+
+
+def test_attention_to_keys_that_some_queries_do_not_see(triton_kernels):
+    """Of 40 queries the last 8 see some of 8 keys. (That parts of the keys merge into attention, and their gradients,
+    is what context parallelism proves, by the kernels and without.)"""
+    *qkv, do = (random(1, 2, T, 16) for T in (40, 8, 8, 40))
+    leaves = [x.double().requires_grad_() for x in qkv]
+    y = plain_attention(*leaves, True)
+    exact = y.detach(), *torch.autograd.grad(y, leaves, do.double())
+    for choice in "triton", "torch":
+        kernels.use(choice)
+        o, sums = fast.attention.attention_block(*qkv, True)
+        grads = fast.attention.attention_block_backward(*qkv, o, sums, do, True)
+        assert all(map(functools.partial(close, tolerance=1e-5), (o, *grads), exact))
+        for of_queries in o, grads[0], sums.exp():
+            assert of_queries[:, :, :32].eq(0).all() and of_queries[:, :, 32:].isfinite().all()
