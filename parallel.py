@@ -12,7 +12,8 @@
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
 nodes. The recipe imports a file of it where a layout needs the file.
 
-`python -m lessons data`, `memory`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a laptop.
+`python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a
+laptop.
 
 `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module, the other sections on the
 GPT of model.py. What sections, and files of further/, must tell each other of a parameter stands in its `Place`.
@@ -405,8 +406,8 @@ def master_dtype(dtype):
 
 
 def flatten(bucket, sharded, compute_dtype=None):
-    """Make a bucket's parameters views of one flat vector, `bucket.weights`, with the first rank's values: to gather the
-    vector is to gather them. Make `bucket.shard`, which an optimizer steps: this rank's Nth; all, if not `sharded`."""
+    """Make a bucket's parameters views of one flat vector, `bucket.weights`, with the first rank's values: to gather
+    it is to gather them. Make `bucket.shard`, which an optimizer steps: this rank's Nth; all, if not `sharded`."""
     values = bucket.zeros(bucket.dtype)
     if not bucket.params[0].is_meta:
         for p in bucket.params:
@@ -1057,8 +1058,10 @@ def stages_on(rank, homes):
 
 
 def result_of(action):
-    """What other actions call the result of this one. B ends with what I ends with, the gradient of the input."""
-    return action._replace(kind="I") if action.kind == "B" else action
+    """What an action makes: F its stage's activation, B and I the gradient of the stage's input. (W, or a transfer,
+    stands for itself.)"""
+    made = {"F": "activation", "B": "gradient", "I": "gradient"}.get(action.kind, action.kind)
+    return action._replace(kind=made)
 
 
 def halves(action):
@@ -1070,11 +1073,11 @@ def needs(action, homes):
     """The results that an action computes with."""
     kind, s, i = action
     if kind == "F":
-        results = [Action("F", s - 1, i)]
+        results = [Action("activation", s - 1, i)]
     elif kind == "W":
-        results = [Action("I", s, i)]
+        results = [Action("gradient", s, i)]
     else:  # B or I
-        results = [Action("F", s, i), Action("I", s + 1, i)]
+        results = [Action("activation", s, i), Action("gradient", s + 1, i)]
     return [result for result in results if result.stage in homes]  # none before the first stage or after the last
 
 
@@ -1171,7 +1174,7 @@ def check(lists):
         kind, s, i = action
         if kind[0] in "SR":
             send = action if kind[0] == "S" else other_end(action)
-            is_made = Action("F" if kind[1] == "F" else "I", send.stage, i) in done
+            is_made = result_of(Action(kind[1], send.stage, i)) in done
             both_are_there = send in waiting and other_end(send) in waiting
             return is_made and both_are_there
         received = Action("RF" if kind == "F" else "RB", s, i)
@@ -1209,7 +1212,7 @@ def checked(schedule, p, m, v):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(layout):
-    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say, for any m that it takes."""
+    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say, whatever m is, here 2p."""
     homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
     if layout.virtual_stages not in (1, len(homes) // layout.pp):
         raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
@@ -1276,23 +1279,23 @@ class Pipeline:
         self.last_stage = len(homes) - 1
         self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
 
-    def run(self, actions, x, y, dloss=None, syncs=None):
+    def run(self, actions, x, y, dloss=None, averagers=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. syncs: {stage: what
-        has the no_sync() for all backwards but the last}; None for forwards alone. After an exception the process group
-        is of no more use, because messages may still be under way.
+        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. averagers: {stage:
+        what averages its gradients}, for no_sync(); None for forwards alone. After an exception the process group is of
+        no more use, because messages may still be under way.
         """
-        self.begin(actions, x, y, dloss, syncs)
+        self.begin(actions, x, y, dloss, averagers)
         for action in actions:
             self.do(action)
         self.forget_sent(0)
         return self.losses
 
-    def begin(self, actions, x, y, dloss, syncs):
+    def begin(self, actions, x, y, dloss, averagers):
         self.x, self.y = x, y
         self.dloss = dloss
-        self.syncs = syncs
+        self.averagers = averagers
         self.last_with = {(half, action.stage): action for action in actions for half in halves(action)}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
         self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
@@ -1348,7 +1351,7 @@ class Pipeline:
         else:
             dy = self.wait_for(Action("RB", s, i))
         sends_gradients = self.is_last_backward(action)
-        with nullcontext() if sends_gradients else self.syncs[s].no_sync():
+        with nullcontext() if sends_gradients else self.averagers[s].no_sync():
             dx = passage.backward(kind, dy)
         if s > 0 and kind != "W":
             self.hand_on(Action("SB", s, i), dx)
@@ -1550,7 +1553,8 @@ def parallelize(config, layout, device, source=None):
     for stage in stages_on(dist.get_rank(groups.pp), homes):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces_of[stage])
-        # 2. Cut the layers, because what follows must see this rank's parameters.
+        # 2. Cut the layers, because what follows must see this rank's parameters. They have shapes alone. But each
+        # remembers its `cuts`, and `cut_like` makes the same ones in the values of step 4.
         cut_layers(model, layout, groups)
         mark_stage(model, len(homes), groups)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
@@ -1564,9 +1568,10 @@ def parallelize(config, layout, device, source=None):
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
-        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them. ZeRO 0, float32:
-        # DDP, here. ZeRO 1, 2, and 0 in 16 bits: ShardedOptimizer, in `make_optimizer`. ZeRO 3: FSDP, in step 4, which
-        # shards weights as they come.
+        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
+        #    ZeRO 0, float32                   DDP, here
+        #    ZeRO 0 in 16 bits, ZeRO 1 and 2   ShardedOptimizer, in `make_optimizer`
+        #    ZeRO 3                            FSDP, in step 4, because it shards weights as they come
         if layout.zero == 0 and not layout.shards_in_optimizer:
             model = DDP(model, groups.replicas)
         stages[stage] = model
@@ -1664,7 +1669,9 @@ class ParallelGPT:
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
         self.stages, self.homes = stages, homes
-        self.optimizer = None  # until make_optimizer
+        # From make_optimizer on: what steps, and for each stage what averages its gradients, DDP, FSDP or
+        # ShardedOptimizer.
+        self.optimizer, self.averagers = None, {}
         self.routers = {}
         if config.experts:
             from further.experts import routers
@@ -1680,28 +1687,30 @@ class ParallelGPT:
 
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
-        groups = []
-        for model in self.stages.values():  # each has its own groups, so that no bucket waits for two stages
+        param_groups = []
+        for model in self.stages.values():  # each has its own, so that no bucket waits for two stages
             for matrix, decay in (False, 0.0), (True, weight_decay):
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]  # FSDP's are its shards
-                groups += [{"params": params, "weight_decay": decay}] if params else []
-        if not self.layout.shards_in_optimizer:
-            # syncs: by stage, what has no_sync and finish_grad_sync
-            self.optimizer, self.syncs = optimizer_class(groups, **kwargs), self.stages
-            self.params = [p for group in groups for p in group["params"]]
-            self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
-        else:
-            layout = self.layout
-            self.optimizer = ShardedOptimizer(groups, optimizer_class, self.groups.within, layout.zero, None,
+                param_groups += [{"params": params, "weight_decay": decay}] if params else []
+        layout = self.layout
+        if layout.shards_in_optimizer:
+            self.optimizer = ShardedOptimizer(param_groups, optimizer_class, self.groups.within, layout.zero, None,
                                               layout.dtype, layout.reduce_dtype, **kwargs)
-            self.params, self.syncs = self.optimizer.shards, dict.fromkeys(self.stages, self.optimizer)
-            self.bucket_of, self.reducers = self.optimizer.reducer.bucket_of, [self.optimizer.reducer]
+            self.params = self.optimizer.shards
+            self.averagers = dict.fromkeys(self.stages, self.optimizer)
+            self.reducers = [self.optimizer.reducer]
+            self.bucket_of = self.optimizer.reducer.bucket_of
+        else:
+            self.optimizer = optimizer_class(param_groups, **kwargs)
+            self.params = [p for group in param_groups for p in group["params"]]
+            self.averagers = self.stages
+            self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
         return self.optimizer
 
     def zero_grad(self):
         """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
-        for sync in dict.fromkeys(self.syncs.values()):
-            sync.zero_grad()
+        for averager in dict.fromkeys(self.averagers.values()):
+            averager.zero_grad()
 
     def actions(self, m, training=True):
         """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
@@ -1720,14 +1729,15 @@ class ParallelGPT:
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
-        Returns, on every rank of the pipeline, a number of this replica; the mean over replicas is the loss."""
+        Returns, on every rank of the pipeline, this replica's share of it times the number of replicas: the mean over
+        replicas is the loss."""
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
             raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, self.actions(len(x)), scale, self.syncs)
-        for sync in dict.fromkeys(self.syncs.values()):
-            sync.finish_grad_sync()
+        loss = self.run(x, y, self.actions(len(x)), scale, self.averagers)
+        for averager in dict.fromkeys(self.averagers.values()):
+            averager.finish_grad_sync()
         if self.groups.between:
             from further.nodes import average_between
             average_between(self.reducers, self.groups.between)
@@ -1748,7 +1758,7 @@ class ParallelGPT:
         """What forward_backward returns, with no gradients."""
         return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
-    def run(self, x, y, actions, scale, syncs):
+    def run(self, x, y, actions, scale, averagers):
         if self.layout.shards_in_optimizer and not self.optimizer:
             raise RuntimeError("call make_optimizer() first: it gives the layers their 16 bits, and itself the masters")
         if self.layout.cp > 1:
@@ -1757,7 +1767,7 @@ class ParallelGPT:
                              self.device)
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         weight = self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, scale * weight, syncs)
+        losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
         total = torch.zeros_like(weight)
         for loss in losses:
             total += loss * weight

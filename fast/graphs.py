@@ -224,14 +224,14 @@ class GraphPipeline(PatientPipeline):
         super().__init__(*args, **kwargs)
         self.graphs, self.totals, self.replaying = None, {}, False
 
-    def begin(self, actions, x, y, dloss, syncs):
-        super().begin(actions, x, y, dloss, syncs)
-        self.replaying = syncs is not None
+    def begin(self, actions, x, y, dloss, averagers):
+        super().begin(actions, x, y, dloss, averagers)
+        self.replaying = averagers is not None
         if self.replaying and len({part.shape for part in x}) > 1:
             raise ValueError("CUDA graphs replay micro-batches of one shape: give equal ones")
         if not self.replaying:
             return
-        self.replicated = dist.get_world_size(next(iter(syncs.values())).group) > 1
+        self.replicated = dist.get_world_size(next(iter(averagers.values())).group) > 1
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
         asked = x[0].shape, tuple(actions)
@@ -241,15 +241,15 @@ class GraphPipeline(PatientPipeline):
             self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
         elif not self.graphs.recordings:
             for stage in self.stages:
-                self.record(stage, actions, kinds, alone, overwrite, self.totals[syncs[stage]])
-        self.add_up(syncs)
+                self.record(stage, actions, kinds, alone, overwrite, self.totals[averagers[stage]])
+        self.add_up(averagers)
         for totals in self.totals.values():
             totals.begin(overwrite)
 
-    def add_up(self, syncs):
+    def add_up(self, averagers):
         """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
         self.separate_weight_gradients()
-        for stage, sync in syncs.items():
+        for stage, sync in averagers.items():
             if sync not in self.totals:
                 self.totals[sync] = Totals(sync)
             self.weight_gradients[stage].add = self.totals[sync].add
@@ -289,8 +289,8 @@ class GraphPipeline(PatientPipeline):
 class HookedGraphPipeline(GraphPipeline):
     """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
 
-    def add_up(self, syncs):
-        for sync in syncs.values():
+    def add_up(self, averagers):
+        for sync in averagers.values():
             self.totals.setdefault(sync, ShardTotals(sync))
 
 

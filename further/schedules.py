@@ -17,7 +17,7 @@ import torch
 import kernels
 import parallel
 from model import Linear
-from parallel import Action, homes_of, needs, one_f_one_b, SCHEDULES, take_turns, whole_batch
+from parallel import Action, homes_of, needs, result_of, one_f_one_b, SCHEDULES, take_turns, whole_batch
 
 
 def interleaved(p, m, v):
@@ -148,7 +148,7 @@ def squeeze(lists, most):
                 turn.append((rank, actions.popleft()))
         for rank, action in turn:
             squeezed[rank].append(action)
-            done.add(action)
+            done.add(result_of(action))
             held[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
             if action.kind == "I":
                 weights[rank].append(action._replace(kind="W"))

@@ -15,7 +15,7 @@ from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from lessons import kernels as errors, pages, puzzles
-from lessons.measure import of_all_ranks, off, readable, say
+from lessons.measure import of_all_ranks, off, patched, readable, say
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -239,6 +239,36 @@ def demo_data():
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
 
 
+def demo_fsdp():
+    """ZeRO-3 at work: which unit rank 0 gathers, frees and scatters while which unit computes."""
+    net = parallel.FSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
+    name_of = {unit: name for name, unit in net.module.named_modules()}
+    unit_of = {flat: name_of[unit] for unit, flats in net.units.flats_of.items() for flat in flats}
+
+    def told(where, name, what, happens):
+        """Print what the function does with a FlatParameter, when it happens."""
+        plain = getattr(where, name)
+
+        def tells(flat):
+            if happens(flat):
+                say(f"    {what} {unit_of[flat]}")
+            return plain(flat)
+        return where, name, tells
+
+    def backward(units, unit, grad, plain=parallel.Units.before_backward):
+        say(f"backward of {name_of[unit]}")
+        plain(units, unit, grad)
+
+    for unit in net.units.flats_of:
+        unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
+    with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not flat.has_memory),
+                  told(parallel.FlatParameter, "free", "free", lambda flat: flat.has_memory),
+                  told(parallel, "reduce_scatter_bucket", "scatter", lambda flat: True),
+                  (parallel.Units, "before_backward", backward)]):
+        net(torch.arange(32).view(2, 16)).sum().backward()
+        net.finish_grad_sync()
+
+
 def demo_tensor():
     """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
@@ -346,12 +376,13 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "collectives": (demo_collectives, {"ranks": 4}),
     "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),
     "data": (demo_data, {"ranks": 2}),
+    "fsdp": (demo_fsdp, {"ranks": 2}),
     "tensor": (demo_tensor, {"ranks": 2}),
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
     "pages": (pages.pages, {"out": "runs/site"})}
-ON_RANKS = demo_collectives, demo_data, demo_tensor, demo_experts  # each rank is a process and runs the demo
+ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts  # each rank is a process and runs the demo
 
 
 def main():

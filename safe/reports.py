@@ -209,10 +209,10 @@ def profiled(trainer):
     """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
     and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
-    syncs = dict.fromkeys(trainer.net.syncs.values())
+    averagers = dict.fromkeys(trainer.net.averagers.values())
     ranges = [*trainer.profiled_collectives(),
               (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
-              *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in syncs]]
+              *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in averagers]]
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
         for each in ranges:

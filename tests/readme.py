@@ -209,7 +209,7 @@ def test_commands_of_the_lecture_run(text, tmp_path):
             losses.append(re.findall(r"loss (\S+)", said))
         elif words[0] == "data":
             ran(words, 1, log, program="lessons", launcher="fork")
-    assert len(lines) == 10 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
+    assert len(lines) == 11 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
 
 
 # GPUs, nodes, a person; or it is refused

@@ -117,9 +117,9 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     x, y = (t.to(net.device).split(2) for t in tokens_of(0))
     name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
     dist.reset_traffic()
-    net.run(x, y, net.actions(len(x)), 1.0, net.syncs)
+    net.run(x, y, net.actions(len(x)), 1.0, net.averagers)
     in_backward = dist.traffic()[name].calls
-    for sync in set(net.syncs.values()):
+    for sync in set(net.averagers.values()):
         sync.finish_grad_sync()
     k = 4 * sum(param.numel() for param in stepped_by(net.optimizer))  # of ZeRO half of the gradients, padded
     assert not zero or bytes_alive() - before < 2.5 * k  # full ones would add 2 k
