@@ -507,14 +507,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Step the shards. A shard is a view of the weights, or a float32 master that `cast` writes into them. Then
-        all-gather the other ranks' Nths."""
+        """Step the shards. A shard is a view of the weights, or a float32 master that `cast_masters` writes into
+        them. Then all-gather the other ranks' Nths."""
         self.inner.step()
-        self.cast()
-        self.gather_weights(self.buckets)
-
-    def cast(self):
         cast_masters(self.buckets)
+        self.gather_weights(self.buckets)
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""

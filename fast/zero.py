@@ -10,7 +10,7 @@ import torch
 
 import collectives as dist
 from fast.adamw import AdamW
-from parallel import FSDP, fsdp_units, ShardedOptimizer
+from parallel import cast_masters, FSDP, fsdp_units, ShardedOptimizer
 
 
 class GuardedOptimizer(ShardedOptimizer):
@@ -38,7 +38,10 @@ class GuardedOptimizer(ShardedOptimizer):
         self.wait_for_weights(self.buckets)
         if not self.reducer.finished:
             self.finish_grad_sync()
-        super().step()
+        self.inner.step()
+        if not isinstance(self.inner, AdamW):
+            cast_masters(self.buckets)
+        self.gather_weights(self.buckets)
 
     def gather_weights(self, buckets, wait=True):
         """wait: until they are there, unless forward does."""
@@ -81,10 +84,6 @@ class GuardedOptimizer(ShardedOptimizer):
             elif bucket in self.gathering:
                 self.gathering.pop(bucket).wait()
 
-    def cast(self):
-        if not isinstance(self.inner, AdamW):
-            super().cast()
-
     def state_dict(self):
         """This rank's part: torch.optim's state_dict, and the master weights if parameters have 16 bits."""
         return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.with_masters])
@@ -99,7 +98,7 @@ class GuardedOptimizer(ShardedOptimizer):
         super().load_state_dict(state)
         for bucket, master in zip(self.with_masters, masters, strict=True):
             bucket.shard.copy_(master)
-        super().cast()
+        cast_masters(self.buckets)
         self.gather_weights(self.with_masters)
         self.wait_for_weights(self.buckets)
 
