@@ -153,6 +153,6 @@ def main():
     high, broad, _, group = linear.TILES
     tall, wide = 8192 // high, 8192 // broad
     print(f"product 8192 x 8192 x 8192 in tiles of {high} x {broad}: an element of A is read {wide} times, of B "
-          f"{tall}; 132 programs at once need {tiles_read(tall, wide, 1):.1f} rows and columns of tiles row by row, "
-          f"{tiles_read(tall, wide, group):.1f} in groups")
+          f"{tall}; 132 programs at once\nread so many rows and columns of tiles: in row order "
+          f"{tiles_read(tall, wide, 1):.1f}, in groups of {group} {tiles_read(tall, wide, group):.1f}")
     print("times, on a GPU: python bench.py kernels")
