@@ -127,7 +127,7 @@ class Bucket:
         self.group = self.place.same_expert or group_or_world(group)
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        self.total = None              # gradients that wait to be sent: one flat vector, None if there are none
+        self.total = None              # gradients side by side: in float32 only inside `message`, in 16 bits always
         self.shard = None              # ZeRO: the Parameter that the optimizer steps; averages end up in its .grad
         self.params = params
         ends = itertools.accumulate(p.numel() for p in params)
@@ -163,7 +163,7 @@ class Bucket:
         return self.total is not None or any(p.grad is not None for p in self.params)
 
     def message(self):
-        """The total, as it is sent; the bucket forgets it. A parameter without a gradient counts as zero."""
+        """The total, as it is sent; the bucket forgets it, and every .grad. A parameter without one counts as zero."""
         for param in self.params:
             self.collect(param)  # those of all micro-batches have added up in .grad; now they lie side by side
         total, self.total = self.total, None
@@ -348,8 +348,8 @@ class DDP(nn.Module):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
-    The Nth gets a tensor of its own, so that the full vector can go. in_place: it is a slice of the full vector, which
-    therefore lives on. (Stage 1 has memory for that, 4K in the table.)
+    The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it is a slice of
+    the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
     """
     message = bucket.message()
     if dist.get_world_size(bucket.group) == 1:
@@ -370,7 +370,7 @@ class EveryBackward(Reducer):
         yield  # it changes nothing
 
     def came_again(self):
-        pass
+        pass  # an earlier backward left out some of the bucket's parameters, so it has not left
 
     def expect(self, bucket):
         """A backward begins that computes all of a bucket, whatever the one before has left out."""
@@ -385,7 +385,8 @@ class EveryBackward(Reducer):
             self.restart()  # for the next micro-batch
 
     def unsent(self):
-        """Whether this backward has sent some and not all, or has left a bucket incomplete. All ranks must agree."""
+        """Whether this backward has sent some and not all (then `leave` would have begun the list anew), or has left a
+        bucket incomplete. All ranks must agree."""
         return self.next > 0 or any(bucket.holds_gradients() for bucket in self.buckets)
 
 
@@ -406,8 +407,9 @@ def master_dtype(dtype):
 
 
 def flatten(bucket, sharded, compute_dtype=None):
-    """Make a bucket's parameters views of one flat vector, `bucket.weights`, with the first rank's values: to gather
-    it is to gather them. Make `bucket.shard`, which an optimizer steps: this rank's Nth; all, if not `sharded`."""
+    """Lay a bucket's parameters side by side in one vector, `bucket.weights`. They become views of it, so that one
+    all-gather gathers them all. Values are the first rank's. Make `bucket.shard`, the Parameter that an optimizer
+    steps: this rank's Nth of the vector; all of it, if not `sharded`."""
     values = bucket.zeros(bucket.dtype)
     if not bucket.params[0].is_meta:
         for p in bucket.params:
@@ -418,10 +420,10 @@ def flatten(bucket, sharded, compute_dtype=None):
     bucket.weights = values.to(bucket.dtype)
     if not sharded:
         bucket.own = slice(0, bucket.numel)
-    own = bucket.weights[bucket.own]  # a view: to step the shard is to change the weights
+    mine = bucket.weights[bucket.own]  # a view: to step the shard is to change the weights
     if bucket.dtype != master_dtype(bucket.dtype):
-        own = values[bucket.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
-    bucket.shard = nn.Parameter(own, bucket.params[0].requires_grad)
+        mine = values[bucket.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
+    bucket.shard = nn.Parameter(mine, bucket.params[0].requires_grad)
     cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
     bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
     for p in bucket.params:
@@ -459,7 +461,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
-    below.
+    above.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
@@ -524,15 +526,15 @@ class FlatParameter(Bucket):
     """A Bucket of one unit of FSDP, of which this rank keeps an Nth, `shard`. (The name is PyTorch's.)
 
     Layers compute with views of `weights`. `free` shrinks its storage to 0 bytes, `begin_gather` refills it. The views
-    stay the same objects, so what autograd saved in forward is right again in backward. (Autograd refuses a saved
-    tensor that was written since. But a parameter counts the writes to itself, not those to `weights`; and the refill
-    brings back the same values.)
+    stay the same objects, so what autograd saved in forward is right again in backward. (It refuses a saved tensor that
+    was written since, and compares version counters to find out. After param.data = view a parameter keeps a counter of
+    its own, which a write to `weights` leaves alone. The refill brings back the same values.)
     """
 
     def become_flat(self, compute_dtype):
         """As `flatten`; then keep the shard alone."""
         flatten(self, True, compute_dtype)
-        self.shard.data = self.shard.data.clone()  # so that the others' values can go
+        self.shard.data = self.shard.data.clone()  # as a view it would be freed with `weights`
         self.handle = None  # of a gather under way
         self.free()
 
@@ -593,7 +595,7 @@ class Units:
     """Keeps the matrices of each unit whole while it computes, and gathers the next one meanwhile.
 
         when                                     who hears of it      what it does
-        a unit's forward begins                  before_forward       end its gather, begin the next one's
+        a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
         the gradient of its output is there      before_backward      end its gather, begin the previous one's
         its last weight gradient is there        Reducer.computed     free_and_scatter, once earlier units have left
@@ -610,7 +612,8 @@ class Units:
     on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
     matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
 
-    flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
+    flats_of: {unit: the FlatParameters that it computes with}, one, unless some are tied or frozen. expect(flat):
+    called when its backward begins.
     """
 
     def __init__(self, flats_of, expect):
@@ -698,10 +701,10 @@ class FSDP(nn.Module):
             if not buffer.is_meta:
                 dist.broadcast(buffer, group=self.group, group_src=0)
         units = fsdp_units(module)
-        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first
+        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first unit wins
 
-        def buckets_of(params, same, kind):
-            return make_buckets(params, math.inf, group, same, kind, reduce_dtype=reduce_dtype, device=device)
+        def buckets_of(params, same, bucket_class):  # inf: a bucket is a whole unit, however large
+            return make_buckets(params, math.inf, group, same, bucket_class, reduce_dtype=reduce_dtype, device=device)
 
         def trained(buckets):
             return [bucket for bucket in buckets if bucket.shard.requires_grad]
@@ -724,8 +727,8 @@ class FSDP(nn.Module):
         self.units = Units(flats_of, self.reducers[0].expect)
 
     def forward(self, *args, **kwargs):
-        # The optimizer may have changed the shards, so no unit is whole any more. (Between micro-batches of a pipeline
-        # this drops a kept unit, too, which its backward gathers again.)
+        # Begin with nothing gathered, because the optimizer may have stepped the shards. (Between micro-batches of a
+        # pipeline this drops a kept unit, too, which its backward gathers again.)
         self.units.free()
         cast_masters(self.vectors)
         if self.compute_dtype:
@@ -785,9 +788,9 @@ class FSDP(nn.Module):
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
-# columns. A block sends 2 x 2(N-1)/N x BTC elements forward and as many backward. (The lecture's code all-gathers after
-# every matrix. With B cut by rows, one all-reduce serves two matrices.) Until backward a rank keeps all of X and an Nth
-# of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. (The lecture's
+# code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.) Until backward a rank
+# keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
@@ -864,7 +867,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         y = self.g(self.linear(x, self.weight, None), self.group)
-        return y if self.bias is None else y + self.bias  # once, after the sum; dY, its gradient, is equal on all
+        # After the sum, or the bias would be added N times. Its gradient is that of Y, equal on all ranks.
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -994,7 +998,7 @@ class Trade(torch.autograd.Function):
 # `check` proves that they can run, and `Pipeline` runs them. Which rank a stage lives on is read off the lists.
 #
 #     F   forward of one micro-batch through one stage
-#     B   backward = I, then W:   I gradient of the input (the paper's B), which the stage before waits for
+#     B   backward = I, then W:   I gradient of the input, which the stage before waits for (Qi et al. call I "B")
 #                                 W gradient of the weights, which nobody waits for
 #
 # Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
@@ -1015,7 +1019,7 @@ class Action(NamedTuple):
 
 
 def gpipe(p, m, v=1):
-    """All forwards, then all backwards. Huang et al., "GPipe" (2019)."""
+    """All forwards, then all backwards. Huang et al., "GPipe" (2019). (v: other schedules have v stages a rank.)"""
     return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
 
 
@@ -1038,8 +1042,9 @@ def take_turns(forwards, ahead, backwards):
 def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
-    A micro-batch goes through p-1-r more ranks and back, so its B ends p-r times (F + B) after its F began. So p-r
-    micro-batches keep the rank busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
+    From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
+    (p-r) (F + B), in which the rank runs p-r F and B. So p-r micro-batches keep it busy. Narayanan et al.,
+    "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
     return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
@@ -1072,7 +1077,7 @@ def needs(action, homes):
     if kind == "F":
         results = [Action("activation", s - 1, i)]
     elif kind == "W":
-        results = [Action("gradient", s, i)]
+        results = [Action("gradient", s, i)]  # of its I
     else:  # B or I
         results = [Action("activation", s, i), Action("gradient", s + 1, i)]
     return [result for result in results if result.stage in homes]  # none before the first stage or after the last
@@ -1141,7 +1146,7 @@ def lower(lists):
             continue  # nobody waits for it
         send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
         receive = other_end(send)
-        other = homes.get(receive.stage, rank)  # no stage comes before the first, none after the last
+        other = homes.get(receive.stage, rank)  # itself, so no message, where no stage comes before or after
         if other != rank:
             lowered[rank].append(send)
             lowered[other].append(receive)
@@ -1169,11 +1174,12 @@ def check(lists):
 
     def can_run(action, done, waiting):
         kind, s, i = action
-        if kind[0] in "SR":
+        if kind[0] in "SR":  # a transfer: what it carries is made ("SF" carries F's), both ends are next on their ranks
             send = action if kind[0] == "S" else other_end(action)
             is_made = result_of(Action(kind[1], send.stage, i)) in done
             both_are_there = send in waiting and other_end(send) in waiting
             return is_made and both_are_there
+        # A computation: what it needs was made on this rank, or received from the rank that made it.
         received = Action("RF" if kind == "F" else "RB", s, i)
         return all((result if homes[result.stage] == homes[s] else received) in done
                    for result in needs(action, homes))
@@ -1293,6 +1299,7 @@ class Pipeline:
         self.x, self.y = x, y
         self.dloss = dloss
         self.averagers = averagers
+        # The last action with each half of a backward, because later ones overwrite earlier ones.
         self.last_with = {(half, action.stage): action for action in actions for half in halves(action)}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
         self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
@@ -1550,14 +1557,15 @@ def parallelize(config, layout, device, source=None):
     for stage in stages_on(dist.get_rank(groups.pp), homes):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces_of[stage])
-        # 2. Cut the layers, because what follows must see this rank's parameters. They have shapes alone. But each
-        # remembers its `cuts`, and `cut_like` makes the same ones in the values of step 4.
+        # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
+        # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(model, layout, groups)
         mark_stage(model, len(homes), groups)
         # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
-        for block in model.h.values() if layout.recompute != "none" else ():
-            layer = block if layout.recompute == "block" else block.attn
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if layout.recompute != "none":
+            for block in model.h.values():
+                layer = block if layout.recompute == "block" else block.attn
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
@@ -1726,8 +1734,8 @@ class ParallelGPT:
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
-        Returns, on every rank of the pipeline, this replica's share of it times the number of replicas: the mean over
-        replicas is the loss."""
+        Returns, on every rank of the pipeline, the sum of this replica's losses times `weight_of_a_target`: the mean
+        over replicas is the loss."""
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
             raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
@@ -1773,10 +1781,11 @@ class ParallelGPT:
         return total
 
     def weight_of_a_target(self, y):
-        """Replicas / targets of all replicas that count. Sums of losses times this, averaged over the replicas, are the
-        mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on another, 2/4
-        (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as much as the
-        other three. Backward starts from it, because gradients add up and are sent while backward runs.
+        """R / n, of R replicas, and n targets that count on all of them together. Each replica multiplies the sum of
+        its losses by this. The mean over replicas divides by R, which cancels the R. What is left is the sum of all
+        losses / n, the mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on
+        another, 2/4 (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as
+        much as the other three. Backward starts from it, because gradients add up and are sent while backward runs.
 
         A tensor, so that nothing waits for the GPU."""
         count = (torch.cat([*y]) != kernels.IGNORED).sum()
