@@ -116,30 +116,28 @@ def average_gradients(module, group=None):
 
 
 class Bucket:
-    """Parameters side by side in one flat vector, zero-padded to a multiple of N: one collective serves all of them.
+    """Parameters whose gradients travel together: one collective serves all of them.
 
     Gradients of several micro-batches add up in .grad; when the bucket leaves, `message` lays them side by side. group:
     the N ranks that average them. reduce_dtype: of what is sent; None: what they add up in.
     """
+    shard = None  # a FlatBucket (ZeRO, below) has one
 
     def __init__(self, params, group, reduce_dtype=None, device=None):
         self.place = place_of(params[0])
         self.group = self.place.same_expert or group_or_world(group)
         self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        self.total = None              # gradients side by side: in float32 only inside `message`, in 16 bits always
-        self.shard = None              # ZeRO: the Parameter that the optimizer steps; averages end up in its .grad
+        self.total = None  # gradients side by side: kept between micro-batches if weights have 16 bits
         self.params = params
         ends = itertools.accumulate(p.numel() for p in params)
-        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the vector it begins
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.numel = -(-sum(p.numel() for p in params) // ranks) * ranks  # padded
-        self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)  # this rank's Nth
+        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the message it begins
+        self.numel = sum(p.numel() for p in params)
 
     @property
     def total_dtype(self):
-        """What gradients add up in: the shard's dtype, so those of 16-bit weights in float32."""
-        return self.dtype if self.shard is None else self.shard.dtype
+        """What gradients add up in."""
+        return self.dtype
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -174,6 +172,22 @@ class Bucket:
         return total.to(self.reduce_dtype or total.dtype)
 
 
+def all_reduce_bucket(bucket):
+    """Start to average a bucket: every rank gets all of it. 2(N-1)/N x K elements sent."""
+    message = bucket.message()
+    if dist.get_world_size(bucket.group) == 1:
+        return dist.Handle(), message, message
+    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    return handle, message, message
+
+
+def hand_out(bucket, average):
+    """Make each parameter's .grad its part of the average."""
+    average = average.to(bucket.dtype)
+    for param in bucket.params:
+        param.grad = bucket.view(average, param)
+
+
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
     """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
     backward computes the last gradients first. Those of a bucket have one dtype, device and place, and the same(param):
@@ -184,7 +198,7 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
         key = param.dtype, param.device, place_of(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
-        filling.setdefault(key, []).append(param)
+        filling[key] = [*filling.pop(key, []), param]  # to the end of the list, because it is complete last
     return [bucket_class(some, group, **options) for some in [*full, *filling.values()]]
 
 
@@ -223,26 +237,22 @@ class Reducer:
         """Autograd calls this when it has added all of a backward's gradient to param.grad."""
         bucket = self.bucket_of[param]
         if bucket.total_dtype != bucket.dtype:
-            self.collect(param)  # so that micro-batches do not add up in 16 bits
-        if not self.syncing:
-            return
+            bucket.collect(param)  # so that micro-batches do not add up in 16 bits
+        if self.syncing:
+            self.one_less(bucket, param)
+
+    def one_less(self, bucket, param):
+        """A bucket waits for one gradient less, and may leave."""
         if param not in self.missing[bucket]:
-            self.came_again()
+            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
+                               "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
         self.missing[bucket].discard(param)
         while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
-            self.leave()
+            self.leave(self.buckets[self.next])
+            self.next += 1
 
-    def collect(self, param):
-        self.bucket_of[param].collect(param)
-
-    def came_again(self):
-        raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
-                           "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
-
-    def leave(self):
-        bucket = self.buckets[self.next]
+    def leave(self, bucket):
         self.under_way.append((bucket, *self.send(bucket)))
-        self.next += 1
 
     @torch.no_grad()
     def receive(self):
@@ -251,13 +261,13 @@ class Reducer:
         self.store(bucket, output)
 
     def unsent(self):
-        """Whether `finish` has buckets to send. All ranks must agree."""
-        return self.next < len(self.buckets)
+        """The buckets that have not left. All ranks must agree."""
+        return self.buckets[self.next:]
 
     def finish(self):
         """Send what has not left, and wait for all averages. Call it after the step's last backward, on every rank."""
-        while self.unsent():
-            self.leave()
+        for bucket in self.unsent():
+            self.leave(bucket)
         while self.under_way:
             self.receive()
         self.restart()
@@ -283,22 +293,6 @@ def call_when_computed(params, method):
 
     for param in params:
         param.register_post_accumulate_grad_hook(call)
-
-
-def all_reduce_bucket(bucket):
-    """Start to average a bucket: every rank gets all of it. 2(N-1)/N x K elements sent."""
-    message = bucket.message()
-    if dist.get_world_size(bucket.group) == 1:
-        return dist.Handle(), message, message
-    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
-    return handle, message, message
-
-
-def hand_out(bucket, average):
-    """Make each parameter's .grad its part of the average."""
-    average = average.to(bucket.dtype)
-    for param in bucket.params:
-        param.grad = bucket.view(average, param)
 
 
 class DDP(nn.Module):
@@ -345,59 +339,6 @@ class DDP(nn.Module):
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters. (The last unit is gathered
 # once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
-def reduce_scatter_bucket(bucket, in_place=False):
-    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
-
-    The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it is a slice of
-    the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
-    """
-    message = bucket.message()
-    if dist.get_world_size(bucket.group) == 1:
-        return dist.Handle(), message, message
-    average = message[bucket.own]
-    if not in_place:
-        average = torch.empty_like(average)
-    handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
-    return handle, message, average
-
-
-class EveryBackward(Reducer):
-    """ZeRO-2's and 3's Reducer: buckets leave in each backward, so whole gradients never add up. All ranks must use the
-    same parameters in each."""
-
-    @contextmanager
-    def no_sync(self):
-        yield  # it changes nothing
-
-    def came_again(self):
-        pass  # an earlier backward left out some of the bucket's parameters, so it has not left
-
-    def expect(self, bucket):
-        """A backward begins that computes all of a bucket, whatever the one before has left out."""
-        if bucket in self.missing:
-            self.missing[bucket] = set(bucket.params)
-
-    def leave(self):
-        super().leave()
-        while len(self.under_way) > 2:  # full gradients cost the memory of these two, and of the next one
-            self.receive()
-        if self.next == len(self.buckets):
-            self.restart()  # for the next micro-batch
-
-    def unsent(self):
-        """Whether this backward has sent some and not all (then `leave` would have begun the list anew), or has left a
-        bucket incomplete. All ranks must agree."""
-        return self.next > 0 or any(bucket.holds_gradients() for bucket in self.buckets)
-
-
-def add_to_shard(bucket, average):
-    """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
-    if bucket.shard.grad is None:
-        bucket.shard.grad = average.to(bucket.shard.dtype)
-    else:
-        bucket.shard.grad += average
-
-
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
 
@@ -406,28 +347,42 @@ def master_dtype(dtype):
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def flatten(bucket, sharded, compute_dtype=None):
-    """Lay a bucket's parameters side by side in one vector, `bucket.weights`. They become views of it, so that one
-    all-gather gathers them all. Values are the first rank's. Make `bucket.shard`, the Parameter that an optimizer
-    steps: this rank's Nth of the vector; all of it, if not `sharded`."""
-    values = bucket.zeros(bucket.dtype)
-    if not bucket.params[0].is_meta:
-        for p in bucket.params:
-            bucket.view(values, p).copy_(p.detach())
-        dist.broadcast(values, group=bucket.group, group_src=0)
-    if compute_dtype and bucket.dtype.is_floating_point:  # frozen parameters may be whole numbers
-        bucket.dtype = compute_dtype
-    bucket.weights = values.to(bucket.dtype)
-    if not sharded:
-        bucket.own = slice(0, bucket.numel)
-    mine = bucket.weights[bucket.own]  # a view: to step the shard is to change the weights
-    if bucket.dtype != master_dtype(bucket.dtype):
-        mine = values[bucket.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
-    bucket.shard = nn.Parameter(mine, bucket.params[0].requires_grad)
-    cut_over = bucket.place.cut_over + ((bucket.group,) if sharded else ())
-    bucket.shard.place = replace(bucket.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, bucket.params)))
-    for p in bucket.params:
-        lie_in(p, bucket.view(bucket.weights, p))
+class FlatBucket(Bucket):
+    """A Bucket whose weights lie side by side, too: its parameters become views of one vector, `weights`, zero-padded
+    to a multiple of N, so that one all-gather gathers them all. Their values are the first rank's.
+
+    shard: the Parameter that an optimizer steps. It is `own`, this rank's Nth of the vector; if not `sharded`, all of
+    it. Averages of gradients end up in its .grad.
+    """
+
+    def __init__(self, params, group, sharded=True, compute_dtype=None, **options):
+        super().__init__(params, group, **options)
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.numel = -(-self.numel // ranks) * ranks
+        self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)
+        if not sharded:
+            self.own = slice(0, self.numel)
+        values = self.zeros(self.dtype)
+        if not params[0].is_meta:
+            for p in params:
+                self.view(values, p).copy_(p.detach())
+            dist.broadcast(values, group=self.group, group_src=0)
+        if compute_dtype and self.dtype.is_floating_point:  # frozen parameters may be whole numbers
+            self.dtype = compute_dtype
+        self.weights = values.to(self.dtype)
+        for p in params:
+            lie_in(p, self.view(self.weights, p))
+        mine = self.weights[self.own]  # a view: to step the shard is to change the weights
+        if self.dtype != master_dtype(self.dtype):
+            mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
+        self.shard = nn.Parameter(mine, params[0].requires_grad)
+        cut_over = self.place.cut_over + ((self.group,) if sharded else ())
+        self.shard.place = replace(self.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, params)))
+
+    @property
+    def total_dtype(self):
+        """The shard's, so gradients of 16-bit weights add up in float32."""
+        return self.shard.dtype
 
 
 def lie_in(param, view):
@@ -446,6 +401,30 @@ def cast_masters(buckets):
     for bucket in buckets:
         if bucket.dtype != bucket.shard.dtype:
             bucket.weights[bucket.own].copy_(bucket.shard)
+
+
+def reduce_scatter_bucket(bucket, in_place=False):
+    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
+
+    The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it is a slice of
+    the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
+    """
+    message = bucket.message()
+    if dist.get_world_size(bucket.group) == 1:
+        return dist.Handle(), message, message
+    average = message[bucket.own]
+    if not in_place:
+        average = torch.empty_like(average)
+    handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    return handle, message, average
+
+
+def add_to_shard(bucket, average):
+    """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
+    if bucket.shard.grad is None:
+        bucket.shard.grad = average.to(bucket.shard.dtype)
+    else:
+        bucket.shard.grad += average
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -474,9 +453,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def same(p):
             return p.requires_grad, group_of[p]
 
-        buckets = make_buckets([*group_of], bucket_mb, self.group, same, reduce_dtype=reduce_dtype)
-        for bucket in buckets:
-            flatten(bucket, stage > 0 and bucket.params[0].requires_grad, compute_dtype)
+        buckets = make_buckets([*group_of], bucket_mb, self.group, same, FlatBucket, sharded=stage > 0,
+                               compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         self.buckets = [bucket for bucket in buckets if bucket.shard.requires_grad]  # frozen ones are equal from now on
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
@@ -522,18 +500,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
 
-class FlatParameter(Bucket):
-    """A Bucket of one unit of FSDP, of which this rank keeps an Nth, `shard`. (The name is PyTorch's.)
+class EveryBackward(Reducer):
+    """ZeRO-2's and 3's Reducer: a bucket leaves in each backward, so whole gradients never add up.
 
-    Layers compute with views of `weights`. `free` shrinks its storage to 0 bytes, `begin_gather` refills it. The views
-    stay the same objects, so what autograd saved in forward is right again in backward. (It refuses a saved tensor that
-    was written since, and compares version counters to find out. After param.data = view a parameter keeps a counter of
-    its own, which a write to `weights` leaves alone. The refill brings back the same values.)
+    All ranks must use the same parameters in each. Then autograd completes buckets in the same order on all of them, so
+    a bucket need not wait for those before it in the list.
     """
 
-    def become_flat(self, compute_dtype):
-        """As `flatten`; then keep the shard alone."""
-        flatten(self, True, compute_dtype)
+    @contextmanager
+    def no_sync(self):
+        yield  # it changes nothing
+
+    def expect(self, bucket):
+        """A backward begins that computes all of a bucket, whatever the one before has left out."""
+        if bucket in self.missing:
+            self.missing[bucket] = set(bucket.params)
+
+    def one_less(self, bucket, param):
+        self.missing[bucket].discard(param)
+        if not self.missing[bucket]:
+            self.leave(bucket)
+
+    def leave(self, bucket):
+        super().leave(bucket)
+        self.missing[bucket] = set(bucket.params)  # for the next backward
+        while len(self.under_way) > 2:  # full gradients cost the memory of these two, and of the next one
+            self.receive()
+
+    def unsent(self):
+        """Those of which a backward has computed some gradients, not all."""
+        return [bucket for bucket in self.buckets if bucket.holds_gradients()]
+
+
+class FlatParameter(FlatBucket):
+    """The FlatBucket of one unit of FSDP, of which this rank keeps the shard alone. (The name is PyTorch's.)
+
+    Layers compute with views of `weights`. `free` shrinks its storage to 0 bytes, `begin_gather` refills it. The views
+    stay the same objects, so what autograd saved in forward is right again in backward.
+    """
+
+    def __init__(self, params, group, **options):
+        super().__init__(params, group, **options)
         self.shard.data = self.shard.data.clone()  # as a view it would be freed with `weights`
         self.handle = None  # of a gather under way
         self.free()
@@ -545,6 +552,8 @@ class FlatParameter(Bucket):
             return
         self.has_memory = True
         self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
+        # Autograd refuses a saved tensor that was written since, by its version counter. After param.data = view a
+        # parameter has a counter of its own, which this write leaves alone. It brings back the same values.
         self.weights[self.own] = self.shard  # the cast from the master's dtype
         self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
@@ -703,20 +712,16 @@ class FSDP(nn.Module):
         units = fsdp_units(module)
         unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first unit wins
 
-        def buckets_of(params, same, bucket_class):  # inf: a bucket is a whole unit, however large
-            return make_buckets(params, math.inf, group, same, bucket_class, reduce_dtype=reduce_dtype, device=device)
+        buckets_of = partial(make_buckets, megabytes=math.inf, group=group, compute_dtype=compute_dtype,
+                             reduce_dtype=reduce_dtype, device=device)  # inf: a bucket is a whole unit, however large
 
         def trained(buckets):
             return [bucket for bucket in buckets if bucket.shard.requires_grad]
 
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = buckets_of(matrices, lambda p: (p.requires_grad, unit_of[p]), FlatParameter)  # one a unit
-        self.vectors = buckets_of(vectors, lambda p: p.requires_grad, Bucket)
-        for flat in self.flats:
-            flat.become_flat(compute_dtype)
-        for bucket in self.vectors:
-            flatten(bucket, False, compute_dtype)
+        self.flats = buckets_of(matrices, same=lambda p: (p.requires_grad, unit_of[p]), bucket_class=FlatParameter)
+        self.vectors = buckets_of(vectors, same=lambda p: p.requires_grad, bucket_class=FlatBucket, sharded=False)
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.reducers = [EveryBackward(trained(self.flats), free_and_scatter, add_to_shard),

@@ -47,15 +47,13 @@ class FastReducer(Reducer):
         super().restart()
         self.computing = {bucket: set(bucket.params) for bucket in self.buckets}  # what this backward still computes
 
-    def collect(self, param):
-        pass  # `computed` moves all of a bucket
-
     def computed(self, param):
         bucket = self.bucket_of[param]
         self.computing[bucket].discard(param)
         if not self.computing[bucket]:
             self.collect_rest([bucket])
-        super().computed(param)
+        if self.syncing:
+            self.one_less(bucket, param)
 
     def collect_rest(self, buckets):
         """Move what .grad has, where it must not add up there: in 16 bits, or beside what CUDA graphs add up."""
@@ -72,9 +70,9 @@ class FastReducer(Reducer):
         finally:
             self.collect_rest(self.buckets)  # of which a backward may not have used all parameters
 
-    def leave(self):
-        collect_all(self.buckets[self.next])
-        super().leave()
+    def leave(self, bucket):
+        collect_all(bucket)
+        super().leave(bucket)
 
     def keeps_promise(self, bucket):
         if bucket in self.promised and self.promised[bucket] is not bucket.shard.grad:
@@ -110,9 +108,9 @@ class FastEveryBackward(FastReducer, EveryBackward):
         super().expect(bucket)
         self.collect_rest([bucket] if bucket in self.missing else [])
 
-    def leave(self):
-        super().leave()
-        bucket, _, _, average = self.under_way[-1]
+    def leave(self, bucket):
+        super().leave(bucket)
+        average = self.under_way[-1][-1]
         self.keeps_promise(bucket)
         if bucket.shard.grad is None:
             same = average.dtype == bucket.shard.dtype

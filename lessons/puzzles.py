@@ -192,8 +192,8 @@ class Puzzle(NamedTuple):
 
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
-    Puzzle(hook, 2, "parallel.py", "Reducer.computed", "discard"),
-    Puzzle(zero1, 3, "parallel.py", "Bucket.__init__", "ranks"),
+    Puzzle(hook, 2, "parallel.py", "Reducer.one_less", "discard"),
+    Puzzle(zero1, 3, "parallel.py", "FlatBucket.__init__", "ranks"),
     Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", 1),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),

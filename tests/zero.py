@@ -219,6 +219,13 @@ def test_frozen_whole_numbers_stay_what_they_are():
     assert all(values.equal(whole[name]) and values.equal(getattr(net, name)) for name, values in kept.items())
 
 
+@on_ranks(2)
+def test_a_bucket_of_both_ends_of_a_model_leaves_last():
+    """As of a root's own parameters; else none could leave before it."""
+    params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float64, None, torch.float64)]
+    assert [bucket.params for bucket in parallel.make_buckets(params, 1, None)] == [[params[1]], params[::-2]]
+
+
 @on_both
 @pytest.mark.parametrize("way", [2, 3])
 @on_ranks(2)
