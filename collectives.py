@@ -106,12 +106,13 @@ class Worker:
         return Handle(done.result, done.done)
 
     def work(self):
-        for done, function in iter(self.jobs.get, None):
+        while (job := self.jobs.get()) is not None:
+            done, function = job
             try:
                 done.set_result(function())
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 done.set_exception(error)
-            done = function = None  # else they would keep this operation's tensors until the next one
+            job = done = function = None  # else they would keep this operation's tensors until the next one
 
     def close(self):
         self.jobs.put(None)
@@ -131,7 +132,7 @@ class Link:
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
         self.log = Traffic()  # of the operation under way
-        self.worker = self.stream = None  # which do what has `async_op`: a thread on CPUs, a stream on GPUs
+        self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
 
     def run(self, name, operation, arguments, async_op):
@@ -146,7 +147,7 @@ class Link:
         log.calls += 1
 
         def body():
-            self.log = log
+            self.log = log  # set here, because a Worker may start this after `run` was called under another name
             with torch.no_grad():
                 operation(self)
 
