@@ -240,7 +240,7 @@ def demo_data():
 
 
 def demo_fsdp():
-    """ZeRO-3 at work: which unit rank 0 gathers, frees and scatters while which unit computes."""
+    """ZeRO-3 at work: which unit rank 0 gathers, waits for, frees and scatters while which unit computes."""
     net = parallel.FSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
     name_of = {unit: name for name, unit in net.module.named_modules()}
     unit_of = {flat: name_of[unit] for unit, flats in net.units.flats_of.items() for flat in flats}
@@ -259,9 +259,12 @@ def demo_fsdp():
         say(f"backward of {name_of[unit]}")
         plain(units, unit, grad)
 
+    say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its first\n"
+        "use to the end of backward. A gather hides behind what is computed between its line and its \"wait for\".\n")
     for unit in net.units.flats_of:
         unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
     with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not flat.has_memory),
+                  told(parallel.FlatParameter, "end_gather", "wait for", lambda flat: flat.handle),
                   told(parallel.FlatParameter, "free", "free", lambda flat: flat.has_memory),
                   told(parallel, "reduce_scatter_bucket", "scatter", lambda flat: True),
                   (parallel.Units, "before_backward", backward)]):

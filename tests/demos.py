@@ -16,19 +16,23 @@ SHOWN = [
         "v-min: idle 5.5 by the formula | 5.5 simulated", "dualpipe-v: idle 1.5 by the formula | 1.5 simulated",
         "1f1b: idle 9 by the formula | 9 simulated, bubble 27 % of 33; peak activations 4 3 2 1",
         "zb-h1: idle 3 by the formula | 3 simulated", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0")),
-    # The next unit is gathered under this one; the last one stays whole, because backward begins with it.
+    # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
+    # backward begins with it.
     ("fsdp", 2, """
         forward of h.1
+            wait for h.1
             gather lm_head
             free h.1
         forward of ln_f
         forward of lm_head
+            wait for lm_head
         backward of lm_head
             gather h.1
             free lm_head
             scatter lm_head
         backward of ln_f
         backward of h.1
+            wait for h.1
             gather h.0
             free h.1
             scatter h.1"""),
