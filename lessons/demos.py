@@ -23,6 +23,7 @@ from safe import launch
 from safe.flags import BadInput, dashed, Parser, refuse, Settings
 from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
+from theory.traffic import messages_of_buckets, sent
 
 
 def say_in_order(text):
@@ -119,15 +120,25 @@ def demo_sizes():
 
 
 def demo_memory(model, dp):
-    """The ZeRO table: bytes a GPU at each stage."""
+    """The ZeRO table: bytes that a GPU keeps, and sends, at each stage."""
     config = PRESETS[model]
-    print(f"{model}, {config.parameters():,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
-          f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}   sharded over dp")
+    K = config.parameters()
+    last = config.vocab_size * config.n_embd  # elements of ZeRO-3's last unit, which is gathered once
+    print(f"{model}, {K:,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
+          f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}{'sent':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        *sizes, _ = memory_bytes(config, Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp)).values()
+        s = Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp)
+        *sizes, _ = memory_bytes(config, s).values()
         sizes = [size / 2**30 for size in sizes]
-        print(f"ZeRO-{zero}  {''.join(f'{size:12.2f}' for size in sizes)}{sum(sizes):10.2f}   {what}")
-    print("\nGradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
+        # ZeRO-3's vectors are counted with the matrices, because here their all-reduce sends as many bytes.
+        buckets = [(K - last, 2), (last, 1)] if zero == 3 else [(K, 0)]
+        traffic = sum(sent(message.op, elements, message.width, dp, 0)
+                      for message in messages_of_buckets(s, "dp", buckets, dp) for elements in message.elements)
+        print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}{traffic / 2**30:10.2f}   {what}")
+    print("\nSent: in a step of one micro-batch. With m of them ZeRO-2 sends gradients m times, ZeRO-3 weights, too.\n"
+          "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"
+          "place of the other it gathers weights, 2 bytes a parameter.\n\n"
+          "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
           "16-bit weights exist only while its layer computes.\n\n"
           "activations that a block of GPT-3 keeps, bytes over BTC:  the lecture | here")
@@ -259,8 +270,8 @@ def demo_fsdp():
         say(f"backward of {name_of[unit]}")
         plain(units, unit, grad)
 
-    say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its first\n"
-        "use to the end of backward. A gather hides behind what is computed between its line and its \"wait for\".\n")
+    say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
+        "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n")
     for unit in net.units.flats_of:
         unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
     with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not flat.has_memory),
